@@ -1,0 +1,55 @@
+"""The keys every run knows beside the groups of model, data, optimizer and precision."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from lightning_llm.schema.base import Group, PositiveInt
+
+
+class ParallelConfig(Group):
+    """`parallel`: how one step is spread over ranks."""
+
+    name: Literal["single"]
+    activation_checkpoint: Literal["none", "full"] = Field("none", description="recompute blocks in the backward pass")
+    compile: bool = Field(False, description="torch.compile, one graph per block")
+
+
+class TrainerConfig(Group):
+    """`trainer`: how long, on what, and how often to look."""
+
+    name: str
+    max_steps: PositiveInt = Field(description="optimizer steps")
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: PositiveInt = Field(1, description="ranks on this machine")
+    validate_every_steps: PositiveInt | None = Field(description="optimizer steps between validations; null: at the end only")
+    compile: bool = Field(False, description="what parallel.compile takes unless set itself")
+    deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
+    threads: PositiveInt | None = Field(None, description="CPU threads per rank; null: torch's choice")
+
+
+class CheckpointConfig(Group):
+    """`checkpoint`: when the whole state is written, and how much of it is kept."""
+
+    every_steps: PositiveInt | None = Field(description="optimizer steps between checkpoints; null: at the end only")
+    keep_last: PositiveInt = Field(description="how many checkpoints stay")
+
+
+class RunConfig(Group):
+    """`run`: where a run's folder lies."""
+
+    root: str = Field(description="folder of all runs and of mlflow.db")
+    experiment: str
+    name: str
+    dir: str = Field(description="this run's folder, whole")
+
+
+class LoggerConfig(Group):
+    """`logger`: where runs are tracked beside their own folder."""
+
+    name: Literal["mlflow", "none"]
+    tracking_uri: str | None = Field(None, description="null: MLFLOW_TRACKING_URI, else run.root/mlflow.db")
+    tags: dict[str, str] = {}
+
+
+Callbacks = dict[str, dict[str, Any] | None]
