@@ -9,4 +9,4 @@ class PrecisionConfig(Group):
     """A precision recipe."""
 
     name: str
-    compute_dtype: Literal["fp32", "bf16"]
+    compute_dtype: Literal["fp32", "bf16", "fp16"]
