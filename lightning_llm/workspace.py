@@ -1,0 +1,22 @@
+"""Where runs are kept, whatever folder a command is started in."""
+
+import os
+from pathlib import Path
+
+import lightning_llm
+
+OUTPUTS_VARIABLE = "LIGHTNING_LLM_OUTPUTS"
+
+
+def checkout() -> Path | None:
+    """Return the root of the source checkout this package runs from; None for an installed wheel."""
+    root = Path(lightning_llm.__file__).resolve().parent.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "recipes").is_dir() else None
+
+
+def default_outputs() -> str:
+    """Return the absolute folder of all runs: LIGHTNING_LLM_OUTPUTS, the checkout's `outputs`, or `~/lightning-llm/outputs`."""
+    if os.environ.get(OUTPUTS_VARIABLE):
+        return str(Path(os.environ[OUTPUTS_VARIABLE]).expanduser().absolute())
+    root = checkout()
+    return str(root / "outputs" if root else Path.home() / "lightning-llm" / "outputs")
