@@ -1,0 +1,58 @@
+"""The DataModule: batch number n of the corpus, n counted over the whole run."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_llm.data.corpus import Batch, Corpus
+from lightning_llm.schema import Config
+
+
+class StepDataset(Dataset[Batch]):
+    """Item `step` is the batch of optimizer step `step` (0-based): a pure function of config and seed."""
+
+    def __init__(self, corpus: Corpus, rank: int, world: int):
+        self.corpus, self.rank, self.world = corpus, rank, world
+
+    def __getitem__(self, step: int) -> Batch:
+        return self.corpus.micro_batches(step, self.rank, self.world)
+
+
+class StepSampler(Sampler[int]):
+    """The steps from `first` to `last`, exclusive."""
+
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last))
+
+    def __len__(self) -> int:
+        return max(0, self.last - self.first)
+
+
+class CorpusDataModule(pl.LightningDataModule):
+    """Training batches by step number and the fixed validation batches."""
+
+    def __init__(self, corpus: Corpus, config: Config):
+        super().__init__()
+        self.corpus = corpus
+        self.config = config
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        first = self.trainer.lightning_module.completed_steps
+        return DataLoader(
+            StepDataset(self.corpus, self.trainer.global_rank, self.trainer.world_size),
+            batch_size=None,
+            sampler=StepSampler(first, self.config.trainer.max_steps),
+            num_workers=self.config.data.num_workers,
+            persistent_workers=self.config.data.num_workers > 0,
+        )
+
+    def val_dataloader(self) -> Any:
+        batches = self.corpus.validation_batches(
+            self.config.data.micro_batch_size, self.trainer.global_rank, self.trainer.world_size
+        )
+        return DataLoader(list(batches), batch_size=None)
