@@ -16,15 +16,24 @@ class SourceConfig(Group):
     path: str | None = Field(None, description="file, folder or glob; for loader=huggingface also a hub name")
     subset: str | None = Field(None, description="loader=huggingface: the configuration's name")
     split: str = Field("train", description="loader=huggingface: the split")
-    text_key: str = Field("text", description="the column that holds a document's text")
+    revision: str | None = Field(None, description="loader=huggingface: commit or tag of a hub dataset; null: the newest")
+    text_key: str = Field("text", description="jsonl, parquet, huggingface: the column that holds a document's text")
+    sample_by: Literal["document", "paragraph", "line"] = Field(
+        "document", description="loader=text: what one document is; document: a whole file"
+    )
 
 
 class TokenizerConfig(Group):
     """How text becomes tokens."""
 
-    kind: Literal["bpe", "file", "bytes"] = Field("bpe", description="byte-level BPE trained on the corpus; a tokenizer.json; bytes")
-    vocab_size: PositiveInt | None = Field(None, description="kind=bpe: size to train")
+    kind: Literal["bpe", "file", "bytes"] = Field(
+        "bpe", description="byte-level BPE trained on the corpus; a tokenizer.json; bytes"
+    )
+    vocab_size: PositiveInt | None = Field(None, description="kind=bpe: size to train; null: model.vocab_size")
     path: str | None = Field(None, description="kind=file: a tokenizer.json or a folder with one")
+    end_of_document: str | None = Field(
+        None, description="kind=file: the token that ends a document; null: the one of the usual names it has"
+    )
 
 
 class ValidationConfig(Group):

@@ -1,0 +1,153 @@
+"""Which window of which source a global sample index means: a pure function, O(sources) per sample, nothing to resume.
+
+Two steps. The index is first given to a source: indices come in blocks of `BLOCK` or a power of ten more, a block's
+places are shared out by the weights with the largest-remainder method (Hamilton), and within the block they are
+interleaved by smooth weighted round robin (the balancer of nginx), so that every prefix, not only every block, is
+close to the weights. The same pattern serves every block, hence the count of a source's samples before any index is
+one multiplication. That count is the source's ordinal; ordinal // windows is the epoch, and ordinal % windows goes
+through a permutation keyed by (seed, source, epoch): every epoch takes each window exactly once, in a new order.
+
+The permutation is a Feistel network with cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains,
+CT-RSA 2002), with MurmurHash3's finaliser as the round function.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_llm.keyed_hash import hash_words, mix, name_word
+
+BLOCK = 1_000
+LARGEST_BLOCK = 100_000
+SMALLEST_SHARE = 10 / LARGEST_BLOCK
+ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Address:
+    """One window: `source` by its place in the mix, `window` within the source, `epoch` of the source (from 0)."""
+
+    source: int
+    window: int
+    epoch: int
+
+
+def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
+    """Return whole counts that sum to `total` in proportion to `weights`; ties go to the first."""
+    whole = sum(weights)
+    exact = [total * w / whole for w in weights]
+    counts = [int(x) for x in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda s: (counts[s] - exact[s], s))
+    for s in by_remainder[: total - sum(counts)]:
+        counts[s] += 1
+    return counts
+
+
+def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Spread `counts[s]` places of each source s evenly over sum(counts) places.
+
+    Returns the source at each place, and how many places of that same source come before it.
+    """
+    total = sum(counts)
+    credit = [0] * len(counts)
+    drawn = [0] * len(counts)
+    pattern, before = [], []
+    for _ in range(total):
+        credit = [c + n for c, n in zip(credit, counts, strict=True)]
+        s = credit.index(max(credit))
+        credit[s] -= total
+        pattern.append(s)
+        before.append(drawn[s])
+        drawn[s] += 1
+    return pattern, before
+
+
+@lru_cache(maxsize=256)
+def _round_keys(seed: int, name: int, epoch: int) -> tuple[int, ...]:
+    return tuple(hash_words(name, epoch, r, seed=seed) for r in range(ROUNDS))
+
+
+def permute(i: int, n: int, keys: Sequence[int]) -> int:
+    """Return the image of `i` under a permutation of [0, n), n <= 2^64, chosen by the 32-bit round `keys`.
+
+    An (unbalanced where the bit count is odd) Feistel network permutes [0, 2^bits), 2^bits < 2n; a value outside
+    [0, n) is sent through again until it falls inside, fewer than two passes on average.
+    """
+    if n == 1:
+        return 0
+    bits = max(2, (n - 1).bit_length())
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << high_bits) - 1
+    while True:
+        high, low = i >> low_bits, i & low_mask
+        for r in range(0, len(keys), 2):
+            high ^= mix(low ^ keys[r]) & high_mask
+            low ^= mix(high ^ keys[r + 1]) & low_mask
+        i = high << low_bits | low
+        if i < n:
+            return i
+
+
+class SampleOrder:
+    """Global sample index -> `Address`, as a function of (weights, windows, seed, shuffle) alone.
+
+    `weights` and `windows` (how many windows a source holds, at least 1) are keyed by source name; the key of a
+    source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
+    the windows in their order.
+    """
+
+    def __init__(self, weights: Mapping[str, float], windows: Mapping[str, int], seed: int, shuffle: bool = True):
+        self.names = list(weights)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.windows = [windows[name] for name in self.names]
+        shares = list(weights.values())
+        smallest = min(shares) / sum(shares)
+        if smallest < SMALLEST_SHARE:
+            raise ValueError(f"a weight's share is {smallest:.2e}, the smallest possible is {SMALLEST_SHARE:.0e}")
+        if min(self.windows) < 1:
+            raise ValueError(f"every source needs at least one window, got {dict(windows)}")
+        self.block = BLOCK
+        while self.block * smallest < 10 and self.block < LARGEST_BLOCK and len(shares) > 1:
+            self.block *= 10
+        self.counts = largest_remainder(shares, self.block)
+        self._pattern, self._before = interleave(self.counts)
+        self._name_words = [name_word(name) for name in self.names]
+
+    def locate(self, index: int) -> Address:
+        """Return where global sample `index` (from 0) lies."""
+        block, place = divmod(index, self.block)
+        source = self._pattern[place]
+        ordinal = block * self.counts[source] + self._before[place]
+        epoch, i = divmod(ordinal, self.windows[source])
+        if self.shuffle:
+            i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
+        return Address(source, i, epoch)
+
+    def drawn(self, total: int) -> list[int]:
+        """Return how many of the samples [0, total) each source gives."""
+        blocks, place = divmod(total, self.block)
+        drawn = [blocks * count for count in self.counts]
+        for source in self._pattern[:place]:
+            drawn[source] += 1
+        return drawn
+
+
+def accumulation(global_batch_size: int, micro_batch_size: int, world: int) -> int:
+    """Return micro-batches per rank and step; the batch sizes must divide (`check_data` says so to the user)."""
+    count, rest = divmod(global_batch_size, micro_batch_size * world)
+    if rest or not count:
+        raise ValueError(f"{global_batch_size} sequences are no multiple of {micro_batch_size} x {world} ranks")
+    return count
+
+
+def rows_of(rank: int, world: int, global_batch_size: int, micro_batch_size: int) -> list[range]:
+    """Return the rows of one global batch that `rank` of `world` takes: one range for each of its micro-batches.
+
+    Global micro-batch m is rows m*B .. (m+1)*B, whatever the layout; rank r takes the contiguous run of micro-batches
+    r*A .. (r+1)*A, with A = accumulation. Row r of step s is global sample s * global_batch_size + r.
+    """
+    count = accumulation(global_batch_size, micro_batch_size, world)
+    first = rank * count
+    return [range(m * micro_batch_size, (m + 1) * micro_batch_size) for m in range(first, first + count)]
