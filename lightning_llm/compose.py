@@ -4,7 +4,8 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import sys
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
+from hydra import main as hydra_main
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -72,7 +75,9 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     try:
         tree = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(Problem("--config", f"{file} cannot be read as YAML: {error}. Give a run's config.yaml.")) from error
+        raise ConfigError(
+            Problem("--config", f"{file} cannot be read as YAML: {error}. Give a run's config.yaml.")
+        ) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(Problem("--config", f"{file} holds no mapping. Give a run's config.yaml."))
     groups = set(Config.model_fields)
@@ -144,7 +149,9 @@ def _choices_of(parsed: Override) -> list[str]:
     if not parsed.is_sweep_override():
         return [parsed.input_line or ""]
     if not parsed.is_discrete_sweep():
-        raise ConfigError(Problem(parsed.key_or_group, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
+        raise ConfigError(
+            Problem(parsed.key_or_group, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9).")
+        )
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
@@ -207,3 +214,32 @@ def _unresolvable(tree: DictConfig, prefix: str) -> list[Problem]:
         if isinstance(value, DictConfig):
             problems += _unresolvable(value, f"{prefix}{key}.")
     return problems
+
+
+def run_multirun(overrides: Sequence[str], config_dir: Path | None, job: Callable[[Config], None]) -> int:
+    """Let Hydra's sweeper and launcher call `job` for each combination, in run.dir = hydra's folder of the job.
+
+    Returns:
+        0, or 1 if a job failed; the others still run.
+    """
+
+    def task(tree: DictConfig) -> None:
+        folder = HydraConfig.get().runtime.output_dir
+        with open_dict(tree):
+            tree.recipe = HydraConfig.get().runtime.choices.get("recipe")
+        OmegaConf.update(tree, "run.dir", folder)
+        job(_checked(tree))
+
+    register_recipes()
+    OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
+    search = ["--config-dir", str(config_dir.absolute())] if config_dir else []
+    before = sys.argv
+    sys.argv = ["lightning-llm", "-m", *search, *overrides]
+    try:
+        hydra_main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(task)()
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        sys.argv = before
+    return 0

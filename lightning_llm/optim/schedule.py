@@ -20,7 +20,10 @@ def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -
         return 1.0
     if config.name == "cosine":
         start = config.warmup_steps
-        return config.final_factor + (1 - config.final_factor) * (1 + math.cos(math.pi * _progress(updates, start, total))) / 2
+        return (
+            config.final_factor
+            + (1 - config.final_factor) * (1 + math.cos(math.pi * _progress(updates, start, total))) / 2
+        )
     start = max(config.warmup_steps, round(total * (1 - config.decay_fraction)))
     return 1 - (1 - config.final_factor) * _progress(updates, start, total)
 

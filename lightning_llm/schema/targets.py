@@ -31,10 +31,14 @@ def check_target(key: str, node: Any) -> list[Problem]:
     try:
         file = _source_file(module)
     except ModuleNotFoundError:
-        return [Problem(f"{key}._target_", f"there is no module '{module}'. Check its spelling, or install what holds it.")]
+        return [
+            Problem(f"{key}._target_", f"there is no module '{module}'. Check its spelling, or install what holds it.")
+        ]
     if file is None:
         return []
-    classes = {each.name: each for each in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(each, ast.ClassDef)}
+    classes = {
+        each.name: each for each in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(each, ast.ClassDef)
+    }
     if name not in classes:
         if file.name == "__init__.py":
             return []  # a re-export, which only an import resolves
@@ -76,7 +80,9 @@ def _check_arguments(key: str, node: dict[str, Any], signature: ast.arguments | 
         return []
     positional = signature.args[1:]
     required = {each.arg for each in positional[: len(positional) - len(signature.defaults)]}
-    required |= {each.arg for each, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True) if default is None}
+    required |= {
+        each.arg for each, default in zip(signature.kwonlyargs, signature.kw_defaults, strict=True) if default is None
+    }
     known = {each.arg: each.annotation for each in [*positional, *signature.kwonlyargs]}
     given = {name: value for name, value in node.items() if not name.startswith("_")}
     problems = [

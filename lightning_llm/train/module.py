@@ -104,7 +104,11 @@ class LanguageModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
         step = self.completed_steps
-        record = {"step": step, "tokens": step * self.step_tokens, "val_loss": (sums[:, 0].sum() / sums[:, 1].sum()).item()}
+        record = {
+            "step": step,
+            "tokens": step * self.step_tokens,
+            "val_loss": (sums[:, 0].sum() / sums[:, 1].sum()).item(),
+        }
         for name, (loss, count) in zip(self.source_names, sums.tolist(), strict=True):
             if count:
                 record[f"val_loss/{name}"] = loss / count

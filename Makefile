@@ -1,0 +1,58 @@
+# `make help` lists what there is. Every target that needs the environment makes it first.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RECIPE ?= quickstart
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train plan test test-full lint format bench ui clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create or update .venv (uses a torch that $(PYTHON) already has)
+
+# A torch that the machine brings (a GPU image's, say) is used as it is; otherwise the one that development is pinned to.
+$(STAMP): pyproject.toml requirements/dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12"; exit 1; }
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
+	  $(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' >> $(VENV)/constraints.txt; \
+	else $(PYTHON) -m venv $(VENV) && cp requirements/dev.txt $(VENV)/constraints.txt; fi
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $(STAMP)
+
+train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value ...")
+	$(BIN)/lightning-llm train recipe=$(RECIPE) $(ARGS)
+
+plan: setup  ## what RECIPE would do, without running it
+	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)
+
+ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
+
+test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+
+test-full: setup  ## all tests
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
+lint: setup  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build && $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_llm
+
+format: setup  ## let ruff reformat and mend what it can
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: setup  ## the benchmark suite; writes benchmarks/README.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv and caches (outputs/ stays)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,82 @@
+"""The command line: `lightning-llm VERB [hydra overrides]`. A verb's module is imported when the verb is called."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import lightning_llm
+from lightning_llm.errors import ConfigError
+
+VERBS = {
+    "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
+    "plan": ("lightning_llm.plan:plan", "print what a run would do, without running it"),
+    "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
+}
+
+EPILOG = """overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine
+exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, 130/143 stopped by a signal with state saved"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    module, _, function = VERBS[arguments.verb][0].partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), function)(arguments))
+    except ConfigError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        print("stopped before training began; nothing was saved", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-llm",
+        description="Compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-llm {lightning_llm.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, (_, text) in VERBS.items():
+        child = verbs.add_parser(
+            verb, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if verb in ("train", "plan"):
+            child.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
+            child.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
+            child.add_argument("--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml")
+        if verb == "train":
+            child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
+        if verb in ("plan", "recipes"):
+            child.add_argument("--json", action="store_true", help="print data instead of text")
+    return parser
+
+
+def recipes(arguments: argparse.Namespace) -> int:
+    """Print every shipped recipe with its one line."""
+    from lightning_llm.recipes_catalog import describe, recipe_files
+
+    catalog = {name: describe(file) for name, file in recipe_files()}
+    if arguments.json:
+        print(json.dumps(catalog, indent=1))
+        return 0
+    width = max(map(len, catalog))
+    for name, text in catalog.items():
+        print(f"{name:<{width}}  {text}")
+    return 0
+
+
+def _report(error: ConfigError) -> int:
+    count = len(error.problems)
+    print(f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs; nothing was started", file=sys.stderr)
+    for problem in error.problems:
+        print(f"  - {problem}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""`Config` -> the objects that train. Every class named in YAML is made here."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+
+from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import config_hash
+from lightning_llm.schema import Config
+from lightning_llm.train.checkpointing import Checkpointing
+from lightning_llm.train.manifest import Checkpoint
+from lightning_llm.train.module import LanguageModule
+from lightning_llm.train.strategy import SingleRankStrategy
+
+
+def choose_device(config: Config) -> torch.device:
+    """Return the device of this rank.
+
+    Raises:
+        ConfigError: trainer.accelerator=cuda on a machine where torch finds no CUDA device.
+    """
+    wanted, found = config.trainer.accelerator, torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu, or install torch for CUDA."
+        raise ConfigError(Problem("trainer.accelerator", text))
+    return torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
+
+
+def build_module(config: Config, corpus: Corpus) -> LanguageModule:
+    """Return the LightningModule; its weights are made when training starts."""
+    return LanguageModule(config, corpus.tokenizer, list(config.data.sources))
+
+
+def build_trainer(
+    config: Config, device: torch.device, checkpoint: Checkpoint | None, sinks: list[RecordSink]
+) -> pl.Trainer:
+    """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing."""
+    return pl.Trainer(
+        accelerator="cuda" if device.type == "cuda" else "cpu",
+        devices=1,
+        strategy=SingleRankStrategy(device, checkpoint),
+        max_steps=config.trainer.max_steps,
+        max_epochs=-1,
+        val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        deterministic=config.trainer.deterministic,
+        use_distributed_sampler=False,
+        callbacks=_callbacks(config, sinks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        inference_mode=False,  # a block compiled under inference_mode is compiled again to train
+        default_root_dir=config.run.dir,
+    )
+
+
+def _callbacks(config: Config, sinks: list[RecordSink]) -> list[pl.Callback]:
+    chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
+    folder = Path(config.run.dir)
+    return [
+        *chosen,
+        RunFolder(folder, sinks),
+        Checkpointing(
+            folder / "checkpoints",
+            config.checkpoint,
+            config_hash(config),
+            config.trainer.max_steps,
+            config.trainer.validate_every_steps,
+        ),
+    ]

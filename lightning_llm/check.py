@@ -1,0 +1,93 @@
+"""Rules across groups, and the state of the disk: all that can be known before anything heavy is imported."""
+
+import os
+import shutil
+from pathlib import Path
+
+from lightning_llm.data.check import check_data
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.shape import parameter_count
+from lightning_llm.schema import Config
+
+STATE_BYTES_PER_PARAMETER = 12
+"""In a checkpoint: the fp32 parameter and AdamW's two fp32 moments."""
+
+
+def check_config(config: Config) -> None:
+    """Return quietly if the run can start.
+
+    Raises:
+        ConfigError: with every rule that is broken.
+    """
+    world = config.world or config.trainer.devices
+    problems = [
+        *_model_problems(config),
+        *_schedule_problems(config),
+        *_layout_problems(config),
+        *check_data(config.data, config.model.vocab_size, world),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_disk(config: Config) -> None:
+    """Return quietly if run.dir can be written and holds the run's checkpoints.
+
+    Raises:
+        ConfigError: no right to write, or too little space, with the arithmetic.
+    """
+    folder = _existing_parent(Path(config.run.dir))
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."))
+    if not folder.is_dir():
+        raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
+    each = parameter_count(config.model) * STATE_BYTES_PER_PARAMETER
+    kept = config.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
+    free = shutil.disk_usage(folder).free
+    if each * kept > free:
+        text = (
+            f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last + 1) need {each * kept / 1e9:.2f} GB and "
+            f"{folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
+        )
+        raise ConfigError(Problem("checkpoint.keep_last", text))
+
+
+def _existing_parent(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _model_problems(config: Config) -> list[Problem]:
+    model, problems = config.model, []
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        text = f"{model.hidden_size} does not divide by model.num_heads={model.num_heads}. Change either, or set model.head_dim."
+        problems.append(Problem("model.hidden_size", text))
+    if model.num_heads % model.num_kv_heads:
+        text = f"{model.num_kv_heads} does not divide model.num_heads={model.num_heads}: each key/value head serves equally many."
+        problems.append(Problem("model.num_kv_heads", text))
+    if model.position == "rope" and (model.head_dim or model.hidden_size // model.num_heads) % 2:
+        problems.append(Problem("model.head_dim", "must be even for position=rope, which turns pairs of features."))
+    if config.data.sequence_length > model.max_sequence_length:
+        text = f"is {config.data.sequence_length}, above model.max_sequence_length={model.max_sequence_length}. Lower it."
+        problems.append(Problem("data.sequence_length", text))
+    return problems
+
+
+def _schedule_problems(config: Config) -> list[Problem]:
+    schedule = config.schedule
+    total = schedule.total_steps or config.trainer.max_steps
+    if schedule.name != "constant" and schedule.warmup_steps >= total:
+        text = (
+            f"is {schedule.warmup_steps}, and the schedule has only {total} steps "
+            "(schedule.total_steps, or trainer.max_steps where that is null). Warm up for fewer."
+        )
+        return [Problem("schedule.warmup_steps", text)]
+    return []
+
+
+def _layout_problems(config: Config) -> list[Problem]:
+    world = config.world or config.trainer.devices
+    if config.parallel.name == "single" and world != 1:
+        return [Problem("trainer.devices", f"is {world}, and parallel=single runs on one. Set trainer.devices=1.")]
+    return []

@@ -1,0 +1,106 @@
+"""What a device is called and how fast it could be at best: the denominator of model FLOPs utilisation.
+
+Peaks are dense (the figures that datasheets star as "with sparsity" are halved), with accumulation in fp32 where a
+vendor lists two. A device or format that is not in the table has no peak: `None`, never a neighbour's figure.
+"""
+
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
+_H100 = "https://resources.nvidia.com/en-us-hopper-architecture/nvidia-tensor-core-gpu-datasheet"
+_H100_PCIE = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
+_H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
+_GH200 = "https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip"
+_BLACKWELL = "https://resources.nvidia.com/en-us-blackwell-architecture"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/Data-Center/l4/nvidia-ada-gpu-architecture-whitepaper-v2.1.pdf"
+_L40S = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
+_A10 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
+_GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+_T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
+_V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
+
+PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
+    # whole name that CUDA reports, as a pattern: ({format: dense TFLOP/s}, source)
+    r"NVIDIA A100[- ]SXM4-\d+GB|NVIDIA A100-PCIE-40GB|NVIDIA A100 80GB PCIe": (
+        {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312},
+        _A100,
+    ),
+    r"NVIDIA H100 80GB HBM3": ({"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979}, _H100),
+    r"NVIDIA H100 NVL": ({"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}, _H100),
+    r"NVIDIA H100 PCIe": ({"fp32": 51.2, "tf32": 378, "bf16": 756, "fp16": 756, "fp8": 1513}, _H100_PCIE),
+    r"NVIDIA H200": ({"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979}, _H200),
+    r"NVIDIA H200 NVL": ({"fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}, _H200),
+    r"NVIDIA GH200 \d+GB": ({"fp32": 67, "tf32": 494.5, "bf16": 990, "fp16": 990, "fp8": 1979}, _GH200),
+    r"NVIDIA B200": (
+        {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250, "fp8": 4500, "fp4": 9000},
+        _BLACKWELL,
+    ),
+    r"NVIDIA GB200": (
+        {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "fp4": 10000},
+        _BLACKWELL,
+    ),
+    r"NVIDIA L4": ({"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121, "fp8": 242.5}, _ADA),
+    r"NVIDIA L40": ({"fp32": 90.5, "tf32": 90.5, "bf16": 181, "fp16": 181, "fp8": 362}, _ADA),
+    r"NVIDIA L40S": ({"fp32": 91.6, "tf32": 183, "bf16": 362, "fp16": 362, "fp8": 733}, _L40S),
+    r"NVIDIA GeForce RTX 4090": ({"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}, _ADA),
+    r"NVIDIA A10": ({"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125}, _A10),
+    r"NVIDIA GeForce RTX 3090": ({"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71}, _GA102),
+    r"Tesla T4": ({"fp32": 8.1, "fp16": 65}, _T4),
+    r"Tesla V100-SXM2-\d+GB(-LS)?": ({"fp32": 15.7, "fp16": 125}, _V100),
+}
+
+
+def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
+    """Return the dense peak of `device_name` (as CUDA reports it) for fp32, tf32, bf16, fp16, fp8 or fp4 GEMMs, in FLOP/s.
+
+    None where the table has no figure: other devices, slices of a GPU (MIG), formats the device has no unit for.
+    """
+    for pattern, (peaks, _) in PEAK_TFLOPS.items():
+        if re.fullmatch(pattern, device_name):
+            peak = peaks.get(number_format)
+            return None if peak is None else peak * 1e12
+    return None
+
+
+def gemm_format(compute_dtype: str, device: "torch.device") -> str:
+    """Return the format whose peak bounds GEMMs in `compute_dtype`: fp32 ones run as tf32 where torch is allowed to."""
+    import torch
+
+    if compute_dtype == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return compute_dtype
+
+
+def device_name(device: "torch.device") -> str:
+    """Return the model name of `device`: CUDA's, or the processor's."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _processor_name() if device.type == "cpu" else str(device)
+
+
+def describe_device(device: "torch.device", ranks: int = 1) -> str:
+    """Return one line on what a run runs on: name, memory or threads, and the number of ranks."""
+    import torch
+
+    if device.type == "cuda":
+        extent = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+    else:
+        extent = f"{torch.get_num_threads()} threads"
+    return f"{f'{ranks} x ' if ranks > 1 else ''}{device_name(device)}, {extent}"
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()

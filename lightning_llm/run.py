@@ -1,0 +1,79 @@
+"""One run, from a checked config to an exit code."""
+
+import logging
+import shutil
+import signal
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lightning_llm.build import build_module, build_trainer, choose_device
+from lightning_llm.callbacks.mlflow import MLflowTracker
+from lightning_llm.callbacks.run_folder import RecordSink, cut_back
+from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.launch import write_config
+from lightning_llm.plan import plan_line
+from lightning_llm.run_state import Start
+from lightning_llm.schema import Config
+from lightning_llm.train.checkpointing import StoppedBySignal
+from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.strategy import NonFiniteLossError
+
+
+def run(config: Config, start: Start) -> int:
+    """Train; return 0, 1 where the loss stopped being finite, or 128 + the signal that stopped it.
+
+    Any other failure is raised: its traceback is the message, and the run's folder says "failed".
+    """
+    signal.signal(signal.SIGTERM, _stop_before_training)
+    quiet_lightning()
+    device = choose_device(config)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    print(plan_line(config, device), flush=True)
+    try:
+        corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=True)
+        prepare_folder(config, corpus, start)
+        trainer = build_trainer(config, device, start.checkpoint, _sinks(config, corpus, start))
+        trainer.fit(build_module(config, corpus), CorpusDataModule(corpus, config))
+    except StoppedBySignal as stop:
+        print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
+        return 128 + stop.number
+    except NonFiniteLossError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"run    {config.run.dir}")
+    if config.logger.name == "mlflow":
+        print("curves make ui, or: mlflow ui --backend-store-uri sqlite:///" + str(Path(config.run.root) / "mlflow.db"))
+    return 0
+
+
+def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
+    """Make the run's folder: config.yaml, tokenizer.json, and metrics.jsonl cut back to where the run starts."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(config, folder / "config.yaml")
+    corpus.tokenizer.save(folder / "tokenizer.json")
+    first = start.checkpoint.step if start.checkpoint else 0
+    cut_back(folder / "metrics.jsonl", first)
+    if not start.checkpoint:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def quiet_lightning() -> None:
+    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def _sinks(config: Config, corpus: Corpus, start: Start) -> list[RecordSink]:
+    if config.logger.name == "none":
+        return []
+    return [MLflowTracker(config, corpus.fingerprint, start.checkpoint.step if start.checkpoint else None)]
+
+
+def _stop_before_training(number: int, frame: FrameType | None) -> None:
+    raise StoppedBySignal(number, None)

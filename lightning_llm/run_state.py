@@ -1,0 +1,90 @@
+"""What lies in run.dir, and so whether a run may start there, go on, or is done. Imports no torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_llm.compose import load_config
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import differences_on_resume
+from lightning_llm.schema import Config
+from lightning_llm.train.manifest import Checkpoint, find_checkpoint, last_checkpoint
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do."""
+
+    checkpoint: Checkpoint | None = None
+    finished: bool = False
+
+
+def decide_start(config: Config) -> Start:
+    """Return how this run starts.
+
+    `resume=null` wants a folder without a run. `resume=auto` goes on from the folder's last complete checkpoint, or
+    afresh where there is none. `resume=PATH` goes on from that checkpoint, in its own run's folder or in a new one.
+
+    Raises:
+        ConfigError: the folder holds something else, the configs differ, or PATH holds no complete checkpoint.
+    """
+    folder = Path(config.run.dir)
+    holds_run = (folder / "config.yaml").is_file()
+    if config.resume is None:
+        if folder.is_dir() and any(folder.iterdir()):
+            what = "a run" if holds_run else "files that are no run's"
+            text = f"{folder} already holds {what}. Set resume=auto to go on with it, or another run.name or run.dir."
+            raise ConfigError(Problem("run.dir", text))
+        return Start()
+    if config.resume == "auto":
+        if not holds_run:
+            if folder.is_dir() and any(folder.iterdir()):
+                text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
+                raise ConfigError(Problem("run.dir", text))
+            return Start()
+        _must_match(config, folder)
+        checkpoint = last_checkpoint(folder / "checkpoints")
+    else:
+        checkpoint = _at_path(config, folder, holds_run)
+    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and _status(folder) == "finished"
+    return Start(checkpoint, done)
+
+
+def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
+    path = Path(str(config.resume)).expanduser().absolute()
+    checkpoint = find_checkpoint(path) or last_checkpoint(path / "checkpoints")
+    if checkpoint is None:
+        text = f"{path} holds no complete checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
+        raise ConfigError(Problem("resume", text))
+    origin = checkpoint.folder.parent.parent
+    if holds_run and origin != folder:
+        text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
+        raise ConfigError(Problem("run.dir", text))
+    _must_match(config, origin)
+    if checkpoint.step > config.trainer.max_steps:
+        text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
+        raise ConfigError(Problem("trainer.max_steps", text))
+    return checkpoint
+
+
+def _must_match(config: Config, folder: Path) -> None:
+    file = folder / "config.yaml"
+    try:
+        old = load_config(file, [])
+    except ConfigError as error:
+        text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
+        raise ConfigError(Problem("resume", text)) from error
+    problems = [
+        Problem(key, f"is {new!r}, and {before!r} in the run of {folder}. Set it back, or start a new run.")
+        for key, (before, new) in differences_on_resume(old, config).items()
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _status(folder: Path) -> str | None:
+    try:
+        status = json.loads((folder / "summary.json").read_text()).get("status")
+    except (OSError, json.JSONDecodeError):
+        return None
+    return status if isinstance(status, str) else None

@@ -1,0 +1,89 @@
+"""When a run saves itself: every so many steps, at its end, and when it is told to stop."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_llm.schema import CheckpointConfig
+from lightning_llm.train.checkpoint import save
+from lightning_llm.train.manifest import prune
+
+
+class StoppedBySignal(BaseException):
+    """The run was asked to stop by SIGINT or SIGTERM. `saved_step` is the newest checkpoint's step, None without one."""
+
+    def __init__(self, number: int, saved_step: int | None):
+        self.number = number
+        self.saved_step = saved_step
+        saved = "nothing was saved yet" if saved_step is None else f"state saved at step {saved_step}"
+        super().__init__(f"stopped by {signal.Signals(number).name}, {saved}")
+
+
+class Checkpointing(pl.Callback):
+    """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
+
+    Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
+    before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM lets the step in progress end,
+    saves and raises `StoppedBySignal`; a second SIGINT stops at once.
+    """
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, config_hash: str, max_steps: int, validate_every: int | None
+    ):
+        self.folder = folder
+        self.config = config
+        self.config_hash = config_hash
+        self.max_steps = max_steps
+        self.validate_every = validate_every
+        self.saved_step: int | None = None
+        self._signal: int | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+        if self._signal:
+            self._stop(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._signal:
+            self._stop(trainer, pl_module)
+        step = pl_module.completed_steps
+        if self._due(step) and not self._validates_after(step):
+            self._save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._signal:
+            self._stop(trainer, pl_module)
+        if self._due(pl_module.completed_steps):
+            self._save(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, pl_module)
+
+    def _due(self, step: int) -> bool:
+        every = self.config.every_steps
+        return every is not None and step % every == 0
+
+    def _validates_after(self, step: int) -> bool:
+        return step == self.max_steps or (self.validate_every is not None and step % self.validate_every == 0)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal == signal.SIGINT == number:
+            raise StoppedBySignal(number, self.saved_step)
+        self._signal = number
+
+    def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer, pl_module)
+        raise StoppedBySignal(self._signal or signal.SIGTERM, self.saved_step)
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step = pl_module.completed_steps
+        if step == self.saved_step or not trainer.is_global_zero:
+            return
+        save(self.folder, step, pl_module.model, trainer.optimizers[0], self.config_hash)
+        prune(self.folder, self.config.keep_last)
+        self.saved_step = step

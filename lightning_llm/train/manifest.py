@@ -1,0 +1,59 @@
+"""A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all.
+
+    manifest.json           version, step, config hash, versions, the named slots and their files with sizes
+    model.safetensors       parameters by name, fp32
+    optimizer.safetensors   optimizer tensors as "state.<parameter>.<moment>"
+    progress.json           what is not a tensor: optimizer scalars, counters
+
+Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
+batch n and every random bit are functions of (config, seed, n).
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+VERSION = 1
+SLOTS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors", "progress": "progress.json"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    step: int
+    config_hash: str
+
+
+def find_checkpoint(path: Path) -> Checkpoint | None:
+    """Return the checkpoint at `path`, or None where it is not complete (no manifest, a file short or missing)."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    for entry in manifest["slots"].values():
+        file = path / entry["file"]
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            return None
+    return Checkpoint(path, int(manifest["step"]), manifest["config_hash"])
+
+
+def last_checkpoint(folder: Path) -> Checkpoint | None:
+    """Return the complete checkpoint with the highest step under `folder`, or None."""
+    found = [checkpoint for path in folder.glob("step=*") if (checkpoint := find_checkpoint(path))]
+    return max(found, key=lambda each: each.step, default=None)
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Delete all but the newest `keep_last` complete checkpoints, and what broken-off saves left."""
+    found = sorted(
+        (each for path in folder.glob("step=*") if (each := find_checkpoint(path))), key=lambda each: each.step
+    )
+    for old in found[:-keep_last]:
+        doomed = old.folder.with_name(f".{old.folder.name}.deleted")
+        old.folder.rename(doomed)  # from here on nothing takes it for a checkpoint
+        shutil.rmtree(doomed)
+    for left in [*folder.glob(".step=*.partial"), *folder.glob(".step=*.deleted")]:
+        shutil.rmtree(left)

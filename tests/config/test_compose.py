@@ -1,0 +1,188 @@
+"""Composition and its errors: what a user types, and what they are told."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config, compose_sweep, load_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.launch import write_config
+from lightning_llm.recipes_catalog import recipe_files
+
+CONF = Path(__file__).parents[2] / "conf"
+GROUPS = ["model", "data", "optim", "schedule", "precision", "parallel", "trainer", "callbacks", "logger"]
+OPTIONS = [(group, file.stem) for group in GROUPS for file in sorted((CONF / group).glob("*.yaml"))]
+FILL_MANDATORY = {"jsonl": "path=/x.jsonl", "text": "path=/x", "parquet": "path=/x", "huggingface": "path=/x"}
+
+
+def problems_of(*overrides: str) -> dict[str, str]:
+    with pytest.raises(ConfigError) as error:
+        compose_config(overrides)
+    return {problem.key: problem.text for problem in error.value.problems}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_file_of_every_group_composes(group, option):
+    try:
+        config = compose_config([f"{group}={option}"])
+    except ConfigError as error:
+        # Only a value that the user must give may be missing.
+        assert all(problem.text == "a value must be given." for problem in error.problems), str(error)
+        return
+    node = getattr(config, group)
+    if group != "callbacks":
+        assert node.name == option
+
+
+@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if not name.startswith("sweep/")])
+def test_every_recipe_composes_and_passes_the_check(recipe):
+    config = compose_config([f"recipe={recipe}"])
+    check_config(config)
+    assert config.recipe == recipe
+
+
+def test_command_line_wins_over_recipe_and_recipe_over_groups():
+    assert compose_config([]).run.experiment == "default"
+    recipe = compose_config(["recipe=quickstart"])
+    assert recipe.run.experiment == "quickstart"
+    mine = compose_config(["recipe=quickstart", "precision=fp32", "run.experiment=mine", "trainer.max_steps=7"])
+    assert (mine.precision.name, mine.run.experiment, mine.trainer.max_steps) == ("fp32", "mine", 7)
+    assert mine.optim == recipe.optim
+
+
+def test_all_problems_at_once_each_with_the_nearest_key():
+    found = problems_of(
+        "modle=x", "model=llama_tiy", "model.hiden_size=3", "+optim.lerning_rate=1", "trainer.max_steps=abc",
+        "max_steps=5", "precision=fp33", "data.sources.code.wieght=2", "++callbacks.throughput.windw=3",
+    )  # fmt: skip
+    assert "'llama_tiny'" in found["model"]
+    assert "'fp32'" in found["precision"]
+    assert "'model'" in found["modle"]
+    assert "'hidden_size'" in found["model.hiden_size"]
+    assert "'learning_rate'" in found["optim.lerning_rate"]
+    assert "'abc'" in found["trainer.max_steps"]
+    assert "'trainer.max_steps'" in found["max_steps"]
+    assert "'weight'" in found["data.sources.code.wieght"]
+    assert "unknown argument" in found["callbacks.throughput.windw"]
+    assert len(found) == 9
+
+
+def test_a_typo_inside_a_file_is_found(tmp_path):
+    (tmp_path / "model").mkdir()
+    text = (CONF / "model" / "llama_tiny.yaml").read_text().replace("hidden_size:", "hiden_size:", 1)
+    (tmp_path / "model" / "mine.yaml").write_text(text.replace("llama_tiny", "mine"))
+    with pytest.raises(ConfigError) as error:
+        compose_config(["model=mine"], tmp_path)
+    found = {problem.key: problem.text for problem in error.value.problems}
+    assert "'hidden_size'" in found["model.hiden_size"]
+    assert "must be given" in found["model.hidden_size"]
+
+
+def test_types_and_ranges():
+    assert "greater than 0" in problems_of("trainer.max_steps=0")["trainer.max_steps"]
+    assert "integer" in problems_of("seed=1.5")["seed"]
+    assert "boolean" in problems_of("data.shuffle=maybe")["data.shuffle"]
+    assert "'constant'" in problems_of("schedule.name=step")["schedule.name"]
+    assert compose_config(["optim.learning_rate=1"]).optim.learning_rate == 1.0
+
+
+def test_an_override_that_is_none_is_named():
+    assert "no override" in problems_of("trainer.max_steps")["trainer.max_steps"]
+
+
+def test_own_recipes_from_a_folder(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\n# Mine.\ndefaults:\n  - override /precision: fp32\n  - _self_\nseed: 5\n"
+    )
+    config = compose_config(["recipe=mine"], tmp_path)
+    assert (config.recipe, config.precision.name, config.seed) == ("mine", "fp32", 5)
+
+
+def test_paths_are_absolute_whatever_the_working_directory(tmp_path, monkeypatch):
+    here = compose_config(["run.name=x"]).run.dir
+    monkeypatch.chdir(tmp_path)
+    assert compose_config(["run.name=x"]).run.dir == here
+    assert compose_config(["run.dir=out"]).run.dir == str(tmp_path / "out")
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "elsewhere"))
+    assert compose_config(["run.name=x"]).run.dir == str(tmp_path / "elsewhere" / "default" / "x")
+
+
+def test_config_yaml_round_trips_and_takes_value_overrides(tmp_path):
+    config = compose_config(["recipe=quickstart", "seed=3"])
+    write_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", []) == config
+    again = load_config(tmp_path / "config.yaml", ["seed=4", f"run.dir={tmp_path / 'again'}"])
+    assert again.seed == 4
+    assert again.model_dump(exclude={"seed", "run"}) == config.model_dump(exclude={"seed", "run"})
+    with pytest.raises(ConfigError, match="whole group"):
+        load_config(tmp_path / "config.yaml", ["precision=fp32"])
+    (tmp_path / "typo.yaml").write_text(yaml.safe_dump({**config.model_dump(), "sead": 1}))
+    with pytest.raises(ConfigError, match="'seed'"):
+        load_config(tmp_path / "typo.yaml", [])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "missing.yaml", [])
+
+
+def test_a_sweep_is_the_product_and_its_problems_are_said_once():
+    jobs = compose_sweep(["recipe=quickstart", "precision=fp32,bf16", "seed=1,2"])
+    assert [(config.precision.name, config.seed) for _, config in jobs] == [("fp32", 1), ("fp32", 2), ("bf16", 1), ("bf16", 2)]
+    with pytest.raises(ConfigError) as error:
+        compose_sweep(["seed=1,2", "trainer.max_stps=4"])
+    assert len(error.value.problems) == 1
+
+
+def test_cross_group_rules():
+    config = compose_config([
+        "model.num_heads=5", "model.num_kv_heads=3", "data.sequence_length=100000", "schedule.warmup_steps=2000",
+        "trainer.devices=2", "data.global_batch_size=7", "data.micro_batch_size=2",
+    ])  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        check_config(config)
+    keys = {problem.key for problem in error.value.problems}
+    assert {"model.hidden_size", "model.num_kv_heads", "data.sequence_length", "schedule.warmup_steps"} <= keys
+    assert {"trainer.devices", "data.global_batch_size"} <= keys
+
+
+def command(*words: str, cwd: Path | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(CONF.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_llm", *words], capture_output=True, text=True, env=environment, cwd=cwd
+    )
+    return done, time.monotonic() - start
+
+
+def test_the_command_line_says_all_and_exits_2_without_torch(tmp_path):
+    done, _ = command("train", "model.hiden_size=3", "trainer.max_steps=x", f"run.root={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "2 problems" in done.stderr
+    assert "Did you mean 'hidden_size'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    code = (
+        "import sys\nfrom lightning_llm.__main__ import main\n"
+        f"main(['train', 'model.hiden_size=3', 'run.root={tmp_path}'])\n"
+        "print(sorted({'torch', 'lightning', 'mlflow', 'datasets'} & set(sys.modules)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONF.parent)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_help_and_recipes_import_neither_hydra_nor_torch():
+    code = (
+        "import sys\nfrom lightning_llm.__main__ import main\nmain(['recipes'])\n"
+        "print(sorted({'hydra', 'torch', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONF.parent)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "quickstart" in done.stdout
+    helped, _ = command("--help")
+    assert helped.returncode == 0
+    assert "exit codes" in helped.stdout

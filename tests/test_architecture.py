@@ -1,0 +1,128 @@
+"""Imports point down, every package is shipped, nothing imports in a circle."""
+
+import ast
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAYERS = {
+    0: {"schema", "errors", "hardware", "keyed_hash", "workspace"},
+    1: {"model", "precision", "data", "optim"},
+    2: {"parallel"},
+    3: {"train"},
+    4: {"callbacks"},
+    5: {"build", "check", "compose", "identity", "launch", "plan", "recipes_catalog", "run", "run_state"},
+    6: {"__main__"},
+}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+FREE_WITHIN = {0, 5}
+"""Layers whose members may import each other; elsewhere a layer's packages are siblings."""
+ONLY_FROM = {"lightning": 3, "hydra": 5, "mlflow": 4}
+FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager"}
+
+
+def modules() -> dict[str, Path]:
+    files = {file: file.relative_to(ROOT) for file in [*ROOT.glob("lightning_llm/**/*.py"), *ROOT.glob("callbacks/**/*.py")]}
+    found = {}
+    for file, relative in files.items():
+        parts = list(relative.with_suffix("").parts)
+        if parts[0] == "callbacks":
+            parts.insert(0, "lightning_llm")
+        found[".".join(part for part in parts if part != "__init__")] = file
+    return found
+
+
+def imports_of(file: Path, *, module_level: bool = False) -> set[str]:
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if module_level else list(ast.walk(tree))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def top_of(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def test_every_module_has_a_layer():
+    tops = {top_of(module) for module in modules()} - {""}
+    assert tops <= LAYER_OF.keys(), f"give these a layer: {sorted(tops - LAYER_OF.keys())}"
+
+
+def violations(module: str, imported: set[str]) -> list[str]:
+    own, layer = top_of(module), LAYER_OF.get(top_of(module))
+    if layer is None:
+        return []
+    found = []
+    for name in imported:
+        if name.startswith("lightning_llm."):
+            target = top_of(name)
+            other = LAYER_OF.get(target)
+            if other is None or target == own:
+                continue
+            if other > layer or (other == layer and layer not in FREE_WITHIN):
+                found.append(f"{module} (layer {layer}) imports {name} (layer {other})")
+        elif (least := ONLY_FROM.get(name.split(".")[0])) is not None and layer < least:
+            found.append(f"{module} (layer {layer}) imports {name}, allowed from layer {least}")
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_point_down(module):
+    assert violations(module, imports_of(modules()[module])) == []
+
+
+def test_the_rule_finds_a_violation():
+    assert violations("lightning_llm.model.x", {"lightning_llm.train.module"})
+    assert violations("lightning_llm.model.x", {"lightning_llm.data.corpus"})
+    assert violations("lightning_llm.data.x", {"lightning.pytorch"})
+    assert not violations("lightning_llm.train.x", {"lightning_llm.data.corpus", "lightning.pytorch"})
+
+
+def test_no_import_cycle():
+    known = modules()
+    graph = {name: {each for each in imports_of(file, module_level=True) if each in known} for name, file in known.items()}
+    TopologicalSorter({name: targets - {name} for name, targets in graph.items()}).prepare()  # raises CycleError
+
+
+def test_the_package_list_is_complete():
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    inits = {file.parent for folder in ("lightning_llm", "callbacks", "conf", "recipes") for file in ROOT.glob(f"{folder}/**/__init__.py")}
+    found = set()
+    for folder in inits:
+        parts = folder.relative_to(ROOT).parts
+        found.add(".".join(parts if parts[0] == "lightning_llm" else ("lightning_llm", *parts)))
+    assert listed == found
+
+
+def test_no_vague_names():
+    assert not [module for module in modules() if FORBIDDEN_NAMES & set(module.split("."))]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_files_stay_readable(module):
+    assert len(modules()[module].read_text().splitlines()) <= 400
+
+
+def test_user_input_is_never_asserted():
+    found = [
+        f"{module}:{node.lineno}"
+        for module, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []
+
+
+def test_transformer_engine_is_imported_in_one_file_and_never_at_import():
+    users = [module for module, file in modules().items() if any(i.startswith("transformer_engine") for i in imports_of(file))]
+    assert len(users) <= 1
+    for module in users:
+        assert not any(i.startswith("transformer_engine") for i in imports_of(modules()[module], module_level=True))
