@@ -16,7 +16,7 @@ class SourceConfig(Group):
     path: str | None = Field(None, description="file, folder or glob; for loader=huggingface also a hub name")
     subset: str | None = Field(None, description="loader=huggingface: the configuration's name")
     split: str = Field("train", description="loader=huggingface: the split")
-    revision: str | None = Field(None, description="loader=huggingface: commit or tag of a hub dataset; null: the newest")
+    revision: str | None = Field(None, description="loader=huggingface: hub commit or tag; null: the newest")
     text_key: str = Field("text", description="jsonl, parquet, huggingface: the column that holds a document's text")
     sample_by: Literal["document", "paragraph", "line"] = Field(
         "document", description="loader=text: what one document is; document: a whole file"

@@ -1,0 +1,176 @@
+"""What can be wrong with `data` and is cheap to see: no torch, no datasets, no document read."""
+
+import os
+from pathlib import Path
+
+from lightning_llm.data.addressing import SMALLEST_SHARE
+from lightning_llm.data.cache import (
+    default_cache_dir,
+    disk_problem,
+    nearest_existing,
+    product_folder,
+    read_manifest,
+    token_bytes,
+)
+from lightning_llm.data.source import SUFFIXES, Source, matching_files
+from lightning_llm.data.tokenizer import (
+    BYTES_VOCAB_SIZE,
+    END_OF_DOCUMENT_NAMES,
+    SMALLEST_BPE_VOCAB_SIZE,
+    find_end_of_document,
+    read_vocabulary,
+    tokenizer_file,
+)
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.schema.data import DataConfig, SourceConfig, TokenizerConfig
+
+PARQUET_COMPRESSION = 3  # text within parquet, about
+
+
+def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:
+    """Return every problem that can be seen in well under a second; `world` counts data-parallel ranks."""
+    problems = _batch_problems(config, world)
+    if not config.sources:
+        problems.append(Problem("data.sources", "is empty: name at least one source."))
+    else:
+        problems += _weight_problems(config)
+    for name, source in config.sources.items():
+        problems += _source_problems(f"data.sources.{name}", source)
+    if config.validation.fraction >= 1:
+        text = f"{config.validation.fraction} leaves nothing to train on; choose less than 1, such as 0.02."
+        problems.append(Problem("data.validation.fraction", text))
+    problems += _tokenizer_problems(config.tokenizer, model_vocab_size)
+    return problems + _cache_problems(config, model_vocab_size)
+
+
+def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
+    per_pass = config.micro_batch_size * world
+    if config.global_batch_size % per_pass == 0:
+        return []
+    near = max(1, round(config.global_batch_size / per_pass)) * per_pass
+    text = (
+        f"{config.global_batch_size} sequences cannot be cut into micro-batches of data.micro_batch_size="
+        f"{config.micro_batch_size} on {world} data-parallel rank{'s' if world > 1 else ''}: it must be a multiple of "
+        f"{per_pass}. Nearest: {near}."
+    )
+    return [Problem("data.global_batch_size", text)]
+
+
+def _weight_problems(config: DataConfig) -> list[Problem]:
+    total = sum(source.weight for source in config.sources.values())
+    return [
+        Problem(
+            f"data.sources.{name}.weight",
+            f"{source.weight} is a share of {source.weight / total:.1e} of the tokens; the smallest possible is "
+            f"{SMALLEST_SHARE:.0e}. Raise it, or leave the source out.",
+        )
+        for name, source in config.sources.items()
+        if source.weight / total < SMALLEST_SHARE
+    ]
+
+
+def _source_problems(key: str, source: SourceConfig) -> list[Problem]:
+    problems = []
+    if source.loader == "python":
+        if source.part is None:
+            problems.append(Problem(f"{key}.part", "loader=python needs part=code or part=prose."))
+        if source.path is not None:
+            problems.append(Problem(f"{key}.path", f"{source.path!r}: loader=python reads this Python's library only."))
+        return problems
+    if source.part is not None:
+        problems.append(Problem(f"{key}.part", f"{source.part!r} belongs to loader=python, not to {source.loader}."))
+    if not source.path:
+        return [*problems, Problem(f"{key}.path", f"loader={source.loader} needs a path.")]
+    absolute = Path(source.path).expanduser().absolute()
+    if source.loader == "huggingface":
+        if absolute.is_file():
+            text = f"{absolute} is a file; files are read by loader=jsonl, text or parquet."
+            problems.append(Problem(f"{key}.path", text))
+        elif not absolute.is_dir() and (source.path[0] in "/.~" or source.path.count("/") > 1):
+            problems.append(
+                Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
+            )
+    elif not matching_files(source.loader, source.path):
+        endings = ", ".join(SUFFIXES[source.loader])
+        if absolute.is_dir():
+            text = f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."
+        else:
+            text = f"{source.path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
+        problems.append(Problem(f"{key}.path", text))
+    return problems
+
+
+def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[Problem]:
+    problems = []
+    if config.kind != "file":
+        for name in ("path", "end_of_document"):
+            if getattr(config, name) is not None:
+                text = f"{getattr(config, name)!r} has a meaning for data.tokenizer.kind=file alone."
+                problems.append(Problem(f"data.tokenizer.{name}", text))
+    if config.kind == "file":
+        return problems + _tokenizer_file_problems(config, model_vocab_size)
+    if config.kind == "bytes":
+        if model_vocab_size < BYTES_VOCAB_SIZE:
+            text = f"bytes are {BYTES_VOCAB_SIZE} tokens, model.vocab_size is {model_vocab_size}: raise that one."
+            problems.append(Problem("data.tokenizer.kind", text))
+        return problems
+    size = config.vocab_size or model_vocab_size
+    if size < SMALLEST_BPE_VOCAB_SIZE:
+        text = f"{size} is too few: 256 bytes and the end of a document need {SMALLEST_BPE_VOCAB_SIZE}."
+        problems.append(Problem("data.tokenizer.vocab_size", text))
+    if size > model_vocab_size:
+        text = f"{size:,} tokens do not fit model.vocab_size={model_vocab_size:,}: lower this one or raise that one."
+        problems.append(Problem("data.tokenizer.vocab_size", text))
+    return problems
+
+
+def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> list[Problem]:
+    if not config.path:
+        return [Problem("data.tokenizer.path", "kind=file needs the path of a tokenizer.json or of its folder.")]
+    file = tokenizer_file(config.path)
+    if not file.is_file():
+        return [Problem("data.tokenizer.path", f"there is no file {file}.")]
+    try:
+        vocabulary = read_vocabulary(file)
+    except (OSError, ValueError) as error:
+        return [Problem("data.tokenizer.path", f"{error}.")]
+    problems = []
+    size = max(vocabulary.values(), default=-1) + 1
+    if size > model_vocab_size:
+        text = f"{file} has {size:,} tokens, model.vocab_size is {model_vocab_size:,}: set model.vocab_size={size}."
+        problems.append(Problem("data.tokenizer.path", text))
+    if find_end_of_document(vocabulary, config.end_of_document) is None:
+        wanted = config.end_of_document or " or ".join(END_OF_DOCUMENT_NAMES)
+        special = sorted(token for token in vocabulary if token[:1] in "<[" and token[-1:] in ">]" and len(token) > 2)
+        text = f"{file} has no token {wanted}. Name the one that ends a document; it has {', '.join(special[:10])}."
+        problems.append(Problem("data.tokenizer.end_of_document", text))
+    return problems
+
+
+def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
+    """Ask for a writable folder with enough room where a source has not been read yet; a warm cache needs neither."""
+    cache_dir = cache_dir_of(config)
+    text_bytes = 0
+    all_read = True
+    for name, source_config in config.sources.items():
+        source = Source(name, source_config)
+        try:
+            if read_manifest(product_folder(cache_dir, "scan", source.identity())) is None:
+                all_read = False
+                size = sum(file.stat().st_size for file in source.files)
+                text_bytes += size * (PARQUET_COMPRESSION if source_config.loader == "parquet" else 1)
+        except ConfigError:  # no such files, which is told by its own problem
+            continue
+    if all_read:
+        return []
+    existing = nearest_existing(cache_dir)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        what = "is not a folder" if not existing.is_dir() else "cannot be written"
+        return [Problem("data.cache_dir", f"{cache_dir}: {existing} {what}. Choose a folder that can be written.")]
+    problem = disk_problem(cache_dir, token_bytes(text_bytes, config.tokenizer.kind == "bytes", model_vocab_size))
+    return [problem] if problem else []
+
+
+def cache_dir_of(config: DataConfig) -> Path:
+    """Return the folder of the token caches, absolute; it need not exist."""
+    return Path(config.cache_dir).expanduser().absolute() if config.cache_dir else default_cache_dir()

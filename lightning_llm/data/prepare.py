@@ -1,0 +1,201 @@
+"""Documents -> held-out rule -> tokenizer -> token streams, each step cached by what shaped it.
+
+Held out is decided by a document's 64-bit content key alone: those below `fraction` of the key range are validation,
+in every source alike and under every seed, so a text that occurs twice, or in two sources, is never on both sides.
+A source too small to have a key in that range gives its smallest key, which is then held out of all sources.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_llm.data.cache import TokenStream, TokenWriter, build_once, disk_problem, token_bytes
+from lightning_llm.data.source import Document, Source
+from lightning_llm.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.keyed_hash import MASK_32
+from lightning_llm.schema.data import TokenizerConfig
+
+KEY_RANGE = 1 << 64
+BPE_SAMPLE_BYTES = 64 << 20  # a larger corpus trains its tokenizer on a sample of documents of about this size
+ENCODE_BYTES = 1 << 20
+SPLITS = ("train", "validation")
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress_task(description: str, total_bytes: int | None, shown: bool) -> Iterator[Advance]:
+    """Give a function that counts bytes done, onto a progress bar on stderr where `shown`."""
+    if not shown:
+        yield lambda done_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(description, total=total_bytes)
+        yield lambda done_bytes: progress.advance(task, done_bytes)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one reading of a source finds: its size, and the range of its documents' keys."""
+
+    documents: int
+    text_bytes: int
+    smallest_key: int
+    largest_key: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Which documents are validation: keys below `threshold`, and those in `also`."""
+
+    threshold: int
+    also: frozenset[int]
+
+    def __contains__(self, document: Document) -> bool:
+        return document.key < self.threshold or document.key in self.also
+
+    def identity(self) -> list[Any]:
+        """Return it as JSON data."""
+        return [self.threshold, sorted(self.also)]
+
+
+def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
+    """Read `source` once. Raises ConfigError for what cannot be read and for a source without a document."""
+
+    def build(folder: Path) -> dict[str, Any]:
+        documents, text_bytes, smallest, largest = 0, 0, KEY_RANGE, -1
+        with progress_task(f"reading {source.name}", None, shown) as advance:
+            for document in source.documents():
+                size = len(document.text.encode("utf-8", "surrogatepass"))
+                documents, text_bytes = documents + 1, text_bytes + size
+                smallest, largest = min(smallest, document.key), max(largest, document.key)
+                advance(size)
+        if not documents:
+            where = source.config.path or f"loader={source.config.loader}"
+            raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
+        return asdict(Scan(documents, text_bytes, smallest, largest))
+
+    _, manifest = build_once(cache_dir, "scan", source.identity(), build)
+    return Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__})
+
+
+def hold_out(scans: Mapping[str, Scan], fraction: float) -> HeldOut:
+    """Return the rule for `fraction`. Raises ConfigError for sources that would have no document on one side."""
+    if not fraction:
+        return HeldOut(0, frozenset())
+    threshold = int(fraction * KEY_RANGE)
+    problems, also = [], set()
+    for name, found in scans.items():
+        if found.smallest_key == found.largest_key:
+            text = (
+                f"has one distinct document ({found.documents:,} in all), so none can be held out for validation. "
+                "Give it more (loader=text: sample_by=paragraph or line), or set data.validation.fraction=0."
+            )
+            problems.append(Problem(f"data.sources.{name}", text))
+        elif found.largest_key < threshold:
+            text = f"{fraction} would hold out all {found.documents:,} documents of source {name!r}. Lower it."
+            problems.append(Problem("data.validation.fraction", text))
+        elif found.smallest_key >= threshold:
+            also.add(found.smallest_key)
+    if problems:
+        raise ConfigError(problems)
+    return HeldOut(threshold, frozenset(also))
+
+
+def prepare_tokenizer(
+    config: TokenizerConfig,
+    vocab_size: int,
+    sources: Mapping[str, Source],
+    scans: Mapping[str, Scan],
+    held_out: HeldOut,
+    cache_dir: Path,
+    shown: bool,
+) -> Tokenizer:
+    """Return the corpus' tokenizer, trained now on the training documents of all `sources` if it is `bpe` and new.
+
+    Its size does not depend on the sources' weights: runs that compare mixes share it. Raises ConfigError.
+    """
+    total_bytes = sum(s.text_bytes for s in scans.values())
+    sampled_below = int(min(1.0, BPE_SAMPLE_BYTES / total_bytes) * (MASK_32 + 1))
+
+    def sample(advance: Advance) -> Iterator[str]:
+        for source in sources.values():
+            for document in source.documents():
+                if document not in held_out and document.key & MASK_32 < sampled_below:
+                    yield document.text
+                    advance(len(document.text))
+
+    def build(folder: Path) -> dict[str, Any]:
+        if config.kind == "bytes":
+            write_bytes_tokenizer(folder / FILE_NAME)
+        elif config.kind == "file":
+            (folder / FILE_NAME).write_bytes(tokenizer_file(config.path or "").read_bytes())
+        else:
+            expected = min(total_bytes, BPE_SAMPLE_BYTES)
+            with progress_task(f"training a tokenizer of {size:,}", expected, shown) as advance:
+                train_bpe(sample(advance), size, folder / FILE_NAME)
+        return {}
+
+    size = config.vocab_size or vocab_size
+    identity: dict[str, Any] = {"kind": config.kind}
+    if config.kind == "bpe":
+        identity |= {"vocab_size": size, "sample_bytes": BPE_SAMPLE_BYTES, "held_out": held_out.identity()}
+        identity |= {"tokenizers": version("tokenizers"), "sources": [s.identity() for s in sources.values()]}
+    elif config.kind == "file":
+        try:
+            identity |= {"fingerprint": Tokenizer(config.path or "", config.end_of_document).fingerprint}
+        except (OSError, ValueError) as error:
+            raise ConfigError(Problem("data.tokenizer.path", f"{config.path!r}: {error}")) from error
+    folder, _ = build_once(cache_dir, "tokenizer", identity, build)
+    tokenizer = Tokenizer(folder, config.end_of_document if config.kind == "file" else None)
+    if tokenizer.vocab_size > vocab_size:
+        text = f"the tokenizer has {tokenizer.vocab_size:,} tokens, model.vocab_size is {vocab_size:,}: raise that one."
+        raise ConfigError(Problem(f"data.tokenizer.{'vocab_size' if config.kind == 'bpe' else 'path'}", text))
+    return tokenizer
+
+
+def prepare_streams(
+    source: Source, found: Scan, held_out: HeldOut, tokenizer: Tokenizer, cache_dir: Path, shown: bool
+) -> dict[str, TokenStream]:
+    """Return the source's `train` and `validation` streams, tokenised now where they are not cached."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+    def build(folder: Path) -> dict[str, Any]:
+        problem = disk_problem(cache_dir, token_bytes(found.text_bytes, tokenizer.is_bytes, tokenizer.vocab_size))
+        if problem:
+            raise ConfigError(problem)
+        writers = {split: TokenWriter(folder, split, dtype, tokenizer.end_of_document) for split in SPLITS}
+        with progress_task(f"tokenising {source.name}", found.text_bytes, shown) as advance:
+            for batch, size in _batches(source):
+                for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+                    writers["validation" if document in held_out else "train"].add(tokens)
+                advance(size)
+        return {"dtype": dtype.str, "splits": {split: writer.close() for split, writer in writers.items()}}
+
+    identity = {"source": source.identity(), "held_out": held_out.identity(), "tokenizer": tokenizer.fingerprint}
+    folder, manifest = build_once(cache_dir, "tokens", identity, build)
+    splits = manifest["splits"]
+    return {split: TokenStream(folder, split, manifest["dtype"], splits[split]["digest"]) for split in SPLITS}
+
+
+def _batches(source: Source) -> Iterator[tuple[list[Document], int]]:
+    """Yield documents in lists of about `ENCODE_BYTES`, with their size in bytes."""
+    batch, size = [], 0
+    for document in source.documents():
+        batch.append(document)
+        size += len(document.text.encode("utf-8", "surrogatepass"))
+        if size >= ENCODE_BYTES:
+            yield batch, size
+            batch, size = [], 0
+    if batch:
+        yield batch, size
