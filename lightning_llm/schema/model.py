@@ -1,8 +1,8 @@
 """`model`: the shape of one decoder-only transformer."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightning_llm.schema.base import Group, PositiveFloat, PositiveInt
 
@@ -21,7 +21,9 @@ class ModelConfig(Group):
 
     name: str
     vocab_size: PositiveInt = Field(description="true vocabulary; the token ids of the data lie below it")
-    vocab_multiple: PositiveInt = Field(128, description="embedding rows are padded to a multiple of this, in every layout")
+    vocab_multiple: PositiveInt = Field(
+        128, description="embedding rows are padded to a multiple of this, in every layout"
+    )
     num_layers: PositiveInt
     hidden_size: PositiveInt
     num_heads: PositiveInt
@@ -40,4 +42,37 @@ class ModelConfig(Group):
     tie_embeddings: bool = False
     init: Literal["llama", "gpt2"] = Field("llama", description="named initialisation, see lightning_llm/model/init.py")
     init_std: PositiveFloat = 0.02
-    parameters_published: PositiveInt | None = Field(None, description="the published parameter count, asserted in tests")
+    parameters_published: PositiveInt | None = Field(
+        None, description="the published parameter count, asserted in tests"
+    )
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Elements per attention head: `head_dim`, or `hidden_size / num_heads`."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and of the head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        wrong = []
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            wrong.append(
+                f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: "
+                "change one of them, or set head_dim"
+            )
+        elif self.position == "rope" and self.attention_head_dim % 2:
+            wrong.append(f"position=rope turns pairs, so the head dimension {self.attention_head_dim} must be even")
+        if self.num_heads % self.num_kv_heads:
+            wrong.append(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
+                "every key/value head serves the same number of query heads"
+            )
+        if self.rope_scaling is not None and self.position != "rope":
+            wrong.append(f"rope_scaling is set but position={self.position}: set it to null, or position to rope")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self

@@ -1,0 +1,58 @@
+"""Causal self-attention with grouped key/value heads (GQA, Ainslie et al. 2023, arXiv:2305.13245).
+
+Letters: B sequences, T tokens, D hidden_size, H query heads, G key/value heads, K elements per head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.model.linear import Linear
+from lightning_llm.model.rope import apply_rope
+from lightning_llm.schema.model import ModelConfig
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Return bool `[B, 1, T, T]`: which key (last) a query sees, namely those of its own document up to itself.
+
+    `document_ids` is `[B, T]`, any integer that is equal within a document and differs between neighbours.
+    """
+    length = document_ids.shape[1]
+    same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()  # [T, T]
+    return (same & causal)[:, None]  # [B, 1, T, T]
+
+
+class Attention(nn.Module):
+    """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
+
+    roles = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.attention_head_dim
+        query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=config.bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`.
+
+        `rope` are the tables of `rope_tables`; `mask` is that of `document_mask`, None for plain causal attention.
+        """
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # [B, H, T, K]
+            k.transpose(1, 2),  # [B, G, T, K]
+            v.transpose(1, 2),  # [B, G, T, K]
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )  # [B, H, T, K]
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, T, D]

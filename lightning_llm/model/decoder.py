@@ -1,0 +1,125 @@
+"""The one decoder: embedding -> blocks -> norm -> head; Llama and GPT are points of its config.
+
+Letters: B sequences, T tokens, D hidden_size, V padded vocabulary. Parameters are fp32 masters, cast where they are
+used; activations, the residual stream included, are in `compute_dtype` from the embedding to the logits. No autocast.
+The model knows no ranks and no number formats: it offers blocks, and a role per module that holds parameters.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.model.attention import Attention, document_mask
+from lightning_llm.model.feed_forward import build_feed_forward
+from lightning_llm.model.linear import Linear
+from lightning_llm.model.norm import build_norm
+from lightning_llm.model.rope import rope_tables
+from lightning_llm.schema.model import ModelConfig
+
+
+class Block(nn.Module):
+    """One pre-norm layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config)
+        self.feed_forward_norm = build_norm(config)
+        self.feed_forward = build_feed_forward(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as in `Attention.forward`."""
+        x = x + self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
+        return x + self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer with the shape of `config`.
+
+    Blocks live in `layers`, keyed by their global index as a string, so that names stay when a pipeline stage drops
+    some. A stage may also set `embedding`, `position_embedding`, or `norm` and `head` to None: it then takes hidden
+    states `[B, T, D]` in place of tokens, or returns them in place of logits.
+    """
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.embedding: nn.Embedding | None = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.position_embedding: nn.Embedding | None = None
+        if config.position == "learned":
+            self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
+        self.norm: nn.Module | None = build_norm(config)
+        self.head: nn.Module | None = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
+
+        `tokens` is int64 `[B, T]`. `positions` `[B, T]` defaults to 0..T-1. With `document_ids` `[B, T]`, attention
+        stays within runs of equal ids. Raises ValueError where T exceeds `max_sequence_length`.
+        """
+        length = tokens.shape[1]
+        if length > self.config.max_sequence_length:
+            raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device)  # [T]
+        rope = rope_tables(self.config, positions) if self.config.position == "rope" else None  # 2 x [.., T, 1, K/2]
+        mask = None if document_ids is None else document_mask(document_ids)  # [B, 1, T, T]
+        x = self.embed(tokens, positions) if self.embedding is not None else tokens  # [B, T, D]
+        for block in self.layers.values():
+            x = block(x, rope, mask)  # [B, T, D]
+        if self.norm is not None:
+            x = self.norm(x)  # [B, T, D]
+        return x if self.head is None else mask_padding(self.head(x), self.config.vocab_size)  # [B, T, V]
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, plus those of `positions` where learned."""
+        if self.embedding is None:
+            raise ValueError("this part of the model holds no embedding")
+        x = self.embedding(tokens)  # [B, T, D]
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)  # [B, T, D]
+        return x.to(self.compute_dtype)
+
+    @property
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The blocks in order, by their full names ("layers.0", ...)."""
+        return {f"layers.{index}": block for index, block in self.layers.items()}
+
+    def roles(self) -> dict[str, str]:
+        """Return how each module that holds parameters may be sharded over a tensor-parallel group, by full name.
+
+        "column": rows of the weight (outputs) are split, "row": its columns (inputs), "vocabulary": rows are token
+        ids, "replicate": every rank holds it whole.
+        """
+        roles = {
+            "embedding": "vocabulary",
+            "position_embedding": "replicate",
+            "norm": "replicate",
+            "head": "vocabulary",
+        }
+        roles = {name: role for name, role in roles.items() if getattr(self, name) is not None}
+        for name, block in self.blocks.items():
+            for part, module in block.named_children():
+                inner = getattr(module, "roles", None)
+                roles |= (
+                    {f"{name}.{part}.{key}": role for key, role in inner.items()}
+                    if inner
+                    else {f"{name}.{part}": "replicate"}
+                )
+        return roles
+
+
+def mask_padding(logits: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
+    """Return `logits` `[..., V]` with those of ids >= `vocab_size` at the dtype's lowest finite number, in place.
+
+    `first_id` is the token id of the first column, for a shard of the vocabulary. A softmax gives the padding exactly
+    zero, so losses and gradients are those of the unpadded model.
+    """
+    real = max(vocab_size - first_id, 0)
+    if real < logits.shape[-1]:
+        logits[..., real:] = torch.finfo(logits.dtype).min
+    return logits

@@ -1,0 +1,46 @@
+"""The position-wise feed-forward network: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU (arXiv:1606.08415)."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.model.linear import Linear
+from lightning_llm.schema.model import ModelConfig
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`. Letters: D hidden_size, F ffn_hidden_size."""
+
+    roles = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.up_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`."""
+        gated = F.silu(self.gate_proj(x)) * self.up_proj(x)  # [B, T, F]
+        return self.down_proj(gated)  # [B, T, D]
+
+
+class GELU(nn.Module):
+    """`down(gelu(up(x)))`, by the tanh approximation or exactly. Letters as in `SwiGLU`."""
+
+    roles = {"up_proj": "column", "down_proj": "row"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.up_proj = Linear(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.down_proj = Linear(config.ffn_hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`."""
+        hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # [B, T, F]
+        return self.down_proj(hidden)  # [B, T, D]
+
+
+def build_feed_forward(config: ModelConfig) -> SwiGLU | GELU:
+    """Return the network that `config.activation` names."""
+    return SwiGLU(config) if config.activation == "swiglu" else GELU(config)

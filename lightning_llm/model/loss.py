@@ -1,0 +1,50 @@
+"""Cross entropy over the vocabulary, summed in fp32, without an fp32 copy of the logits."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED_LABEL = -100
+_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 27) // logits.shape[-1])
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Rows are taken in chunks that stay in cache; only the logits themselves are kept for the backward pass.
+
+    The gradient of a row's loss is `softmax(logits) - onehot(label)`, taken in fp32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, labels)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=logits.device)
+        rows = _chunk_rows(logits)
+        for row, label in zip(logits.split(rows), labels.split(rows), strict=True):  # [R, V], [R]
+            total += F.cross_entropy(row.to(wide), label, ignore_index=IGNORED_LABEL, reduction="sum")
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        logits, labels = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)  # [N, V]
+        rows = _chunk_rows(logits)
+        for row, label, out in zip(logits.split(rows), labels.split(rows), grad_logits.split(rows), strict=True):
+            counted = (label != IGNORED_LABEL)[:, None]  # [R, 1]
+            grad = torch.softmax(row, dim=-1, dtype=grad_output.dtype)  # [R, V]
+            grad.scatter_add_(-1, label.clamp(min=0)[:, None], -torch.ones_like(counted, dtype=grad.dtype))
+            out.copy_(grad.mul_(counted * grad_output))
+        return grad_logits, None
+
+
+def next_token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of `-log softmax(logits)[label]` over all labels that are not -100, an fp32 scalar.
+
+    `logits` is `[B, T, V]` of any float dtype (fp64 sums in fp64), `labels` int64 `[B, T]`, already shifted: the label
+    at t is the token at t + 1. The caller divides by the global count of labels.
+    """
+    return _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten())

@@ -1,0 +1,42 @@
+"""RMSNorm and LayerNorm, in the dtype of their input with statistics in fp32."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.schema.model import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., D]` in the dtype of `x` `[..., D]`; the mean of squares is taken in fp32."""
+        return F.rms_norm(x, (self.size,), self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dimension (Ba et al. 2016, arXiv:1607.06450)."""
+
+    def __init__(self, size: int, eps: float, bias: bool):
+        super().__init__()
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `[..., D]` in the dtype of `x` `[..., D]`; mean and variance are taken in fp32."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, (self.size,), self.weight.to(x.dtype), bias, self.eps)
+
+
+def build_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return the norm that `config.norm` names, over `hidden_size`."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return LayerNorm(config.hidden_size, config.norm_eps, config.bias)
