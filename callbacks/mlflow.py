@@ -1,0 +1,259 @@
+"""MLflow beside the run's folder: a view that may lag or fail without the run noticing."""
+
+import json
+import logging
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
+from lightning_llm.callbacks.records import Record
+from lightning_llm.callbacks.run_folder import Status
+from lightning_llm.identity import config_hash, flatten
+from lightning_llm.schema import Config
+from lightning_llm.workspace import checkout
+
+log = logging.getLogger(__name__)
+
+GROUPS = ("model", "parallel", "precision", "data", "optim", "schedule")
+COMPARED_KEYS = (
+    "recipe",
+    "seed",
+    "trainer.max_steps",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.deterministic",
+    "parallel.activation_checkpoint",
+    "parallel.compile",
+    "precision.compute_dtype",
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.ffn_hidden_size",
+    "model.vocab_size",
+    "model.tie_embeddings",
+    "model.init",
+    "data.global_batch_size",
+    "data.micro_batch_size",
+    "data.sequence_length",
+    "data.document_mask",
+    "data.tokenizer.kind",
+    "data.tokenizer.vocab_size",
+    "optim.learning_rate",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.eps",
+    "optim.weight_decay",
+    "optim.gradient_clip_norm",
+    "schedule.warmup_steps",
+    "schedule.total_steps",
+    "schedule.decay_fraction",
+    "schedule.final_factor",
+)
+WRITER_ENVIRONMENT = {
+    # Without these an unreachable server is tried for minutes before anyone hears of it.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def tracking_uri(config: Config) -> str:
+    """Return where runs are tracked: logger.tracking_uri, else MLFLOW_TRACKING_URI, else run.root/mlflow.db.
+
+    SQLite's path is made absolute, so that it does not depend on where a process was started.
+    """
+    uri = config.logger.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    path = uri.removeprefix("sqlite:///") if uri else str(Path(config.run.root, "mlflow.db"))
+    return f"sqlite:///{Path(path).absolute()}" if not uri or uri.startswith("sqlite:///") else uri
+
+
+def compared_parameters(config: Config) -> dict[str, str]:
+    """Return the MLflow parameters of a run: each group's name, and the keys that runs are compared by.
+
+    A string stays itself, all else is written as in JSON (null, true, 0.003).
+    """
+    flat = flatten(config.model_dump())
+    values = {group: flat[f"{group}.name"] for group in GROUPS}
+    values |= {key: flat[key] for key in COMPARED_KEYS if key in flat}
+    values["data.mix"] = " ".join(f"{name}:{source.weight:g}" for name, source in sorted(config.data.sources.items()))
+    values["data.step_tokens"] = config.data.global_batch_size * config.data.sequence_length
+    return {key: _as_text(value) for key, value in values.items()}
+
+
+class MLflowTracker:
+    """A `RecordSink` that has another process bring MLflow up to date with the run's folder every `flush_seconds`.
+
+    Nothing here waits for MLflow but `close`, for at most `close_seconds`. `parameters` and `tags` are logged beside
+    those made from `config` (say the parameter count, the hash of the data). A folder that holds a run id goes on
+    with that run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        parameters: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+        flush_seconds: float = 2.0,
+        close_seconds: float = 20.0,
+    ):
+        self.config = config
+        self.run_dir = Path(run_dir)
+        self.uri = tracking_uri(config)
+        self.parameters = {key: _as_text(value) for key, value in (parameters or {}).items()}
+        self.tags = dict(tags or {})
+        self.flush_seconds = flush_seconds
+        self.close_seconds = close_seconds
+        self.blocked_seconds = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""
+        self._ended: dict[str, Any] | None = None
+        self._problem = ""
+
+    def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
+        """Start the writing process."""
+        job = {
+            "run_dir": str(self.run_dir.absolute()),
+            "tracking_uri": self.uri,
+            "experiment": self.config.run.experiment,
+            "run_name": self.config.run.name,
+            "params": compared_parameters(self.config) | self.parameters,
+            "tags": self._tags(facts),
+            "resumed_from_step": resumed_from_step,
+            "flush_seconds": self.flush_seconds,
+            "close_seconds": self.close_seconds,
+        }
+        root = checkout()  # of a bare checkout the writer knows no more than what it is told
+        search_path = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_writer"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                cwd=self._working_folder(),
+                env={**WRITER_ENVIRONMENT, **os.environ, "PYTHONPATH": search_path},
+                start_new_session=True,  # Ctrl-C is for the training process, which then says how it ended
+            )
+            os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
+        except OSError as error:
+            self._warn(f"its writer could not be started: {error}")
+        self._send(job)
+
+    def record(self, record: Record) -> None:
+        """Look for news of the writer, which reads the record from `metrics.jsonl` itself."""
+        began = time.perf_counter()
+        self._receive()
+        self.blocked_seconds += time.perf_counter() - began
+
+    def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
+        """Tell the writer how the run ended and wait until it is done, at most `close_seconds`."""
+        if self._process is None or self._process.stdout is None:
+            return
+        deadline = time.monotonic() + self.close_seconds
+        self._send({"status": status, "detail": detail, "figures": dict(figures)})
+        while self._ended is None and self._process.poll() is None and time.monotonic() < deadline:
+            select.select([self._process.stdout], [], [], deadline - time.monotonic())
+            self._receive()
+        self._receive()
+        if self._ended is None:
+            self._warn(f"its writer did not finish within {self.close_seconds:g} s")
+            self._process.kill()
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait()
+        self._process.stdout.close()
+
+    def summary_fields(self) -> dict[str, Any]:
+        """Return the run's id once it is known, and whether MLflow has everything."""
+        path = self.run_dir / RUN_ID_FILE
+        about: dict[str, Any] = {"tracking_uri": _without_password(self.uri), "synced": self._ended is not None}
+        if self._ended is None and self._problem:
+            about["problem"] = self._problem
+        about["blocked_seconds"] = round(self.blocked_seconds, 6)
+        if self._ended:
+            about["writer_cpu_seconds"] = round(self._ended["cpu_seconds"], 3)
+        return {"mlflow_run_id": path.read_text().strip() if path.exists() else None, "mlflow": about}
+
+    def _tags(self, facts: Mapping[str, Any]) -> dict[str, str]:
+        git = facts["git"]
+        tags = {
+            "run_dir": str(self.run_dir.absolute()),
+            "host": facts["host"],
+            "device": facts["device"],
+            "config_hash": config_hash(self.config),
+            "git_sha": git["sha"],
+            "git_dirty": git["dirty"],
+            "mlflow.source.name": "lightning-llm",
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.git.commit": git["sha"],
+            **{f"version.{package}": version for package, version in facts["versions"].items()},
+            **self.tags,
+            **self.config.logger.tags,
+        }
+        return {key: _as_text(value) for key, value in tags.items() if value is not None}
+
+    def _working_folder(self) -> Path:
+        """Return a folder for the writer to live in: MLflow creates ./mlruns in it."""
+        folder = Path(self.uri.removeprefix("sqlite:///")).parent if self.uri.startswith("sqlite:///") else self.run_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        except OSError:  # it is gone: `_receive` has what it said last
+            self._receive()
+
+    def _receive(self) -> None:
+        """Take in what the writer has said, without waiting."""
+        if self._process is None or self._process.stdout is None or self._process.stdout.closed:
+            return
+        chunk = self._process.stdout.read(65536)
+        if chunk is None:
+            return
+        if not chunk:
+            if self._ended is None and not self._problem:
+                self._warn(f"its writer ended: {self._received.decode(errors='replace').strip()[-500:]}")
+            return
+        *lines, self._received = (self._received + chunk).split(b"\n")
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:  # a library's own words, kept in case they turn out to be the last
+                self._received = line + b" " + self._received
+                continue
+            if event["event"] == "trouble":
+                self._warn(event["text"])
+            elif event["event"] == "closed":
+                self._ended = event
+
+    def _warn(self, problem: str) -> None:
+        """Say once what is wrong and what to do; keep the latest problem for the summary."""
+        first, self._problem = not self._problem, _without_password(problem)
+        if first:
+            log.warning(
+                "MLflow at %s is not being written (%s). Training goes on, metrics.jsonl has everything, and MLflow is "
+                "tried again until the end. Check that it is up, or set logger.tracking_uri, or logger=none.",
+                _without_password(self.uri),
+                self._problem,
+            )
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//[^/@\s]+@", "//***@", text)

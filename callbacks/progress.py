@@ -1,0 +1,101 @@
+"""How far a run is: a bar with loss, speed and time left on a terminal, a plain line now and then elsewhere."""
+
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+PACE_STEPS = 50
+
+
+class ProgressLine(pl.Callback):
+    """Shows step, loss, tokens per second and the time left, on rank 0.
+
+    A terminal gets a bar, redrawn at most every `refresh_seconds`; anything else (a file, a batch system's log) a line
+    every `line_seconds`. Validation losses are printed above it. The time left counts the wall clock of the latest
+    steps, validations and checkpoints included.
+    """
+
+    def __init__(self, refresh_seconds: float = 0.5, line_seconds: float = 10.0):
+        self.refresh_seconds = refresh_seconds
+        self.line_seconds = line_seconds
+        self._console: Console | None = None
+        self._bar: Progress | None = None
+        self._shown_at = 0.0
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Show the bar, where there is a terminal to show it on."""
+        if not trainer.is_global_zero:
+            return
+        self._console = Console(highlight=False)
+        self._shown_at = time.monotonic()
+        self._ends.clear()
+        if self._console.is_terminal:
+            # Redrawn by hand: rich's own refreshing thread would take the interpreter from the training loop.
+            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=self._console, auto_refresh=False)
+            self._bar.add_task("first step", total=pl_module.config.trainer.max_steps)
+            self._bar.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Show the step, if it is time to."""
+        if self._console is None:
+            return
+        now = time.monotonic()
+        step, max_steps = pl_module.step_record["step"], pl_module.config.trainer.max_steps
+        self._ends.append((step, now))
+        interval = self.refresh_seconds if self._bar else self.line_seconds
+        if now - self._shown_at < interval and step != max_steps:
+            return
+        self._shown_at = now
+        line = self._line(pl_module.step_record, max_steps)
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=line)
+            self._bar.refresh()
+        else:
+            self._print(line)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Print the validation losses above the bar."""
+        if self._console is None or trainer.sanity_checking:
+            return
+        record = pl_module.validation_record
+        sources = ", ".join(
+            f"{key.removeprefix('val_loss/')} {value:.4f}"
+            for key, value in record.items()
+            if key.startswith("val_loss/")
+        )
+        line = f"step {record['step']} | validation loss {record['val_loss']:.4f}"
+        self._print(f"{line} ({sources})" if sources else line)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the bar down."""
+        self._stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Take the bar down before the error is printed."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _print(self, line: str) -> None:
+        if self._console:
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def _line(self, record: dict[str, Any], max_steps: int) -> str:
+        parts = [f"step {record['step']}/{max_steps}", f"loss {record['loss']:.4f}"]
+        if "tokens_per_second" in record:
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        (first, since), (last, now) = self._ends[0], self._ends[-1]
+        if last > first:
+            left = (now - since) / (last - first) * (max_steps - last)
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        return " | ".join(parts)

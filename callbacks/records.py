@@ -1,0 +1,80 @@
+"""`metrics.jsonl`: one JSON object per line, valid whatever was measured. Imports the standard library alone."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(record: Record) -> bytes:
+    """Return `record` as one line of JSON. NaN and infinities become the strings "nan", "inf", "-inf".
+
+    Python prints a float with as many digits as bring the same float64 back, so an fp32 value comes back to its bits.
+    """
+    return json.dumps(_safe(record), allow_nan=False).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("not a record: no integer 'step'")
+    return {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of `path` in order; a last line that was cut off while being written is left out.
+
+    Raises ValueError naming the line where anything but the last line is broken.
+    """
+    for _, record in _read_lines(path):
+        yield record
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Leave only the records up to `step` in `path`, replacing it in one move; return how many stayed.
+
+    Called before a run resumes from the checkpoint of `step`: what came after it will be computed again.
+    """
+    kept = 0
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        for line, record in _read_lines(path) if path.exists() else ():
+            if record["step"] <= step:
+                file.write(line)
+                kept += 1
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return kept
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(_safe(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return {key: _safe(each) for key, each in value.items()} if isinstance(value, Mapping) else value
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = decode(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+            yield line, record

@@ -1,0 +1,164 @@
+"""The run's folder: every step's record as it happens, and a summary that says truthfully how it ended."""
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import lightning.pytorch as pl
+
+from lightning_llm.callbacks.figures import draw_losses, final_figures
+from lightning_llm.callbacks.provenance import git_state, versions
+from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.hardware import describe_device
+
+__all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
+
+Status = Literal["finished", "failed", "stopped"]
+
+log = logging.getLogger(__name__)
+
+
+class RecordSink(Protocol):
+    """Where records go beside the run's folder. No method may raise, or hold up training."""
+
+    def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
+        """Start; `metrics.jsonl` is in place and `facts` is what `summary.json` says at the start."""
+
+    def record(self, record: Record) -> None:
+        """Take one record, whose line is in `metrics.jsonl` by now."""
+
+    def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
+        """End within a bounded time; the folder's last files are in place."""
+
+    def summary_fields(self) -> dict[str, Any]:
+        """Return what `summary.json` says about this sink, as far as it is known by now."""
+
+
+class RunFolder(pl.Callback):
+    """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run; rank 0 alone. The last of the callbacks.
+
+    `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
+    holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
+    first status stays.
+    """
+
+    def __init__(self, run_dir: Path, sinks: Sequence[RecordSink] = (), resumed_from_step: int | None = None):
+        self.run_dir = Path(run_dir)
+        self.sinks = list(sinks)
+        self.resumed_from_step = resumed_from_step
+        self.metrics_path = self.run_dir / "metrics.jsonl"
+        self._file: Any = None
+        self._summary: dict[str, Any] = {}
+        self._started = 0.0
+
+    def open(self, device: str) -> None:
+        """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the sinks. `device`: one line.
+
+        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed.
+        """
+        self._started = time.time()
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if self.resumed_from_step is not None:
+                cut_back(self.metrics_path, self.resumed_from_step)
+            elif self.metrics_path.exists() and self.metrics_path.stat().st_size:
+                raise ConfigError(
+                    Problem(
+                        "run.dir",
+                        f"{self.run_dir} already holds the records of a run. Set resume=auto to go on with it, or "
+                        "another run.name; nothing was changed.",
+                    )
+                )
+            self._file = self.metrics_path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                Problem("run.dir", f"{self.run_dir} cannot be written ({error.strerror}). Choose a folder that can.")
+            ) from error
+        self._summary = {
+            "status": "running",
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
+            "resumed_from_step": self.resumed_from_step,
+            "device": device,
+            "versions": versions(),
+            "git": git_state(),
+        }
+        self._write_summary()
+        for sink in self.sinks:
+            sink.open(self._summary, self.resumed_from_step)
+
+    def write(self, record: Record) -> None:
+        """Append one record, stamped with the wall clock, and pass it on. The line is the system's when this returns."""
+        record = {**record, "time": round(time.time(), 3)}
+        self._file.write(encode(record))
+        for sink in self.sinks:
+            sink.record(record)
+
+    def close(self, status: Status, detail: str = "") -> None:
+        """Write how the run ended. Only the first call counts, and only after `open`."""
+        if self._file is None or self._file.closed:
+            return
+        self._file.close()
+        figures = final_figures(read_records(self.metrics_path))
+        ended = time.time()
+        self._summary |= {
+            "status": status,
+            "detail": detail,
+            "ended_at": datetime.fromtimestamp(ended, UTC).isoformat(timespec="seconds"),
+            "wall_seconds": round(ended - self._started, 3),
+            **figures,
+        }
+        self._write_summary()
+        self._draw()
+        for sink in self.sinks:
+            sink.close(status, detail, figures)
+        if self.sinks:
+            self._write_summary()
+
+    def _write_summary(self) -> None:
+        for sink in self.sinks:
+            self._summary |= sink.summary_fields()
+        write_json(self.run_dir / "summary.json", self._summary)
+
+    def _draw(self) -> None:
+        # A picture that fails (no space, no fonts) must not hide how the run itself ended.
+        try:
+            draw_losses(read_records(self.metrics_path), self.run_dir / "loss.png", self.run_dir.name)
+        except Exception as error:
+            log.warning("loss.png was not drawn: %s: %s", type(error).__name__, error)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Open the folder, unless that was done before the trainer was started."""
+        if stage == "fit" and trainer.is_global_zero and self._file is None:
+            self.open(describe_device(trainer.strategy.root_device, trainer.world_size))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Write the step's record, which every other callback has added to by now."""
+        if trainer.is_global_zero:
+            self.write(pl_module.step_record)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Write the validation's record."""
+        if trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.write(pl_module.validation_record)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Close the folder: finished, or stopped where the last step was not reached."""
+        steps = pl_module.step_record.get("step", self.resumed_from_step or 0)
+        max_steps = pl_module.config.trainer.max_steps
+        if steps >= max_steps:
+            self.close("finished")
+        else:
+            self.close("stopped", f"after step {steps} of {max_steps}")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Close the folder: failed for an error, stopped for what is none (a signal, an exit)."""
+        status: Status = "failed" if isinstance(exception, Exception) else "stopped"
+        self.close(status, f"{type(exception).__name__}: {exception}"[:2000])

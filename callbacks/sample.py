@@ -1,0 +1,69 @@
+"""What the trained model writes: a sample at the end of a run, for people who would rather read than look at a loss."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+log = logging.getLogger(__name__)
+
+
+class Sample(pl.Callback):
+    """Generates `max_new_tokens` tokens after `prompt` when training has ended, shows them and writes `sample.txt`.
+
+    An empty prompt stands for the start of a document. The random numbers come from a generator of its own, seeded by
+    `seed`; the model is left in the mode it was in. All ranks generate, rank 0 shows.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "",
+        max_new_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ):
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.top_k = top_k
+        self.seed = seed
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Generate; a failure here is reported and does not make a failed run of a trained model."""
+        try:
+            text = self._generate(trainer, pl_module)
+            if trainer.is_global_zero:
+                Path(pl_module.config.run.dir, "sample.txt").write_text(text, encoding="utf-8")
+                Console().print(Panel(Text(text), title="sample", title_align="left"))
+        except Exception as error:
+            log.warning("no sample was generated: %s: %s", type(error).__name__, error)
+
+    def _generate(self, trainer: pl.Trainer, pl_module: Any) -> str:
+        from lightning_llm.model.generate import generate
+
+        tokenizer, model = pl_module.tokenizer, pl_module.model
+        tokens = [int(token) for token in tokenizer.encode_batch([self.prompt])[0]] or [tokenizer.end_of_document]
+        device = trainer.strategy.root_device
+        prompt_tokens = torch.tensor(tokens, dtype=torch.int64, device=device)  # [T]
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad(), trainer.precision_plugin.val_step_context():
+                generated = generate(
+                    model,
+                    prompt_tokens,
+                    max_new_tokens=self.max_new_tokens,
+                    temperature=self.temperature,
+                    top_k=self.top_k,
+                    generator=torch.Generator(device=device).manual_seed(self.seed),
+                )  # [T + new]
+        finally:
+            model.train(was_training)
+        tokens = [int(token) for token in generated]
+        return tokenizer.decode(tokens if self.prompt else tokens[1:])
