@@ -50,7 +50,7 @@ def build_trainer(
         num_sanity_val_steps=0,
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, sinks),
+        callbacks=_callbacks(config, _resumed_from(config, checkpoint), sinks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -60,12 +60,12 @@ def build_trainer(
     )
 
 
-def _callbacks(config: Config, sinks: list[RecordSink]) -> list[pl.Callback]:
+def _callbacks(config: Config, resumed_from_step: int | None, sinks: list[RecordSink]) -> list[pl.Callback]:
     chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
     folder = Path(config.run.dir)
     return [
         *chosen,
-        RunFolder(folder, sinks),
+        RunFolder(folder, sinks, resumed_from_step),
         Checkpointing(
             folder / "checkpoints",
             config.checkpoint,
@@ -74,3 +74,10 @@ def _callbacks(config: Config, sinks: list[RecordSink]) -> list[pl.Callback]:
             config.trainer.validate_every_steps,
         ),
     ]
+
+
+def _resumed_from(config: Config, checkpoint: Checkpoint | None) -> int | None:
+    """Return the step that the run's records are cut back to: 0 for a run begun afresh in its folder, None for a new one."""
+    if checkpoint is not None:
+        return checkpoint.step
+    return None if config.resume is None else 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.model.shape import parameter_count
+from lightning_llm.model.flops import count_parameters
 from lightning_llm.schema import Config
 
 STATE_BYTES_PER_PARAMETER = 12
@@ -41,7 +41,7 @@ def check_disk(config: Config) -> None:
         raise ConfigError(Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."))
     if not folder.is_dir():
         raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
-    each = parameter_count(config.model) * STATE_BYTES_PER_PARAMETER
+    each = count_parameters(config.model, padded=True).total * STATE_BYTES_PER_PARAMETER
     kept = config.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
     if each * kept > free:

@@ -108,13 +108,19 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     parsed, problems = [], []
     for word in overrides:
         try:
-            parsed.append(OverridesParser.create().parse_override(word))
+            parsed.append(OverridesParser.create().parse_override(_quoted(word)))
         except HydraException as error:
             why = str(error).splitlines()[0]
             problems.append(Problem(word, f"this is no override ({why}). Write key=value, ~key, or group=name."))
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+def _quoted(word: str) -> str:
+    """Return `resume=a/step=4` as `resume='a/step=4'`: the grammar wants quotes around a value with an equals sign."""
+    key, _, value = word.partition("=")
+    return f"{key}='{value}'" if "=" in value and not set(value) & set("'\"[]{}()$,") else word
 
 
 def _group_options(group: str, search: list[str]) -> list[str]:

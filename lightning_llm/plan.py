@@ -7,7 +7,7 @@ from typing import Any
 from lightning_llm.check import check_config
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.identity import config_hash
-from lightning_llm.model.flops import flops_per_token, parameter_count
+from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.schema import Config
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -31,7 +31,7 @@ def plan_facts(config: Config) -> dict[str, Any]:
     world = config.world or config.trainer.devices
     return {
         "model": config.model.name,
-        "parameters": parameter_count(config.model),
+        "parameters": count_parameters(config.model).total,
         "layout": {"name": config.parallel.name, "world": world, "compile": config.parallel.compile},
         "precision": {"name": config.precision.name, "compute_dtype": config.precision.compute_dtype},
         "data": config.data.name,
@@ -55,18 +55,17 @@ def memory_bytes(config: Config) -> dict[str, int]:
     logits are s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient).
     """
     model, data = config.model, config.data
-    count = parameter_count(model)
+    count = count_parameters(model, padded=True).total
     width = BYTES[config.precision.compute_dtype]
     tokens = data.micro_batch_size * data.sequence_length
     per_layer = 2 if config.parallel.activation_checkpoint == "full" else 34
-    vocabulary = -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
     return {
         "parameters": 4 * count,
         "gradients": 4 * count,
         "optimizer": 8 * count,
         "compute_copies": 0 if config.precision.compute_dtype == "fp32" else width * count,
         "activations": per_layer * tokens * model.hidden_size * model.num_layers * width // 2,
-        "logits": tokens * vocabulary * (width + 8),
+        "logits": tokens * model.padded_vocab_size * (width + 8),
     }
 
 

@@ -11,8 +11,7 @@ from types import FrameType
 import torch
 
 from lightning_llm.build import build_module, build_trainer, choose_device
-from lightning_llm.callbacks.mlflow import MLflowTracker
-from lightning_llm.callbacks.run_folder import RecordSink, cut_back
+from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.launch import write_config
 from lightning_llm.plan import plan_line
@@ -52,13 +51,11 @@ def run(config: Config, start: Start) -> int:
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder: config.yaml, tokenizer.json, and metrics.jsonl cut back to where the run starts."""
+    """Make the run's folder with config.yaml and tokenizer.json; a run that starts afresh drops what a broken one left."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder / "config.yaml")
     corpus.tokenizer.save(folder / "tokenizer.json")
-    first = start.checkpoint.step if start.checkpoint else 0
-    cut_back(folder / "metrics.jsonl", first)
     if not start.checkpoint:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
@@ -72,6 +69,8 @@ def quiet_lightning() -> None:
 def _sinks(config: Config, corpus: Corpus, start: Start) -> list[RecordSink]:
     if config.logger.name == "none":
         return []
+    from lightning_llm.callbacks.mlflow import MLflowTracker
+
     return [MLflowTracker(config, corpus.fingerprint, start.checkpoint.step if start.checkpoint else None)]
 
 

@@ -1,5 +1,6 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,11 +50,19 @@ class LanguageModule(pl.LightningModule):
             model = Decoder(self.config.model, compute_dtype=COMPUTE_DTYPES[self.config.precision.compute_dtype])
         apply_parallel(model.blocks, self.config.parallel)
         model.to_empty(device=self.trainer.strategy.root_device)
+        if self.config.model.tie_embeddings:
+            model.head.weight = model.embedding.weight  # to_empty gave each of them a tensor of its own
         initialise(model, self.config.seed)
         self.model = model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model.named_parameters(), self.config.optim)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the (frozen) batch with its tensors on `device`."""
+        tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if value is not None}
+        return replace(batch, **moved)
 
     def training_step(self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
