@@ -55,7 +55,7 @@ def _delayed_with_high_blocks(recipe: PrecisionConfig, slots: dict[str, CastConf
 
 
 def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
-    """fp16 with saturating formats and no look at the operands: the cast turns Inf into a number, so no step is skipped.
+    """fp16 with saturating formats and no look at the operands: Inf becomes a number, so no step is skipped.
 
     Source: Transformer Engine casts with saturation (`__NV_SATFINITE`); E2M1 turns NaN into 6 as well.
     """
@@ -66,8 +66,8 @@ def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) 
         if slots[slot].quantises:
             yield Problem(
                 "loss_scaling.detect",
-                f"'{scaling.detect}' misses an overflow that {slot} ({slots[slot].format}) saturates away, so the scale "
-                "would never come down. Set detect: operands.",
+                f"'{scaling.detect}' misses an overflow that {slot} ({slots[slot].format}) saturates away, so the "
+                "scale would never come down. Set detect: operands.",
             )
             return
 
@@ -183,11 +183,13 @@ RULES: tuple[Rule, ...] = (
 
 
 def lint(recipe: PrecisionConfig, key: str = "precision") -> list[Problem]:
-    """Return every known-bad combination in `recipe` and its phases; empty where none is known. Keys start with `key`."""
+    """Return every known-bad combination in `recipe` and its phases, keys under `key`; empty if none is known."""
     problems = []
     parts: list[tuple[str, PrecisionConfig | PhaseConfig]] = [(key, recipe)]
     parts += [(f"{key}.phases.{index}", phase) for index, phase in enumerate(recipe.phases)]
     for prefix, part in parts:
         for rule in RULES:
-            problems += [Problem(f"{prefix}.{each.key}", each.text) for each in rule(recipe, slots_of(part))]
+            for each in rule(recipe, slots_of(part)):
+                shared = each.key.startswith(("modules.", "loss_scaling"))
+                problems.append(Problem(f"{key if shared else prefix}.{each.key}", each.text))
     return list(dict.fromkeys(problems))

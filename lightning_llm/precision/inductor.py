@@ -1,0 +1,107 @@
+"""The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
+
+Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
+nothing, which erases what is being emulated. Whoever compiles a module that holds quantised layers passes `OPTIONS` too.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_llm.precision import quantize
+from lightning_llm.precision.quantize import Origin, Scaled
+from lightning_llm.schema.precision import CastConfig
+
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+P = ParamSpec("P")
+R = TypeVar("R")
+Backend = Literal["eager", "compiled"]
+
+
+class Operand(NamedTuple):
+    """What a GEMM multiplies: `tensor` [R, C]; the product is to be multiplied by `factor` (fp32 scalar)."""
+
+    tensor: Tensor
+    factor: Tensor | None = None
+    inside: Tensor | None = None
+
+
+@functools.cache
+def why_not(device_type: str) -> str | None:
+    """Return why quantisers cannot be compiled on this kind of device here, or None where they can."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton is not installed"
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` compiled whole, for every shape of its tensors at once."""
+    return torch.compile(function, dynamic=True, fullgraph=True, options=OPTIONS)
+
+
+class Stages(NamedTuple):
+    """The stages of `quantize` for one cast and axis, compiled or not."""
+
+    scale: Callable[[Tensor, Tensor | None, Tensor | None], Scaled]
+    round_blocks: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Origin], tuple[Tensor, Tensor | None]]
+
+
+@functools.cache
+def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
+    """Return `quantize.tensor_amax` for `backend`."""
+    return compiled(quantize.tensor_amax) if backend == "compiled" else quantize.tensor_amax
+
+
+@functools.cache
+def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
+    """Return the stages for `cast` with blocks along `axis`; compiled at their first call, then for all shapes."""
+
+    def scale(x: Tensor, amax: Tensor | None, delayed: Tensor | None) -> Scaled:
+        return quantize.scale(x, cast, axis, amax, delayed)
+
+    def round_blocks(
+        x: Tensor, multiplier: Tensor, block: Tensor | None, key: Tensor | None, origin: Origin
+    ) -> tuple[Tensor, Tensor | None]:
+        return quantize.round_blocks(x, cast, axis, multiplier, block, key, origin)
+
+    if backend == "eager":
+        return Stages(scale, round_blocks)
+    # A scale per tensor is a handful of scalar operations: not worth a compilation.
+    return Stages(scale if cast.block == "tensor" else compiled(scale), compiled(round_blocks))
+
+
+def operand(
+    x: Tensor,
+    cast: CastConfig,
+    axis: int,
+    backend: Backend,
+    *,
+    key: Tensor | None = None,
+    origin: Origin = Origin(),  # noqa: B008  (immutable)
+    delayed: Tensor | None = None,
+    reduce_amax: Callable[[Tensor], Tensor] | None = None,
+) -> Operand:
+    """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
+
+    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
+    to its maximum over the ranks that share the tensor.
+    """
+    amax = None
+    if quantize.needs_tensor_amax(cast):
+        amax = tensor_amax(backend)(x)
+        amax = amax if reduce_amax is None else reduce_amax(amax)
+    stage = stages(cast, axis, backend)
+    scaled = stage.scale(x, amax, delayed)
+    tensor, inside = stage.round_blocks(x, scaled.multiplier, scaled.block, key, origin)
+    return Operand(tensor, scaled.tensor, inside)

@@ -1,0 +1,72 @@
+"""Keyed random bits as tensors: the twin of `lightning_llm.keyed_hash`, and per-element noise from a key.
+
+All arithmetic is int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
+that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_llm.keyed_hash import MASK_32
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
+_FINAL_1, _FINAL_2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+_BODY_1, _BODY_2 = _signed(0xCC9E2D51), _signed(0x1B873593)
+_LOW_1, _LOW_2 = _signed(0x7FEB352D), _signed(0x846CA68B)
+_WEYL = _signed(0x9E3779B9)
+
+
+def _rotate_left(x: Tensor, bits: int) -> Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & MASK_32
+
+
+def mix(h: Tensor) -> Tensor:
+    """Return `keyed_hash.mix` of int64 words in [0, 2^32), elementwise."""
+    h = h ^ (h >> 16)
+    h = h * _FINAL_1 & MASK_32
+    h = h ^ (h >> 13)
+    h = h * _FINAL_2 & MASK_32
+    return h ^ (h >> 16)
+
+
+def hash_words(*words: Tensor | int, seed: int = 0) -> Tensor:
+    """Return `keyed_hash.hash_words` elementwise over broadcast int64 tensors (or ints): int64 words in [0, 2^32)."""
+    h: Tensor = torch.tensor(seed & MASK_32, dtype=torch.int64)
+    for word in words:
+        k = torch.as_tensor(word, dtype=torch.int64) & MASK_32
+        k = _rotate_left(k * _BODY_1 & MASK_32, 15) * _BODY_2 & MASK_32
+        h = _rotate_left(h.to(k.device) ^ k, 13) * 5 + 0xE6546B64 & MASK_32
+    return mix(h ^ (4 * len(words)))
+
+
+def element_bits(key: Tensor, index: Tensor) -> Tensor:
+    """Return 32 random bits per element (int64 in [0, 2^32)) from one `key` word and global element `index` (int64).
+
+    The key enters twice, before each multiplication of C. Wellons' `lowbias32`: two keys then give streams that are
+    neither shifts nor permutations of each other. Two multiplications per element.
+    """
+    h = (index & MASK_32) ^ key
+    h = h ^ (h >> 16)
+    h = h * _LOW_1 & MASK_32
+    h = h ^ (h >> 15)
+    h = (h + (key * _WEYL & MASK_32)) & MASK_32
+    h = h * _LOW_2 & MASK_32
+    return h ^ (h >> 16)
+
+
+def uniform_noise(key: Tensor, index: Tensor, bits: int) -> Tensor:
+    """Return fp32 uniform on {0, ..., 2^bits - 1} / 2^bits, one per `index`.
+
+    20 bits keep `steps + noise` exact for every format here (steps < 16), so values on the grid never move.
+    """
+    return (element_bits(key, index) >> (32 - bits)).float() * 2.0**-bits
+
+
+def random_signs(key: Tensor, size: int) -> Tensor:
+    """Return `size` signs, fp32 of +1 and -1, from one `key` word."""
+    bits = element_bits(key, torch.arange(size, device=key.device))
+    return 1.0 - 2.0 * (bits >> 31).float()
