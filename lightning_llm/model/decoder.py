@@ -8,6 +8,7 @@ The model knows no ranks and no number formats: it offers blocks, and a role per
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.model.attention import Attention, document_mask
@@ -38,8 +39,9 @@ class Decoder(nn.Module):
     """A decoder-only transformer with the shape of `config`.
 
     Blocks live in `layers`, keyed by their global index as a string, so that names stay when a pipeline stage drops
-    some. A stage may also set `embedding`, `position_embedding`, or `norm` and `head` to None: it then takes hidden
-    states `[B, T, D]` in place of tokens, or returns them in place of logits.
+    some. An early stage sets `norm` and `head` to None and returns hidden states; a later one takes them in place of
+    tokens and sets `embedding` to None. With `tie_embeddings` there is no head: `embedding` projects (one parameter,
+    one name), and the last stage keeps it.
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
@@ -51,15 +53,16 @@ class Decoder(nn.Module):
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
         self.norm: nn.Module | None = build_norm(config)
-        self.head: nn.Module | None = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        self.head: nn.Module | None = None
+        if not config.tie_embeddings:
+            self.head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
 
-        `tokens` is int64 `[B, T]`. `positions` `[B, T]` defaults to 0..T-1. With `document_ids` `[B, T]`, attention
-        stays within runs of equal ids. Raises ValueError where T exceeds `max_sequence_length`.
+        `tokens` is int64 `[B, T]`, or for a later stage hidden states `[B, T, D]`; an early stage returns those.
+        `positions` int64 `[B, T]` default to 0..T-1. With `document_ids` `[B, T]`, attention stays within tokens of
+        equal id. Raises ValueError where T exceeds `max_sequence_length`.
         """
         length = tokens.shape[1]
         if length > self.config.max_sequence_length:
@@ -68,21 +71,29 @@ class Decoder(nn.Module):
             positions = torch.arange(length, device=tokens.device)  # [T]
         rope = rope_tables(self.config, positions) if self.config.position == "rope" else None  # 2 x [.., T, 1, K/2]
         mask = None if document_ids is None else document_mask(document_ids)  # [B, 1, T, T]
-        x = self.embed(tokens, positions) if self.embedding is not None else tokens  # [B, T, D]
+        x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in self.layers.values():
             x = block(x, rope, mask)  # [B, T, D]
-        if self.norm is not None:
-            x = self.norm(x)  # [B, T, D]
-        return x if self.head is None else mask_padding(self.head(x), self.config.vocab_size)  # [B, T, V]
+        return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, plus those of `positions` where learned."""
         if self.embedding is None:
-            raise ValueError("this part of the model holds no embedding")
+            raise ValueError("this stage holds no embedding: it takes hidden states [B, T, D], not tokens")
         x = self.embedding(tokens)  # [B, T, D]
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)  # [B, T, D]
         return x.to(self.compute_dtype)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return the logits `[B, T, V]` of normed hidden states `x` `[B, T, D]`, by the head or the tied embedding."""
+        if self.head is not None:
+            logits = self.head(x)  # [B, T, V]
+        elif self.embedding is not None:
+            logits = F.linear(x, self.embedding.weight.to(x.dtype))  # [B, T, V]
+        else:
+            raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
+        return mask_padding(logits, self.config.vocab_size)
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:

@@ -123,18 +123,17 @@ def _gpt2_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return a `Decoder`'s state dict under Hugging Face's names and shapes, without padding rows.
+    """Return a whole `Decoder`'s state dict under Hugging Face's names and shapes, without padding rows.
 
-    A tied head is left out, as safetensors files of tied models do.
+    A tied head is no entry of its own, as in the safetensors files of tied models.
     """
     llama = architecture(config) == "llama"
     result: dict[str, Tensor] = {}
     for ours, theirs, transposed in _pairs(config):
-        if ours in state and not (ours == "head.weight" and config.tie_embeddings):
-            tensor = state[ours]
-            if ours in {"embedding.weight", "head.weight"}:
-                tensor = tensor[: config.vocab_size]
-            result[theirs] = tensor.t() if transposed else tensor
+        tensor = state[ours]
+        if ours in {"embedding.weight", "head.weight"}:
+            tensor = tensor[: config.vocab_size]
+        result[theirs] = tensor.t() if transposed else tensor
     if not llama:
         for index in range(config.num_layers):
             for kind in ("weight", "bias"):
@@ -148,9 +147,6 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[s
     """Return the state dict a `Decoder` of `config` loads, from that of a Hugging Face model. Raises KeyError."""
     result: dict[str, Tensor] = {}
     for ours, theirs, transposed in _pairs(config):
-        if ours == "head.weight" and config.tie_embeddings:
-            result[ours] = result["embedding.weight"]
-            continue
         tensor = state[theirs].t() if transposed else state[theirs]
         if ours in {"embedding.weight", "head.weight"}:
             padding = config.padded_vocab_size - tensor.shape[0]
@@ -171,7 +167,7 @@ def _pairs(config: ModelConfig) -> list[tuple[str, str, bool]]:
     ends, block, prefix = (
         (_LLAMA_ENDS, _LLAMA_BLOCK, "model.layers") if llama else (_GPT2_ENDS, _GPT2_BLOCK, "transformer.h")
     )
-    modules = dict(ends)
+    modules = {ours: theirs for ours, theirs in ends.items() if not (ours == "head" and config.tie_embeddings)}
     for index in range(config.num_layers):
         modules |= {f"layers.{index}.{ours}": f"{prefix}.{index}.{theirs}" for ours, theirs in block.items()}
     pairs = []

@@ -1,0 +1,73 @@
+"""The hand-written derivatives and the loss, against autograd, gradcheck and torch's own functions in fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_shapes import LLAMA3_SCALING, llama
+
+from lightning_llm.model import loss as loss_module
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.rope import apply_rope, rope_tables
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_rope_turns_pairs_as_complex_numbers():
+    config = llama(rope_scaling=LLAMA3_SCALING)
+    positions = torch.arange(12)
+    cosine, sine = (table.double() for table in rope_tables(config, positions))
+    x = torch.randn(2, 12, 3, 16, generator=generator(), dtype=torch.float64)
+    pairs = torch.complex(x[..., :8], x[..., 8:]) * torch.complex(cosine, sine)
+    torch.testing.assert_close(apply_rope(x, cosine, sine), torch.cat([pairs.real, pairs.imag], dim=-1))
+    torch.testing.assert_close(cosine.square() + sine.square(), torch.ones_like(sine), atol=1e-6, rtol=0)
+
+
+def test_rope_gradient():
+    config = llama(head_dim=4)
+    cosine, sine = (table.double() for table in rope_tables(config, torch.arange(6).expand(2, 6)))
+    x = torch.randn(2, 6, 2, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: apply_rope(t, cosine, sine), (x,))
+
+
+@pytest.fixture(params=[7, 1 << 20], ids=["row_by_row", "one_chunk"])
+def chunk_elements(request, monkeypatch):
+    monkeypatch.setitem(loss_module._CHUNK_ELEMENTS, "cpu", request.param)
+
+
+def labelled(dtype, scale=3.0):
+    logits = torch.randn(2, 9, 13, generator=generator(), dtype=torch.float64).mul(scale).to(dtype).requires_grad_()
+    labels = torch.randint(13, (2, 9), generator=generator(1))
+    labels[0, 3] = labels[1, :4] = -100
+    return logits, labels
+
+
+@pytest.mark.usefixtures("chunk_elements")
+def test_loss_gradcheck():
+    logits, labels = labelled(torch.float64)
+    assert torch.autograd.gradcheck(lambda x: next_token_loss_sum(x, labels), (logits,))
+
+
+@pytest.mark.usefixtures("chunk_elements")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)], ids=["fp32", "bf16"])
+def test_loss_is_cross_entropy_in_high_precision(dtype, tolerance):
+    logits, labels = labelled(dtype, scale=8.0)
+    exact = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(exact.flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected * 0.25).backward()
+    loss = next_token_loss_sum(logits, labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, atol=0, rtol=1e-6)  # also in bf16: only the input is rounded
+    (loss * 0.25).backward()
+    assert logits.grad.dtype == dtype
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-7, rtol=tolerance)
+    assert not logits.grad[labels == -100].any()
+
+
+def test_a_row_of_ignored_labels_alone_counts_nothing():
+    logits = torch.randn(1, 4, 13, generator=generator(), requires_grad=True)
+    loss = next_token_loss_sum(logits, torch.full((1, 4), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not logits.grad.any()

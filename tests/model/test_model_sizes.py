@@ -1,0 +1,111 @@
+"""Every size in conf/model: its parameter count against the published one, and against the model built on meta."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from model_shapes import gpt2, llama
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.schema.model import ModelConfig
+
+FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+SIZES = {path.stem: ModelConfig(**yaml.safe_load(path.read_text())) for path in FILES}
+every_size = pytest.mark.parametrize("name", SIZES)
+
+# As published: safetensors metadata of the meta-llama and openai-community repositories on the Hugging Face hub.
+PUBLISHED = {
+    "llama_1b": 1_235_814_400,
+    "llama_3b": 3_212_749_824,
+    "llama_8b": 8_030_261_248,
+    "llama_70b": 70_553_706_496,
+    "llama_405b": 405_853_388_800,
+    "gpt3_345m": 354_823_168,
+}
+# Published rounded only: (millions, relative rounding of the source).
+ROUNDED = {
+    "llama_60m": (58, 0.01),  # ReLoRA, arXiv:2307.05695 table 2
+    "llama_350m": (368, 0.01),  # the same
+    "llama_160m": (162, 0.01),  # the model card
+    "gpt3_1b3": (1_300, 0.04),  # GPT-3 table 2.1
+    "gpt3_6b7": (6_700, 0.01),
+    "gpt3_175b": (175_000, 0.01),
+    "llama_20m": (20, 0.1),  # our own; the name's word
+}
+
+
+def test_the_sizes_of_the_contract_are_there():
+    llamas = ["tiny", "20m", "60m", "160m", "350m", "1b", "3b", "8b", "70b", "405b"]
+    gpts = ["345m", "1b3", "6b7", "175b"]
+    assert set(SIZES) >= {f"llama_{size}" for size in llamas} | {f"gpt3_{size}" for size in gpts}
+
+
+@every_size
+def test_name_is_the_file(name):
+    assert SIZES[name].name == name
+
+
+@every_size
+def test_count_equals_the_published(name):
+    config, count = SIZES[name], count_parameters(SIZES[name]).total
+    assert config.parameters_published == PUBLISHED.get(name)
+    if config.parameters_published is not None:
+        assert count == config.parameters_published
+    elif name in ROUNDED:
+        millions, tolerance = ROUNDED[name]
+        assert count / 1e6 == pytest.approx(millions, rel=tolerance)
+    else:
+        assert name == "llama_tiny"
+        assert 1_500_000 < count < 2_600_000
+
+
+@every_size
+def test_count_equals_the_model_built_on_meta(name):
+    config = SIZES[name]
+    with torch.device("meta"):
+        model = Decoder(config)
+    sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
+    count = count_parameters(config, padded=True)
+    assert count.total == sum(sizes.values())
+    embeddings = ("embedding.weight", "position_embedding.weight", "head.weight")
+    assert count.non_embedding == sum(size for key, size in sizes.items() if key not in embeddings)
+    assert count.norm == sum(size for key, size in sizes.items() if "norm." in key)
+    assert count.bias == sum(size for key, size in sizes.items() if key.endswith("_proj.bias"))
+
+
+@pytest.mark.parametrize("config", [llama(vocab_multiple=1), gpt2(vocab_multiple=1)], ids=["llama", "gpt2"])
+def test_flops_equal_those_counted_while_running(config):
+    length = 32
+    model = Decoder(config)
+    mask_everything = torch.zeros(1, length, dtype=torch.long)  # the same ids: dense attention, no causal shortcut
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.long), document_ids=mask_everything).float().sum().backward()
+    counted = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    attention = 12 * config.num_layers * config.hidden_size * length
+    assert flops_per_token(config, length) - attention == counted / length
+    assert attention == 12 * 3 * 64 * 32
+
+
+def test_llama_3_8b_flops_by_hand():
+    layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
+    assert flops_per_token(SIZES["llama_8b"], 8192) == 6 * (32 * layer + 128256 * 4096) + 12 * 32 * 4096 * 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_heads": 5, "num_kv_heads": 5}, "hidden_size=64 is no multiple of num_heads=5"),
+        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
+        ({"head_dim": 15}, "dimension 15 must be even"),
+        (
+            {"position": "learned", "rope_scaling": SIZES["llama_8b"].rope_scaling},
+            "rope_scaling is set but position=learned",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(changes, text):
+    with pytest.raises(ValueError, match=text):
+        llama(**changes)

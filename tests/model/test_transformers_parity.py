@@ -1,0 +1,78 @@
+"""The decoder computes what transformers' LlamaForCausalLM and GPT2LMHeadModel compute, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_shapes import LLAMA3_SCALING, build, gpt2, llama, tokens_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_llm.errors import ConfigError
+from lightning_llm.model.huggingface import from_huggingface, huggingface_config, to_huggingface
+from lightning_llm.model.loss import next_token_loss_sum
+
+CONFIGS = {
+    "llama_grouped": llama(),
+    "llama_tied": llama(tie_embeddings=True),
+    "llama_one_kv_head_wide": llama(num_kv_heads=1, head_dim=32, rope_theta=500_000.0, norm_eps=1e-6),
+    "llama_scaled_rope": llama(rope_scaling=LLAMA3_SCALING, num_kv_heads=4),
+    "gpt2": gpt2(),
+    "gpt2_untied_exact_gelu": gpt2(tie_embeddings=False, gelu="exact"),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def reference(config, state):
+    """Transformers' model with weights `state`, its norms and biases moved off 1 and 0 so that they count."""
+    entries = huggingface_config(config)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries), attn_implementation="eager")
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_embeddings else set())
+    return theirs.eval()
+
+
+def shaken(config):
+    ours = build(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return ours
+
+
+@every_config
+def test_logits_and_gradients_agree(config):
+    ours = shaken(config)
+    theirs = reference(config, to_huggingface(ours.state_dict(), config))
+    tokens, labels = tokens_of(config), tokens_of(config, seed=1)
+
+    logits = ours(tokens)
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.5  # the comparison is not of near-zeros
+    torch.testing.assert_close(logits[..., : config.vocab_size], expected, atol=1e-5, rtol=1e-5)
+
+    next_token_loss_sum(logits, labels).div(labels.numel()).backward()
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    gradients = {name: p.grad for name, p in ours.named_parameters()}
+    mapped = to_huggingface(gradients, config)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(
+            mapped[name], parameter.grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@every_config
+def test_weights_survive_the_way_there_and_back(config):
+    ours = shaken(config)
+    exported = to_huggingface(ours.state_dict(), config)
+    if config.tie_embeddings:
+        assert "lm_head.weight" not in exported
+    back = build(config, seed=5)
+    back.load_state_dict(from_huggingface(exported, config))
+    tokens = tokens_of(config, length=20)
+    assert torch.equal(back(tokens), ours(tokens))
+
+
+def test_what_has_no_counterpart_is_refused():
+    with pytest.raises(ConfigError, match="no Hugging Face counterpart: norm=layernorm"):
+        huggingface_config(llama(norm="layernorm"))
