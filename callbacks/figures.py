@@ -16,7 +16,8 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
 
     Medians leave out the records that say `timing_warmup`, unless there are no others.
     """
-    steps, validations = [], []
+    steps: list[Record] = []
+    validations: list[Record] = []
     for record in records:
         (validations if "val_loss" in record else steps).append(record)
     figures: dict[str, Any] = {}

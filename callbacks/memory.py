@@ -1,28 +1,11 @@
 """How much memory a run needs at its highest."""
 
-import re
-import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-_STATUS = Path("/proc/self/status")
-
-
-def host_peak_bytes() -> int:
-    """Return the largest resident set this process has had, in bytes.
-
-    Linux's VmHWM where there is one: getrusage's figure is inherited from the process that started this one.
-    """
-    if _STATUS.exists():
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+from lightning_llm.hardware import host_peak_bytes
 
 
 class Memory(pl.Callback):

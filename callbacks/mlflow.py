@@ -15,6 +15,7 @@ from typing import Any
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
 from lightning_llm.callbacks.records import Record
 from lightning_llm.callbacks.run_folder import Status
+
 from lightning_llm.identity import config_hash, flatten
 from lightning_llm.schema import Config
 from lightning_llm.workspace import checkout
@@ -113,9 +114,12 @@ class MLflowTracker:
         self.tags = dict(tags or {})
         self.flush_seconds = flush_seconds
         self.close_seconds = close_seconds
+        # -P: the working folder must not offer modules of its own
+        self.command = [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_writer"]
         self.blocked_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._received = b""
+        self._received = b""  # the beginning of a line
+        self._last_words = ""
         self._ended: dict[str, Any] | None = None
         self._problem = ""
 
@@ -136,7 +140,7 @@ class MLflowTracker:
         search_path = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_writer"],
+                self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -221,18 +225,14 @@ class MLflowTracker:
         if self._process is None or self._process.stdout is None or self._process.stdout.closed:
             return
         chunk = self._process.stdout.read(65536)
-        if chunk is None:
-            return
-        if not chunk:
-            if self._ended is None and not self._problem:
-                self._warn(f"its writer ended: {self._received.decode(errors='replace').strip()[-500:]}")
-            return
-        *lines, self._received = (self._received + chunk).split(b"\n")
+        if chunk == b"" and self._ended is None and not self._problem:
+            self._warn(f"its writer ended: {self._last_words}")
+        *lines, self._received = (self._received + (chunk or b"")).split(b"\n")
         for line in lines:
             try:
                 event = json.loads(line)
             except ValueError:  # a library's own words, kept in case they turn out to be the last
-                self._received = line + b" " + self._received
+                self._last_words = line.decode(errors="replace").strip()[-500:]
                 continue
             if event["event"] == "trouble":
                 self._warn(event["text"])

@@ -202,7 +202,7 @@ class RunWriter:
 
 
 def main() -> None:
-    """Follow the run that the job on the standard input names until it ends; never longer than `close_seconds` after."""
+    """Follow the run that the job on the standard input names until it ends, and at most `close_seconds` longer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the training process decides, and says so here
     os.nice(10)

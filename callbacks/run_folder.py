@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
-
 from lightning_llm.callbacks.figures import draw_losses, final_figures
 from lightning_llm.callbacks.provenance import git_state, versions
 from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
+
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 
@@ -95,7 +95,7 @@ class RunFolder(pl.Callback):
             sink.open(self._summary, self.resumed_from_step)
 
     def write(self, record: Record) -> None:
-        """Append one record, stamped with the wall clock, and pass it on. The line is the system's when this returns."""
+        """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours."""
         record = {**record, "time": round(time.time(), 3)}
         self._file.write(encode(record))
         for sink in self.sinks:

@@ -6,6 +6,8 @@ vendor lists two. A device or format that is not in the table has no peak: `None
 
 import platform
 import re
+import resource
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +59,7 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
 
 
 def peak_flops_per_second(device_name: str, number_format: str) -> float | None:
-    """Return the dense peak of `device_name` (as CUDA reports it) for fp32, tf32, bf16, fp16, fp8 or fp4 GEMMs, in FLOP/s.
+    """Return the dense peak of `device_name`, as CUDA reports it, in FLOP/s; formats: fp32 tf32 bf16 fp16 fp8 fp4.
 
     None where the table has no figure: other devices, slices of a GPU (MIG), formats the device has no unit for.
     """
@@ -95,6 +97,20 @@ def describe_device(device: "torch.device", ranks: int = 1) -> str:
     else:
         extent = f"{torch.get_num_threads()} threads"
     return f"{f'{ranks} x ' if ranks > 1 else ''}{device_name(device)}, {extent}"
+
+
+def host_peak_bytes() -> int:
+    """Return the largest resident set this process has had, in bytes.
+
+    Linux's VmHWM where there is one: getrusage's figure is inherited from the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _processor_name() -> str:

@@ -1,0 +1,91 @@
+"""The progress line and the sample."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_llm.callbacks.progress import ProgressLine
+from lightning_llm.callbacks.run_folder import RunFolder
+from lightning_llm.callbacks.sample import Sample
+from lightning_llm.callbacks.throughput import Throughput
+from protocol_module import TinyModule, fit, make_config
+
+from lightning_llm.schema import Config
+
+
+def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    module = TinyModule(config)
+    fit(module, [Throughput(), ProgressLine(line_seconds=0.0)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"step 1/6 | loss {module.true_losses[0]:.4f} | ")
+    assert " tokens/s" in printed[0]
+    assert printed[1].endswith(" left")
+    assert printed[3] == "step 3 | validation loss 2.9700 (code 2.0000, prose 2.0000)"
+    assert len(printed) == 8
+    assert not any("\x1b" in line for line in printed)
+
+
+def test_plain_lines_come_no_more_often_than_asked(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(TinyModule(config), [ProgressLine(line_seconds=1000.0)])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in printed] == ["step 3", "step 6/6", "step 6"]
+
+
+def test_a_bar_on_a_terminal_is_taken_down(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    fit(TinyModule(config), [ProgressLine(refresh_seconds=0.0)])
+    printed = capsys.readouterr().out
+    assert "step 6/6 | loss" in printed
+    assert "validation loss 2.9400" in printed
+    assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h") == 1  # cursor hidden, and shown again
+
+
+def test_a_bar_is_taken_down_when_the_run_fails(
+    config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(RuntimeError):
+        fit(TinyModule(config, fail_at=(3, RuntimeError())), [ProgressLine(refresh_seconds=0.0)])
+    assert "\x1b[?25h" in capsys.readouterr().out
+
+
+class WatchedSample(Sample):
+    """Keeps the global random state and the model's mode from before and after."""
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        before = torch.get_rng_state(), pl_module.model.training
+        super().on_fit_end(trainer, pl_module)
+        self.states = [before, (torch.get_rng_state(), pl_module.model.training)]
+
+
+def test_the_sample_is_written_and_the_same_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for name in ("first", "second"):
+        config = make_config(tmp_path, run={"dir": str(tmp_path / name)})
+        sample = WatchedSample(prompt="badge", max_new_tokens=20, top_k=3)
+        fit(TinyModule(config), [sample, RunFolder(tmp_path / name)])
+        (random_before, mode_before), (random_after, mode_after) = sample.states
+        assert torch.equal(random_before, random_after)
+        assert mode_before is mode_after
+        texts.append((tmp_path / name / "sample.txt").read_text())
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("badge")
+    assert len(texts[0]) == 25
+    assert texts[0] in capsys.readouterr().out
+
+
+def test_an_empty_prompt_starts_a_document(config: Config) -> None:
+    fit(TinyModule(config), [Sample(max_new_tokens=9), RunFolder(Path(config.run.dir))])
+    assert len(Path(config.run.dir, "sample.txt").read_text()) == 9
+
+
+def test_a_sample_that_fails_does_not_fail_the_run(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    fit(TinyModule(config), [Sample(temperature=-1.0), RunFolder(Path(config.run.dir))])
+    assert "no sample was generated: ValueError: temperature=-1.0" in caplog.text
+    assert '"status": "finished"' in Path(config.run.dir, "summary.json").read_text()
