@@ -1,0 +1,159 @@
+"""Addresses against brute force: shares, interleaving, epochs, permutations."""
+
+from collections import Counter
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_llm.data.addressing import (
+    Address,
+    SampleOrder,
+    accumulation,
+    interleave,
+    largest_remainder,
+    permute,
+    rows_of,
+)
+from lightning_llm.keyed_hash import hash_words
+
+weights_strategy = st.lists(st.floats(0.02, 10), min_size=1, max_size=4)
+
+
+def brute_force(order: SampleOrder, total: int) -> list[Address]:
+    """Walk the indices one by one, with a counter per source: no division, no closed form."""
+    drawn = [0] * len(order.names)
+    left: list[list[int]] = [[] for _ in order.names]
+    epochs = [-1] * len(order.names)
+    walked = []
+    credit = [0.0] * len(order.names)
+    for _ in range(total):
+        credit = [c + n for c, n in zip(credit, order.counts, strict=True)]
+        s = max(range(len(credit)), key=lambda k: (credit[k], -k))
+        credit[s] -= order.block
+        if not left[s]:
+            epochs[s] += 1
+            left[s] = list(range(order.windows[s]))
+        walked.append(Address(s, left[s].pop(0), epochs[s]))
+        drawn[s] += 1
+    assert drawn == order.drawn(total)
+    return walked
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights_strategy, st.data(), st.integers(0, 2**31))
+def test_every_epoch_takes_each_window_once(weights: list[float], data: st.DataObject, seed: int) -> None:
+    names = [f"s{i}" for i in range(len(weights))]
+    windows = {name: data.draw(st.integers(1, 60)) for name in names}
+    plain = SampleOrder(dict(zip(names, weights, strict=True)), windows, seed, shuffle=False)
+    shuffled = SampleOrder(dict(zip(names, weights, strict=True)), windows, seed, shuffle=True)
+    total = 2_300
+    expected = brute_force(plain, total)
+    assert [plain.locate(i) for i in range(total)] == expected
+    got = [shuffled.locate(i) for i in range(total)]
+    assert [(a.source, a.epoch) for a in got] == [(a.source, a.epoch) for a in expected]
+    taken = Counter((a.source, a.epoch, a.window) for a in got)
+    assert set(taken.values()) == {1}
+    last = {a.source: a.epoch for a in got}
+    for source, epoch in last.items():
+        for whole in range(epoch):
+            seen = {w for s, e, w in taken if (s, e) == (source, whole)}
+            assert seen == set(range(windows[names[source]]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights_strategy)
+def test_shares_hold_in_every_prefix(weights: list[float]) -> None:
+    names = [f"s{i}" for i in range(len(weights))]
+    order = SampleOrder(dict(zip(names, weights, strict=True)), dict.fromkeys(names, 10), 0)
+    drawn = [0] * len(names)
+    for i in range(2_000):
+        drawn[order.locate(i).source] += 1
+        for s, weight in enumerate(weights):
+            share = weight / sum(weights)
+            # one sample for rounding, one per further source for the interleaving, and the block's own rounding
+            assert abs(drawn[s] - share * (i + 1)) <= len(names) + (i + 1) / order.block
+
+
+def test_a_tiny_weight_is_drawn() -> None:
+    order = SampleOrder({"a": 1.0, "b": 0.001}, {"a": 10, "b": 10}, 0)
+    assert order.drawn(1_000_000)[1] == pytest.approx(1_000_000 * 0.001 / 1.001, rel=0.01)
+    with pytest.raises(ValueError, match="smallest"):
+        SampleOrder({"a": 1.0, "b": 1e-6}, {"a": 10, "b": 10}, 0)
+
+
+@given(weights_strategy, st.integers(1, 500))
+def test_largest_remainder_is_within_one(weights: list[float], total: int) -> None:
+    counts = largest_remainder(weights, total)
+    assert sum(counts) == total
+    assert all(abs(c - total * w / sum(weights)) < 1 + 1e-9 for c, w in zip(counts, weights, strict=True))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any))
+def test_interleave_uses_every_place(counts: list[int]) -> None:
+    pattern, before = interleave(counts)
+    assert [pattern.count(s) for s in range(len(counts))] == counts
+    assert all(before[p] == pattern[:p].count(s) for p, s in enumerate(pattern))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3_000), st.integers(0, 2**32 - 1))
+def test_permute_is_a_bijection(n: int, seed: int) -> None:
+    keys = [hash_words(r, seed=seed) for r in range(8)]
+    assert sorted(permute(i, n, keys) for i in range(n)) == list(range(n))
+
+
+def test_permute_reaches_every_order_evenly() -> None:
+    trials, n = 12_000, 4
+    counts = Counter(
+        tuple(permute(i, n, [hash_words(r, seed=seed) for r in range(8)]) for i in range(n)) for seed in range(trials)
+    )
+    assert set(counts) == set(permutations(range(n)))
+    expected = trials / 24
+    chi_square = sum((c - expected) ** 2 / expected for c in counts.values())
+    assert chi_square < 49.7  # 23 degrees of freedom, p = 0.001
+
+
+def test_first_place_is_uniform_over_a_large_odd_domain() -> None:
+    n, trials = 1_000_003, 20_000
+    bins = Counter(permute(7, n, [hash_words(r, seed=seed) for r in range(8)]) * 20 // n for seed in range(trials))
+    expected = trials / 20
+    assert sum((bins[b] - expected) ** 2 / expected for b in range(20)) < 43.8  # 19 degrees of freedom, p = 0.001
+
+
+def test_order_depends_on_seed_epoch_and_name_alone() -> None:
+    def windows_of(order: SampleOrder, name: str, count: int) -> list[int]:
+        source, found, i = order.names.index(name), [], 0
+        while len(found) < count:
+            address = order.locate(i)
+            found += [address.window] if address.source == source else []
+            i += 1
+        return found
+
+    alone = windows_of(SampleOrder({"a": 1.0}, {"a": 50}, 3), "a", 100)
+    mixed = windows_of(SampleOrder({"z": 5.0, "a": 1.0}, {"z": 9, "a": 50}, 3), "a", 100)
+    assert alone == mixed
+    assert alone[:50] != alone[50:]
+    assert alone != windows_of(SampleOrder({"a": 1.0}, {"a": 50}, 4), "a", 100)
+
+
+def test_known_answers() -> None:
+    """A change here changes every run's data: raise the cache's version and say so in the change log."""
+    order = SampleOrder({"code": 0.7, "prose": 0.3}, {"code": 11_000, "prose": 2_500}, 1)
+    got = [(a.source, a.window, a.epoch) for a in map(order.locate, (0, 1, 2, 999, 123_456_789))]
+    assert got == [(0, 5966, 0), (1, 276, 0), (0, 10197, 0), (0, 993, 0), (0, 1144, 7856)]
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_ranks_share_the_rows_in_order(world: int, micro: int, count: int) -> None:
+    size = world * micro * count
+    assert accumulation(size, micro, world) == count
+    rows = [row for rank in range(world) for part in rows_of(rank, world, size, micro) for row in part]
+    assert rows == list(range(size))
+    assert all(part.start % micro == 0 and len(part) == micro for part in rows_of(world - 1, world, size, micro))
+
+
+def test_batches_that_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="no multiple"):
+        rows_of(0, 2, 6, 2)

@@ -1,0 +1,137 @@
+"""The cheap checks: every problem at once, quickly, without a heavy import; and the shipped files pass them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from corpus_files import data_config
+
+from lightning_llm.data.check import check_data
+from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.tokenizer import train_bpe
+from lightning_llm.schema.data import DataConfig
+
+CODE = {"loader": "python", "part": "code"}
+
+
+def keys_and_text(config: DataConfig, vocab_size: int = 300, world: int = 1) -> tuple[list[str], str]:
+    problems = check_data(config, vocab_size, world)
+    return sorted(p.key for p in problems), "\n".join(map(str, problems))
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    sources = {
+        "missing": {"loader": "jsonl", "path": str(tmp_path / "nothing.jsonl")},
+        "folder": {"loader": "parquet", "path": str(tmp_path)},
+        "unnamed": {"loader": "text"},
+        "part": {"loader": "python"},
+        "both": {"loader": "text", "part": "code", "path": str(tmp_path / "file")},
+        "tiny": CODE | {"weight": 1e-7},
+        "one": {"loader": "huggingface", "path": str(tmp_path / "file")},
+        "hub": {"loader": "huggingface", "path": "/no/such/folder"},
+    }
+    keys = {
+        "tokenizer": {"kind": "bpe", "vocab_size": 400, "path": "x"},
+        "validation": {"fraction": 1.0},
+        "global_batch_size": 7,
+    }
+    names, text = keys_and_text(data_config(tmp_path / "file" / "cache", sources, **keys), world=3)
+    assert names == [
+        "data.cache_dir",
+        "data.global_batch_size",
+        "data.sources.both.part",
+        "data.sources.folder.path",
+        "data.sources.hub.path",
+        "data.sources.missing.path",
+        "data.sources.one.path",
+        "data.sources.part.part",
+        "data.sources.tiny.weight",
+        "data.sources.unnamed.path",
+        "data.tokenizer.path",
+        "data.tokenizer.vocab_size",
+        "data.validation.fraction",
+    ]
+    assert "must be a multiple of 6. Nearest: 6" in text
+    assert "400 tokens do not fit model.vocab_size=300" in text
+    assert str(tmp_path / "nothing.jsonl") in text
+
+
+@pytest.mark.parametrize(("world", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])
+def test_batch_sizes_divide(tmp_path: Path, world: int, fits: bool) -> None:
+    names, _ = keys_and_text(data_config(tmp_path, {"code": CODE}), world=world)
+    assert names == ([] if fits else ["data.global_batch_size"])
+
+
+def test_tokenizer_files(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    train_bpe(["ab ab ab"], 259, file)
+
+    def check(vocab_size: int, **keys: Any) -> tuple[list[str], str]:
+        tokenizer = {"kind": "file", "path": str(tmp_path)} | keys
+        return keys_and_text(data_config(tmp_path / "cache", {"code": CODE}, tokenizer=tokenizer), vocab_size)
+
+    assert check(259) == ([], "")
+    names, text = check(258)
+    assert names == ["data.tokenizer.path"]
+    assert "has 259 tokens, model.vocab_size is 258" in text
+    names, text = check(300, end_of_document="</s>")
+    assert names == ["data.tokenizer.end_of_document"]
+    assert "it has <|endoftext|>" in text
+    assert "no file" in check(300, path=str(tmp_path / "other.json"))[1]
+    assert "needs the path" in check(300, path=None)[1]
+    file.write_text(json.dumps({"model": {}}))
+    assert "is no tokenizer.json" in check(300)[1]
+
+
+def test_small_vocabularies(tmp_path: Path) -> None:
+    config = data_config(tmp_path, {"code": CODE})
+    assert keys_and_text(config, 256)[0] == ["data.tokenizer.kind"]
+    config = data_config(tmp_path, {"code": CODE}, tokenizer={"kind": "bpe"})
+    assert keys_and_text(config, 256)[0] == ["data.tokenizer.vocab_size"]
+
+
+def test_full_disk_is_told_before_the_run_unless_all_is_there(
+    tmp_path: Path, two_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = data_config(tmp_path / "cache", two_files)
+    warm = data_config(tmp_path / "warm", two_files)
+    open_corpus(warm, 0, 300)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
+    names, text = keys_and_text(config)
+    assert names == ["data.cache_dir"]
+    assert "has 1,000,000 free" in text
+    assert keys_and_text(warm)[0] == []
+
+
+def test_checks_import_nothing_heavy() -> None:
+    program = (
+        "import sys\nimport lightning_llm.data.check\n"
+        "print([m for m in ('torch', 'datasets', 'tokenizers', 'lightning', 'hydra', 'pyarrow') if m in sys.modules])\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    "file", [f for f in resources.files("lightning_llm.conf").joinpath("data").iterdir() if f.name.endswith(".yaml")]
+)
+def test_shipped_files_fit_the_schema(file: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    content = yaml.safe_load(file.read_text().replace("${model.vocab_size}", "1024"))
+    assert content["name"] == file.name.removesuffix(".yaml")
+    for name, source in content["sources"].items():
+        if source.get("path") == "???":
+            names = [
+                p.key for p in check_data(DataConfig.model_validate(content | {"cache_dir": str(tmp_path)}), 1024, 1)
+            ]
+            hub = source["loader"] == "huggingface"
+            assert names == ([] if hub else [f"data.sources.{name}.path"])
+            return
+    assert check_data(DataConfig.model_validate(content | {"cache_dir": str(tmp_path)}), 1024, 1) == []

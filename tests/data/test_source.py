@@ -1,0 +1,172 @@
+"""Loaders give the documents that are in the files, and say what is wrong with files that are not so."""
+
+import gzip
+import inspect
+import json
+import json.encoder
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_llm.data import python_library
+from lightning_llm.data.source import Source, content_key, matching_files
+from lightning_llm.errors import ConfigError
+from lightning_llm.schema.data import SourceConfig
+
+
+def texts_of(**keys: Any) -> list[str]:
+    return [d.text for d in Source("s", SourceConfig.model_validate(keys)).documents()]
+
+
+def problem_of(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        texts_of(**keys)
+    return str(caught.value)
+
+
+def test_jsonl_plain_gzip_and_blank(tmp_path: Path) -> None:
+    lines = [{"text": "één\u2028two", "n": 1}, {"text": " \n"}, {"text": None}, {"other": [{}], "text": "b\nc"}]
+    body = "\n".join(map(json.dumps, lines[:2])) + "\n\n"
+    (tmp_path / "1.jsonl").write_text(body)
+    with gzip.open(tmp_path / "2.jsonl.gz", "wt") as opened:
+        opened.write("\n".join(map(json.dumps, lines[2:])))
+    (tmp_path / "notes.csv").write_text("not read")
+    assert texts_of(loader="jsonl", path=str(tmp_path)) == ["één\u2028two", "b\nc"]
+    assert texts_of(loader="jsonl", path=str(tmp_path / "1*")) == ["één\u2028two"]
+
+
+@pytest.mark.parametrize("sample_by", ["document", "paragraph", "line"])
+def test_text(tmp_path: Path, sample_by: str) -> None:
+    text = "one\ntwo\n\nthree"
+    (tmp_path / "a.txt").write_text(text)
+    expected = {"document": [text], "paragraph": ["one\ntwo", "three"], "line": ["one", "two", "three"]}
+    assert texts_of(loader="text", path=str(tmp_path), sample_by=sample_by) == expected[sample_by]
+
+
+def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"body": ["x", "y"], "n": [1, 2]})
+    rows.to_parquet(tmp_path / "a.parquet")
+    assert texts_of(loader="parquet", path=str(tmp_path), text_key="body") == ["x", "y"]
+    problem = problem_of(loader="parquet", path=str(tmp_path))
+    assert "data.sources.s.text_key" in problem
+    assert "'text'" in problem
+    assert "'body', 'n'" in problem
+    assert "holds int" in problem_of(loader="parquet", path=str(tmp_path), text_key="n")
+
+    rows.save_to_disk(tmp_path / "one")
+    assert texts_of(loader="huggingface", path=str(tmp_path / "one"), text_key="body") == ["x", "y"]
+    datasets.DatasetDict({"train": rows, "test": rows.select([1])}).save_to_disk(tmp_path / "splits")
+    assert texts_of(loader="huggingface", path=str(tmp_path / "splits"), text_key="body", split="test") == ["y"]
+    problem = problem_of(loader="huggingface", path=str(tmp_path / "splits"), text_key="body", split="tst")
+    assert "Did you mean 'test'" in problem
+
+
+def test_huggingface_folder_of_files(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "in train"}\n')
+    (tmp_path / "test.jsonl").write_text('{"text": "in test"}\n')
+    assert texts_of(loader="huggingface", path=str(tmp_path), split="test") == ["in test"]
+    problem = problem_of(loader="huggingface", path=str(tmp_path), split="valid")
+    assert "'valid'" in problem
+    assert "'train'" in problem
+
+
+def test_hub_out_of_reach_is_said_at_once() -> None:
+    """In a process of its own: HF_HUB_OFFLINE is read when huggingface_hub is imported."""
+    program = (
+        "import time\nfrom lightning_llm.data.source import Source\nfrom lightning_llm.errors import ConfigError\n"
+        "from lightning_llm.schema.data import SourceConfig\nimport datasets\nstart = time.time()\n"
+        "try:\n    list(Source('s', SourceConfig(loader='huggingface', path='nobody/no-such-set')).documents())\n"
+        "except ConfigError as error:\n    print(error)\nprint(time.time() - start < 10)\n"
+    )
+    environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith(
+        "data.sources.s.path: 'nobody/no-such-set' is no local path, the hub cannot be reached"
+    )
+    assert done.stdout.endswith("True\n")
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": \n')
+    problem = problem_of(loader="jsonl", path=str(bad))
+    assert str(bad) in problem
+    assert "line 2" in problem
+    bad.write_text('["a list"]\n')
+    assert "no JSON object" in problem_of(loader="jsonl", path=str(bad))
+    bad.write_text('{"txt": "a"}\n')
+    assert "no column 'text'; it has 'txt'" in problem_of(loader="jsonl", path=str(bad))
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9 " * 10)
+    assert "utf-8" in problem_of(loader="text", path=str(latin))
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"not parquet at all")
+    assert str(broken) in problem_of(loader="parquet", path=str(broken))
+
+
+def test_files_are_sorted_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.md", "d.bin"):
+        (tmp_path / name).write_text("x")
+    monkeypatch.chdir(tmp_path)
+    expected = [tmp_path / name for name in ("a.txt", "b.txt", "sub/c.md")]
+    assert matching_files("text", ".") == expected
+    assert matching_files("text", "**/*.md") == expected[2:]
+    assert matching_files("text", "nothing.txt") == []
+
+
+def test_identity_follows_the_files_and_not_the_weight(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+
+    def identity(**keys: Any) -> Any:
+        return Source("s", SourceConfig(loader="text", path=str(file), **keys)).identity()
+
+    before = identity()
+    assert identity(weight=3.0) == before
+    assert identity(sample_by="line") != before
+    file.write_text("four")
+    assert identity() != before
+
+
+def test_content_key_is_stable() -> None:
+    # BLAKE2b-64, from another implementation: printf abc | b2sum -l 64
+    assert content_key("abc") == int.from_bytes(bytes.fromhex("d8bb14d833d59559"), "little")
+
+
+def test_library_leaves_out_tests_and_installed_packages() -> None:
+    names = [file.as_posix() for file in python_library.library_files()]
+    assert len(names) > 350
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    for part in ("/test/", "/tests/", "/site-packages/", "/idle_test/", "/pydoc_data/", "_sysconfigdata"):
+        assert not any(part in name for name in names)
+
+
+def test_docstrings_are_those_that_inspect_finds() -> None:
+    source = (
+        '"""Top."""\nclass A:\n    """Of A.\n\n        deep\n    """\n    def f(self):\n        "of f"\n    x = "no"\n'
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "m", "exec"), namespace)
+    made = namespace["A"]
+    expected = [namespace["__doc__"], inspect.getdoc(made), inspect.getdoc(made.f)]
+    assert python_library.docstrings(source) == "\n\n".join(map(str, expected)) + "\n"
+    assert python_library.docstrings("x = 1\n") == ""
+
+
+def test_prose_of_a_module_is_held_out_with_its_code() -> None:
+    code = [d.key for d in Source("c", SourceConfig(loader="python", part="code")).documents()]
+    prose = list(Source("p", SourceConfig(loader="python", part="prose")).documents())
+    encoder = inspect.getdoc(json.JSONEncoder)
+    assert encoder
+    document = next(d for d in prose if encoder in d.text)
+    assert document.key == content_key(inspect.getsource(json.encoder))
+    assert document.key in code
+    assert len(code) > 350
+    assert sum(d.key in code for d in prose) > 300
+    assert any("For example" in d.text and d.key not in code for d in prose)  # the language reference's topics
