@@ -76,10 +76,9 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
         documents, text_bytes, smallest, largest = 0, 0, KEY_RANGE, -1
         with progress_task(f"reading {source.name}", None, shown) as advance:
             for document in source.documents():
-                size = len(document.text.encode("utf-8", "surrogatepass"))
-                documents, text_bytes = documents + 1, text_bytes + size
+                documents, text_bytes = documents + 1, text_bytes + document.text_bytes
                 smallest, largest = min(smallest, document.key), max(largest, document.key)
-                advance(size)
+                advance(document.text_bytes)
         if not documents:
             where = source.config.path or f"loader={source.config.loader}"
             raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
@@ -133,7 +132,7 @@ def prepare_tokenizer(
             for document in source.documents():
                 if document not in held_out and document.key & MASK_32 < sampled_below:
                     yield document.text
-                    advance(len(document.text))
+                    advance(document.text_bytes)
 
     def build(folder: Path) -> dict[str, Any]:
         if config.kind == "bytes":
@@ -193,7 +192,7 @@ def _batches(source: Source) -> Iterator[tuple[list[Document], int]]:
     batch, size = [], 0
     for document in source.documents():
         batch.append(document)
-        size += len(document.text.encode("utf-8", "surrogatepass"))
+        size += document.text_bytes
         if size >= ENCODE_BYTES:
             yield batch, size
             batch, size = [], 0

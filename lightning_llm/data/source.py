@@ -23,15 +23,26 @@ SUFFIXES = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and the 64-bit key that says whether it is held out for validation."""
+    """A text, the 64-bit key that says whether it is held out for validation, and its size as UTF-8."""
 
     text: str
     key: int
+    text_bytes: int
+
+
+def document(text: str, family: str | None = None) -> Document:
+    """Return `text` with the key of `family`, by default its own; lone surrogates (JSON can carry them) become "?"."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        content = text.encode("utf-8", "replace")
+        text = content.decode()
+    return Document(text, content_key(text if family is None else family), len(content))
 
 
 def content_key(text: str) -> int:
     """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine, whatever the seed."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def matching_files(loader: str, path: str) -> list[Path]:
@@ -103,12 +114,12 @@ class Source:
             if text is None:
                 return
             if text and not text.isspace():
-                yield Document(text, content_key(text))
+                yield document(text)
 
     @cached_property
     def _python_documents(self) -> list[Document]:
         part = self.config.part or "code"
-        return [Document(text, content_key(family)) for text, family in python_library.documents(part)]
+        return [document(text, family) for text, family in python_library.documents(part)]
 
     def _where(self) -> str:
         files = [] if self.is_hub else self.files

@@ -28,14 +28,20 @@ def problem_of(**keys: Any) -> str:
 
 
 def test_jsonl_plain_gzip_and_blank(tmp_path: Path) -> None:
-    lines = [{"text": "één\u2028two", "n": 1}, {"text": " \n"}, {"text": None}, {"other": [{}], "text": "b\nc"}]
-    body = "\n".join(map(json.dumps, lines[:2])) + "\n\n"
+    lines = [
+        {"text": "lone \ud800 surrogate"},
+        {"text": "één\u2028two", "n": 1},
+        {"text": " \n"},
+        {"text": None},
+        {"other": [{}], "text": "b\nc"},
+    ]
+    body = "\n".join(map(json.dumps, lines[:3])) + "\n\n"
     (tmp_path / "1.jsonl").write_text(body)
     with gzip.open(tmp_path / "2.jsonl.gz", "wt") as opened:
-        opened.write("\n".join(map(json.dumps, lines[2:])))
+        opened.write("\n".join(map(json.dumps, lines[3:])))
     (tmp_path / "notes.csv").write_text("not read")
-    assert texts_of(loader="jsonl", path=str(tmp_path)) == ["één\u2028two", "b\nc"]
-    assert texts_of(loader="jsonl", path=str(tmp_path / "1*")) == ["één\u2028two"]
+    assert texts_of(loader="jsonl", path=str(tmp_path)) == ["lone ? surrogate", "één\u2028two", "b\nc"]
+    assert texts_of(loader="jsonl", path=str(tmp_path / "1*")) == ["lone ? surrogate", "één\u2028two"]
 
 
 @pytest.mark.parametrize("sample_by", ["document", "paragraph", "line"])
