@@ -41,7 +41,7 @@ def brute_force(order: SampleOrder, total: int) -> list[Address]:
     return walked
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(weights_strategy, st.data(), st.integers(0, 2**31))
 def test_every_epoch_takes_each_window_once(weights: list[float], data: st.DataObject, seed: int) -> None:
     names = [f"s{i}" for i in range(len(weights))]

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
 from hashlib import blake2b
@@ -39,8 +40,8 @@ def packed(file: str, fraction: float) -> tuple[list[int], list[int], list[int],
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, two_files: dict[str, Any]) -> Corpus:
-    return open_corpus(data_config(tmp_path / "cache", two_files, document_mask=True), 5, VOCABULARY)
+def corpus(cache: Path, two_files: dict[str, Any]) -> Corpus:
+    return open_corpus(data_config(cache, two_files, document_mask=True), 5, VOCABULARY)
 
 
 def test_samples_are_windows_of_the_packed_documents(corpus: Corpus, two_files: dict[str, Any]) -> None:
@@ -72,9 +73,9 @@ def test_every_epoch_covers_the_tokens_of_a_source_exactly(corpus: Corpus, two_f
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 2), (1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
 def test_the_global_batch_is_the_same_in_every_layout(
-    tmp_path: Path, two_files: dict[str, Any], world: int, micro: int
+    cache: Path, two_files: dict[str, Any], world: int, micro: int
 ) -> None:
-    config = data_config(tmp_path / "cache", two_files, micro_batch_size=micro, document_mask=True)
+    config = data_config(cache, two_files, micro_batch_size=micro, document_mask=True)
     corpus = open_corpus(config, 5, VOCABULARY)
     for step in (0, 1, 77):
         samples = [corpus.sample(step * 8 + row) for row in range(8)]
@@ -120,10 +121,8 @@ def test_processes_at_once_build_once_and_any_step_alone_is_the_same(tmp_path: P
     assert not list((tmp_path / "elsewhere").glob("*.partial"))
 
 
-def test_validation_scores_every_token_it_should_once(tmp_path: Path, two_files: dict[str, Any]) -> None:
-    config = data_config(
-        tmp_path / "cache", two_files, validation={"fraction": 0.2, "sequences": 10_000}, document_mask=True
-    )
+def test_validation_scores_every_token_it_should_once(cache: Path, two_files: dict[str, Any]) -> None:
+    config = data_config(cache, two_files, validation={"fraction": 0.2, "sequences": 10_000}, document_mask=True)
     corpus = open_corpus(config, 5, VOCABULARY)
     scored: dict[int, list[int]] = {0: [], 1: []}
     for batch in corpus.validation_batches(4):
@@ -201,12 +200,15 @@ def test_no_validation_when_asked_for(tmp_path: Path, two_files: dict[str, Any])
 
 
 def test_the_cache_follows_the_file(tmp_path: Path, two_files: dict[str, Any]) -> None:
-    config = data_config(tmp_path / "cache", two_files)
+    copies = {name: source | {"path": str(tmp_path / f"{name}.jsonl")} for name, source in two_files.items()}
+    for name, source in two_files.items():
+        shutil.copy(source["path"], copies[name]["path"])
+    config = data_config(tmp_path / "cache", copies)
     before = open_corpus(config, 0, VOCABULARY)
     built = sorted((tmp_path / "cache").iterdir())
     assert open_corpus(config, 0, VOCABULARY).fingerprint == before.fingerprint
     assert sorted((tmp_path / "cache").iterdir()) == built
-    write_jsonl(Path(two_files["a"]["path"]), [words(i, 30) for i in range(40)])
+    write_jsonl(Path(copies["a"]["path"]), [words(i, 30) for i in range(40)])
     assert open_corpus(config, 0, VOCABULARY).fingerprint != before.fingerprint
 
 
@@ -223,8 +225,7 @@ def problems_of(config: Any, vocab_size: int = VOCABULARY) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_problems_of_the_documents_come_together(tmp_path: Path, two_files: dict[str, Any]) -> None:
-    cache = tmp_path / "cache"
+def test_problems_of_the_documents_come_together(tmp_path: Path, cache: Path, two_files: dict[str, Any]) -> None:
     long = problems_of(data_config(cache, two_files, sequence_length=5_000))
     assert len(long) == 2
     assert all("5,001 training tokens" in text for text in long)

@@ -99,10 +99,10 @@ def test_small_vocabularies(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_told_before_the_run_unless_all_is_there(
-    tmp_path: Path, two_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, two_files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = data_config(tmp_path / "cache", two_files)
-    warm = data_config(tmp_path / "warm", two_files)
+    warm = data_config(cache, two_files)
     open_corpus(warm, 0, 300)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000_000))
     names, text = keys_and_text(config)
