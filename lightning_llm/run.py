@@ -11,9 +11,11 @@ from types import FrameType
 import torch
 
 from lightning_llm.build import build_module, build_trainer, choose_device
+from lightning_llm.callbacks.mlflow import MLflowTracker
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.launch import write_config
+from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan import plan_line
 from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
@@ -36,7 +38,7 @@ def run(config: Config, start: Start) -> int:
     try:
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=True)
         prepare_folder(config, corpus, start)
-        trainer = build_trainer(config, device, start.checkpoint, _sinks(config, corpus, start))
+        trainer = build_trainer(config, device, start.checkpoint, _sinks(config, corpus))
         trainer.fit(build_module(config, corpus), CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
@@ -66,12 +68,11 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
 
 
-def _sinks(config: Config, corpus: Corpus, start: Start) -> list[RecordSink]:
+def _sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
     if config.logger.name == "none":
         return []
-    from lightning_llm.callbacks.mlflow import MLflowTracker
-
-    return [MLflowTracker(config, corpus.fingerprint, start.checkpoint.step if start.checkpoint else None)]
+    parameters = {"parameters": count_parameters(config.model).total}
+    return [MLflowTracker(config, Path(config.run.dir), parameters, {"data_hash": corpus.fingerprint})]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

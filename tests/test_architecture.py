@@ -9,12 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    0: {"schema", "errors", "hardware", "keyed_hash", "workspace"},
+    0: {"schema", "errors", "hardware", "identity", "keyed_hash", "workspace"},
     1: {"model", "precision", "data", "optim"},
     2: {"parallel"},
     3: {"train"},
     4: {"callbacks"},
-    5: {"build", "check", "compose", "identity", "launch", "plan", "recipes_catalog", "run", "run_state"},
+    5: {"build", "check", "compose", "launch", "plan", "recipes_catalog", "run", "run_state"},
     6: {"__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

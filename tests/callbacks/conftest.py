@@ -1,9 +1,14 @@
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from protocol_module import make_config
 
 from lightning_llm.schema import Config
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @pytest.fixture
@@ -14,3 +19,24 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture(autouse=True)
 def _no_outer_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with its tables, which take seconds to create, and nothing in them."""
+    folder = tmp_path_factory.mktemp("store")
+    from mlflow import MlflowClient
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    return folder / "mlflow.db"
+
+
+@pytest.fixture
+def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "MlflowClient":
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
