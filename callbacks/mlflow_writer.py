@@ -82,7 +82,7 @@ class RunWriter:
         final = points({**{f"final/{key}": value for key, value in figures.items()}, **self._last})
         self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in final])
         self._set_tags({"status_detail": detail})
-        self._log_artifacts(LAST_ARTIFACTS)
+        self._log_artifacts(self._client, LAST_ARTIFACTS)
         self._client.set_terminated(self.run_id, STATUSES[status])
 
     def _new_batches(self) -> Iterator[tuple[list[Point], int]]:
@@ -116,8 +116,8 @@ class RunWriter:
             client.update_run(run.info.run_id, status="RUNNING")
         self.run_id = run.info.run_id
         self._describe(client, run)
+        self._log_artifacts(client, FIRST_ARTIFACTS)
         self._client = client
-        self._log_artifacts(FIRST_ARTIFACTS)
         print(json.dumps({"event": "connected", "run_id": self.run_id}), flush=True)
 
     def _open_store(self) -> tuple[Any, str]:
@@ -195,10 +195,10 @@ class RunWriter:
         marker = f" ... [cut, whole in artifact {file}]"
         return value[: LARGEST_VALUE[kind] - len(marker)] + marker
 
-    def _log_artifacts(self, names: tuple[str, ...]) -> None:
+    def _log_artifacts(self, client: Any, names: tuple[str, ...]) -> None:
         for name in names:
             if (self.run_dir / name).exists():
-                self._client.log_artifact(self.run_id, str(self.run_dir / name))
+                client.log_artifact(self.run_id, str(self.run_dir / name))
 
 
 def main() -> None:
