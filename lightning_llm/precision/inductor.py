@@ -1,7 +1,7 @@
 """The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
 
 Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
-nothing, which erases what is being emulated. Whoever compiles a module that holds quantised layers passes `OPTIONS` too.
+nothing, which erases what is being emulated.
 """
 
 import functools

@@ -167,6 +167,30 @@ def _source_without_quantiser(recipe: PrecisionConfig, slots: dict[str, CastConf
             yield Problem(f"{slot}.source", f"'quantised' needs a format in {forward}. Set high_precision.")
 
 
+def _delayed_slots_differ(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
+    """Delayed slots of one tensor in different formats, or with different histories: they share one scale.
+
+    Source: Transformer Engine keeps one scale per tensor (input, weight, gradient), one history length per recipe.
+    """
+    delayed = {slot: cast for slot, cast in slots.items() if cast.scale == "delayed"}
+    for slot, cast in delayed.items():
+        if cast.delayed != next(iter(delayed.values())).delayed:
+            yield Problem(f"{slot}.delayed", f"differs from {next(iter(delayed))}'s. Give all delayed slots the same.")
+        for other, its in delayed.items():
+            if other.split(".")[1] == slot.split(".")[1] and its.format != cast.format and slot < other:
+                yield Problem(f"{other}.format", f"'{its.format}' shares a scale with {slot} ('{cast.format}').")
+
+
+def _clip_without_rotated_backward(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
+    """`clip_gradient` where the backward GEMMs take high-precision operands: the mask belongs to fprop's rotation.
+
+    Source: Castro et al. (Quartet), arXiv 2505.14669, algorithm 1.
+    """
+    for forward, backward in (("fprop.x", "dgrad.w"), ("fprop.w", "wgrad.x")):
+        if slots[forward].clip_gradient and slots[backward].source != "quantised":
+            yield Problem(f"{forward}.clip_gradient", f"needs {backward}.source: quantised. Set it, or drop the mask.")
+
+
 RULES: tuple[Rule, ...] = (
     _mx_gradients_in_e5m2,
     _e5m2_forward,
@@ -179,6 +203,8 @@ RULES: tuple[Rule, ...] = (
     _one_sided_hadamard,
     _biased_gradients,
     _source_without_quantiser,
+    _delayed_slots_differ,
+    _clip_without_rotated_backward,
 )
 
 

@@ -1,8 +1,8 @@
 """Quantise a 2-D tensor by a cast: blocks along an axis, a scale per block, elements rounded to a small format.
 
 Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
-`tensor_amax` (where the cast has a tensor-level scale), `scale`, and `round_blocks`. `quantise` runs all of them and returns
-everything that can be looked at.
+`tensor_amax` (where the cast has a tensor-level scale), `scale`, and `round_blocks`. `quantise` runs all of them and
+returns everything that can be looked at.
 """
 
 from dataclasses import dataclass
@@ -185,7 +185,9 @@ def keyed_noise(x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin)
     return uniform_noise(key, rows * (origin.row_stride or x.shape[1]) + columns, cast.noise_bits)
 
 
-def _elements(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+def _elements(
+    x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, noise: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return (grid values, scaled elements before rounding), both blocked: one fp32 product, one rounding each."""
     shape = block_shape(cast.block, axis)
     elements = _blocked(x, shape)[0].float() * multiplier
@@ -238,8 +240,8 @@ def quantise(
         dequantised = values if scaled.block is None else values * scaled.block
         dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
     shape = block_shape(cast.block, axis)
-    # E2M1 has no NaN: its stand-in 6 is positive whatever the NaN's sign.
-    sign = elements if FORMATS[cast.format].has_nan else torch.where(elements == elements, elements, 1.0)
+    # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, whose stand-in is +6.
+    sign = elements if FORMATS[cast.format].has_nan else torch.where(elements < 0, -1.0, 1.0)
     return Quantised(
         _unblocked(copy_sign(values.abs(), sign), x, shape),
         scaled.stored if shape is None else _per_block(scaled.stored, shape),

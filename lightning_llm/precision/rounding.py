@@ -10,9 +10,7 @@ from torch import Tensor
 from lightning_llm.precision.formats import FORMATS, ElementFormat, power_of_two_floor, reciprocal_power_of_two
 
 
-def round_to_format(
-    v: Tensor, name: str, rounding: str, noise: Tensor | None = None, saturate: bool = True
-) -> Tensor:
+def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = None, saturate: bool = True) -> Tensor:
     """Return fp32 `v` rounded to the grid of format `name`, same shape, saturating at its largest number.
 
     `rounding`: "even" (to nearest, ties to even); "half_away" (ties away from zero: microxcaling's "nearest");

@@ -75,7 +75,8 @@ def e8m0_reciprocal(biased: Tensor) -> Tensor:
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     """Return NVFP4's tensor-level multiplier 2688 / amax (fp32 scalar); 1 where amax is 0 or Inf."""
-    scale = divide(NVFP4_RANGE, amax).clamp(max=FLOAT_MAX)
+    scale = divide(NVFP4_RANGE, amax)
+    scale = torch.where(scale < FLOAT_MAX, scale, torch.full_like(scale, FLOAT_MAX))  # fminf: NaN too
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 

@@ -1,0 +1,214 @@
+"""The quantised linear layer: one autograd function, three GEMMs, six casts (see `schema.precision`).
+
+Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
+stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
+backward pass makes them again, which is cheaper than the memory. Random bits come from a tensor of keys, no counter.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_llm.precision import inductor
+from lightning_llm.precision.gemm import multiply
+from lightning_llm.precision.hadamard import rotate, rotation
+from lightning_llm.precision.inductor import Backend, Operand
+from lightning_llm.precision.quantize import Origin
+from lightning_llm.precision.random_bits import random_signs
+from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig, slots_of
+
+SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
+GEMM_NAMES = ("fprop", "dgrad", "wgrad")
+KEY_COUNT = len(SLOT_NAMES) + len(GEMM_NAMES)  # one key per slot for rounding, one per GEMM for its rotation's signs
+ROLES = ("x", "w", "dy")  # the three tensors, each with one delayed scale
+Record = Callable[[str, Tensor], None]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Shard(NamedTuple):
+    """How a role's local tensor lies in the logical one: its origin, and the maximum over the ranks that share it."""
+
+    origin: Origin = Origin()
+    reduce_amax: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role."""
+
+    casts: Mapping[str, CastConfig]
+    backend: Backend
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recipe: PrecisionConfig, backend: Backend) -> "LinearPlan":
+        """Return the plan of `recipe`'s slots."""
+        return cls(slots_of(recipe), backend)
+
+    def delayed_casts(self) -> dict[str, CastConfig]:
+        """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""
+        named = ((slot.split(".")[1], cast) for slot, cast in self.casts.items())
+        return {role: cast for role, cast in named if cast.scale == "delayed"}
+
+    @property
+    def random(self) -> bool:
+        """Whether any cast draws random bits."""
+        return any(c.stochastic or (c.hadamard and c.hadamard.signs == "random") for c in self.casts.values())
+
+
+class _Call(NamedTuple):
+    """One call's plan with its tensors that are neither activations nor weights."""
+
+    plan: LinearPlan
+    keys: Tensor | None  # int64 [KEY_COUNT]
+    scales: Tensor | None  # fp32 [len(ROLES)], delayed scaling's multipliers
+
+    def signs(self, gemm: str, config: HadamardConfig, device: torch.device) -> Tensor | None:
+        """Return the rotation's signs for `gemm`, the same for both of its operands."""
+        if config.signs == "none":
+            return None
+        if config.signs == "fixed":
+            return torch.tensor(config.vector, dtype=torch.float32, device=device)
+        if self.keys is None:
+            raise ValueError(f"random Hadamard signs of {gemm} need a key; none was set for this step")
+        return random_signs(self.keys[len(SLOT_NAMES) + GEMM_NAMES.index(gemm)], config.size)
+
+    def matrix(self, slot: str, device: torch.device) -> Tensor | None:
+        """Return the rotation of `slot`, or None."""
+        config = self.plan.casts[slot].hadamard
+        return None if config is None else rotation(config.size, self.signs(slot[:5], config, device), device)
+
+    def operand(self, x: Tensor, slot: str, axis: int) -> Operand:
+        """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`."""
+        cast = self.plan.casts[slot]
+        if not cast.quantises:
+            return Operand(x)
+        role = slot.split(".")[1]
+        if cast.hadamard is not None:
+            s = self.matrix(slot, x.device)
+            x = x if s is None else rotate(x, s, axis, DTYPES[cast.hadamard.round_to])
+        shard = self.plan.shards.get(role, Shard())
+        return inductor.operand(
+            x,
+            cast,
+            axis,
+            self.plan.backend,
+            key=None if self.keys is None or not cast.stochastic else self.keys[SLOT_NAMES.index(slot)],
+            origin=shard.origin,
+            delayed=None if self.scales is None else self.scales[ROLES.index(role)],
+            reduce_amax=shard.reduce_amax if cast.amax_scope == "logical" else None,
+        )
+
+
+@dataclass
+class _Forward:
+    """fprop's quantised operands, made again in the backward pass where a slot or a gradient needs them."""
+
+    call: _Call
+    tensors: Mapping[str, Tensor]
+    made: dict[str, Operand] = field(default_factory=dict)
+
+    def operand(self, role: str) -> Operand:
+        """Return fprop's operand of `role` (x or w)."""
+        if role not in self.made:
+            self.made[role] = self.call.operand(self.tensors[role], f"fprop.{role}", 1)
+        return self.made[role]
+
+    def source(self, slot: str, role: str) -> Tensor:
+        """Return what `slot` quantises: the high-precision tensor, or its quantised form in the same dtype."""
+        tensor = self.tensors[role]
+        if self.call.plan.casts[slot].source == "high_precision":
+            return tensor
+        made = self.operand(role)
+        return (made.tensor if made.factor is None else made.tensor.float() * made.factor).to(tensor.dtype)
+
+    def through(self, gradient: Tensor, role: str) -> Tensor:
+        """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T."""
+        cast = self.call.plan.casts[f"fprop.{role}"]
+        inside = self.operand(role).inside if cast.clip_gradient else None
+        if inside is not None:
+            gradient = gradient * inside
+        s = self.call.matrix(f"fprop.{role}", gradient.device)
+        return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
+
+
+def _flip(operand: Operand) -> Operand:
+    return operand._replace(tensor=operand.tensor.T)
+
+
+class _QuantisedLinear(torch.autograd.Function):
+    """Y = X W^T + b with six casts. X [M, K], W [N, K], b [N] or None; gradients in the dtypes of X, W and b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        keys: Tensor | None,
+        scales: Tensor | None,
+        plan: LinearPlan,
+        record: Record | None,
+    ) -> Tensor:
+        call = _Call(plan, keys, scales)
+        w = weight.to(x.dtype)
+        ctx.save_for_backward(x, weight, keys, scales)
+        ctx.plan, ctx.record, ctx.bias_dtype = plan, record, None if bias is None else bias.dtype
+        if record is not None:
+            record("x", x)
+            record("w", w)
+        operands = call.operand(x, "fprop.x", 1), call.operand(w, "fprop.w", 1)
+        return multiply(operands[0], _flip(operands[1]), x.dtype, plan.backend, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, keys, scales = ctx.saved_tensors
+        plan: LinearPlan = ctx.plan
+        call = _Call(plan, keys, scales)
+        dy = dy.to(x.dtype).contiguous()
+        if ctx.record is not None:
+            ctx.record("dy", dy)
+        forward = _Forward(call, {"x": x, "w": weight.to(x.dtype)})
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            w = forward.source("dgrad.w", "w")
+            dx = multiply(call.operand(dy, "dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
+            # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
+            if plan.casts["dgrad.w"].source == "quantised":
+                dx = forward.through(dx, "x")
+        if ctx.needs_input_grad[1]:
+            source = forward.source("wgrad.x", "x")
+            left, right = _flip(call.operand(dy, "wgrad.dy", 0)), call.operand(source, "wgrad.x", 0)
+            dw = multiply(left, right, x.dtype, plan.backend)
+            if plan.casts["wgrad.x"].source == "quantised":
+                dw = forward.through(dw, "w")
+            dw = dw.to(weight.dtype)
+        if ctx.bias_dtype is not None:
+            dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, dbias, None, None, None, None
+
+
+@torch.compiler.disable  # its kernels are compiled with OPTIONS; an outer compilation would not know to round
+def quantised_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    keys: Tensor | None = None,
+    scales: Tensor | None = None,
+    record: Record | None = None,
+) -> Tensor:
+    """Return x W^T + b, [..., N] in the dtype of `x` [..., K], through `plan`'s six casts, forward and backward.
+
+    `keys`: int64 [KEY_COUNT], needed where a cast is stochastic or a rotation's signs are random. `scales`: fp32
+    [len(ROLES)], needed for delayed scaling; `record(role, tensor)` is told what its amax is taken from. Raises
+    ValueError where one is missing or a block or rotation does not fit.
+    """
+    flat = x.reshape(-1, x.shape[-1])  # [M, K]
+    y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record)  # [M, N]
+    return y.reshape(*x.shape[:-1], weight.shape[0])

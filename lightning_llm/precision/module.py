@@ -1,0 +1,208 @@
+"""The quantised linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.keyed_hash import StepKey, name_word
+from lightning_llm.precision import delayed, inductor
+from lightning_llm.precision.formats import FORMATS
+from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, quantised_linear
+from lightning_llm.precision.random_bits import hash_words
+from lightning_llm.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
+
+    `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
+    backward pass. `bypass` runs all GEMMs in the dtype of the input. `scale` and `amax_history` are delayed scaling's
+    state: plain attributes, neither parameters nor buffers, since sharding frameworks overlook those.
+    """
+
+    def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
+        with torch.device("meta"):
+            super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.training = linear.training
+        self.name, self.plan = name, plan
+        self.keys: Tensor | None = None
+        self.bypass = False
+        self.scale: Tensor | None = None
+        self.amax_history: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out_features] in the dtype of `x` [..., in_features]."""
+        if self.bypass:
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        record = None
+        if self.plan.delayed_casts():
+            self._materialise_state(x.device)
+            # A recomputation merges the same amax again, which changes nothing.
+            record = self._record if self.training and torch.is_grad_enabled() else None
+        return quantised_linear(x, self.weight, self.bias, self.plan, self.keys, self.scale, record)
+
+    def delayed_config(self) -> DelayedConfig:
+        """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""
+        for cast in self.plan.delayed_casts().values():
+            if cast.delayed is not None:
+                return cast.delayed
+        raise LookupError(f"{self.name} has no delayed scale")
+
+    def reset_delayed(self) -> None:
+        """Forget every scale and amax; the next forward pass starts from scale 1."""
+        self.scale = self.amax_history = None
+
+    def _materialise_state(self, device: torch.device) -> None:
+        if self.scale is None or self.amax_history is None:
+            self.scale = torch.ones(len(ROLES), device=device)
+            self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
+
+    def _record(self, role: str, tensor: Tensor) -> None:
+        """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the running step's row."""
+        if role in self.plan.delayed_casts() and self.amax_history is not None:
+            amax = inductor.tensor_amax(self.plan.backend)(tensor.detach())
+            row = self.amax_history[0, ROLES.index(role)]
+            row.copy_(torch.fmax(row, amax))
+
+    def extra_repr(self) -> str:
+        casts = ", ".join(f"{slot}={cast.format}" for slot, cast in self.plan.casts.items() if cast.quantises)
+        return f"{super().extra_repr()}, {casts}"
+
+
+def quantised_layers(model: nn.Module) -> list[QuantisedLinear]:
+    """Return the model's quantised layers, in module order."""
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
+
+def set_step_key(model: nn.Module, key: StepKey) -> None:
+    """Give every quantised layer of `model` its random keys for one micro-batch: before each forward pass.
+
+    A layer's key depends on its name, so it is the same on every pipeline stage. One tensor is made for all layers.
+    """
+    layers = [layer for layer in quantised_layers(model) if layer.plan.random]
+    if not layers:
+        return
+    names = torch.tensor([name_word(layer.name) for layer in layers])[:, None]
+    slots = torch.arange(KEY_COUNT)[None, :]
+    keys = hash_words(key.step, key.micro_batch, names, slots, seed=key.seed).to(layers[0].weight.device)
+    for layer, row in zip(layers, keys.unbind(0), strict=True):
+        layer.keys = row
+
+
+def recompute_contexts(
+    model: nn.Module,
+) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+    """Return `context_fn` for `torch.utils.checkpoint.checkpoint` (non-reentrant) over a part of `model`.
+
+    The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        layers = quantised_layers(model)
+        return _with_keys(layers, None), _with_keys(layers, [layer.keys for layer in layers])
+
+    return contexts
+
+
+@contextmanager
+def _with_keys(layers: list[QuantisedLinear], keys: list[Tensor | None] | None) -> Iterator[None]:
+    """Set the layers' keys for a while; None leaves them."""
+    before = [layer.keys for layer in layers]
+    for layer, each in zip(layers, before if keys is None else keys, strict=True):
+        layer.keys = each
+    try:
+        yield
+    finally:
+        for layer, each in zip(layers, before, strict=True):
+            layer.keys = each
+
+
+@contextmanager
+def high_precision_forward(model: nn.Module) -> Iterator[None]:
+    """Run the same weights without any cast: the other view of validation."""
+    layers = quantised_layers(model)
+    for layer in layers:
+        layer.bypass = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.bypass = False
+
+
+def update_delayed(model: nn.Module, reduce_max: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Roll every amax history and set the scales of the next step: once per optimizer step, after the last backward.
+
+    `reduce_max` takes a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
+    """
+    layers = [layer for layer in quantised_layers(model) if layer.amax_history is not None]
+    if not layers:
+        return
+    latest = torch.cat([layer.amax_history[0] for layer in layers if layer.amax_history is not None])
+    if reduce_max is not None:
+        latest = reduce_max(latest)
+    for layer, row in zip(layers, latest.split(len(ROLES)), strict=True):
+        if layer.amax_history is None or layer.scale is None:
+            continue
+        history = torch.cat([row[None], layer.amax_history[1:]])
+        largest = _largest(layer.plan.delayed_casts(), row.device)
+        layer.amax_history, layer.scale = delayed.update(history, layer.scale, largest, layer.delayed_config())
+
+
+def _largest(casts: dict[str, CastConfig], device: torch.device) -> Tensor:
+    """Return the largest number of each role's format, fp32 [len(ROLES)]; 1 for roles that are not delayed."""
+    return torch.tensor([FORMATS[casts[role].format].max if role in casts else 1.0 for role in ROLES], device=device)
+
+
+def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return delayed scaling's state by layer name: `scale` and `amax_history`, columns x, w, dy. For checkpoints."""
+    state: dict[str, dict[str, Tensor]] = {}
+    for layer in quantised_layers(model):
+        if layer.scale is not None and layer.amax_history is not None:
+            state[layer.name] = {"scale": layer.scale.clone(), "amax_history": layer.amax_history.clone()}
+    return state
+
+
+def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> list[str]:
+    """Restore what `delayed_state` returned; return the layers it held nothing for, which start from scale 1.
+
+    A history of another length keeps its newest rows. Layers that are not delayed here are passed over.
+    """
+    missing = []
+    for layer in quantised_layers(model):
+        layer.reset_delayed()
+        if not layer.plan.delayed_casts():
+            continue
+        if layer.name not in state:
+            missing.append(layer.name)
+            continue
+        device = layer.weight.device
+        layer._materialise_state(device)
+        layer.scale = state[layer.name]["scale"].to(device).clone()
+        old = state[layer.name]["amax_history"].to(device)
+        if layer.amax_history is not None:
+            kept = min(len(old), len(layer.amax_history)) - 1
+            layer.amax_history[0] = old[0]
+            layer.amax_history[len(layer.amax_history) - kept :] = old[len(old) - kept :]
+    return missing
+
+
+def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
+    """Change what the quantised layers cast, e.g. where a phase begins: `recipe.at(step, max_steps)`.
+
+    Layers that the swap left high stay so; delayed scales are kept while nothing uses them.
+    """
+    for layer in quantised_layers(model):
+        layer.plan = replace(layer.plan, casts=slots_of(recipe))
+
+
+def summary(model: nn.Module) -> dict[str, Any]:
+    """Return how many layers and weights are quantised, for a run's record."""
+    layers = quantised_layers(model)
+    return {"quantised_layers": len(layers), "quantised_weights": sum(layer.weight.numel() for layer in layers)}
