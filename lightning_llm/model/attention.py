@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.model.attention_cpu import is_faster_here, short_attention
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.schema.model import ModelConfig
@@ -21,6 +22,24 @@ def document_mask(document_ids: Tensor) -> Tensor:
     same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()  # [T, T]
     return (same & causal)[:, None]  # [B, 1, T, T]
+
+
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`.
+
+    `mask` is that of `document_mask`; None is plain causal attention.
+    """
+    if is_faster_here(q):
+        return short_attention(q, k, v, mask)  # [B, T, H, K]
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [B, H, T, K]
+        k.transpose(1, 2),  # [B, G, T, K]
+        v.transpose(1, 2),  # [B, G, T, K]
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )  # [B, H, T, K]
+    return mixed.transpose(1, 2)  # [B, T, H, K]
 
 
 class Attention(nn.Module):
@@ -47,12 +66,4 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # [B, H, T, K]
-            k.transpose(1, 2),  # [B, G, T, K]
-            v.transpose(1, 2),  # [B, G, T, K]
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )  # [B, H, T, K]
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
+        return self.o_proj(dot_product_attention(q, k, v, mask).flatten(2))  # [B, T, D]
