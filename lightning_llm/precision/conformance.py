@@ -19,8 +19,7 @@ from lightning_llm.precision import vector_linears as linears
 from lightning_llm.precision.vector_case import Case, Check, Runner
 
 INPUTS = frozenset(
-    ("x", "X", "W", "dY", "u", "N", "rbits8", "amax_seq", "found_inf", "sr_signs", "sr_u", "sign_dgrad", "sign_wgrad")
-    + ("u_dy", "u_wT", "u_dyT", "u_xT")
+    "x X W dY u N rbits8 amax_seq found_inf sr_signs sr_u sign_dgrad sign_wgrad u_dy u_wT u_dyT u_xT".split()
 )
 
 
@@ -42,8 +41,8 @@ class Verdict:
 def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     """Return the verdict on every case of `folder`, eagerly or through Inductor.
 
-    A case whose only arrays are inputs of others has none. A case of an unknown recipe, or with a recorded array that
-    no check covers, fails and says so. Raises ConfigError where the folder is not readable as vectors, or there is no compiler.
+    A case of an unknown recipe, or with a recorded array that no check covers, fails and says so. Raises ConfigError
+    where the folder is not readable as vectors, or there is no compiler.
     """
     folder = Path(folder)
     manifest = _manifest(folder)
@@ -51,8 +50,8 @@ def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
         raise ConfigError(Problem("conformance", f"compiled checks need a C++ compiler: {reason}"))
     runner, files = Runner(compiled), _Files(folder)
     cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
-    inputs = {case.name: case for case in cases if set(case.spec["arrays"]) <= INPUTS}
-    return [_verdict(case, inputs) for case in cases if case.name not in inputs]
+    shared = {case.spec["file"]: case for case in cases if set(case.spec["arrays"]) <= INPUTS}
+    return [_verdict(case, shared) for case in cases]
 
 
 def _manifest(folder: Path) -> list[dict[str, Any]]:
@@ -107,20 +106,21 @@ def _checker(case: Case) -> Callable[[Case], Iterator[Check]] | None:
     return by_recipe.get(case.spec["recipe"])
 
 
-def _verdict(case: Case, inputs: dict[str, Case]) -> Verdict:
+def _verdict(case: Case, shared: dict[str, Case]) -> Verdict:
     """Run a case's checks, and require one for every recorded array that is not an input."""
-    recipe = case.spec["recipe"]
-    if "sha256_dequant_fp32_plus0" in case.spec and recipe in linears.SIX_SLOTS:
-        shared = next((each for each in inputs.values() if each.spec["file"] == case.spec["file"]), None)
-        if shared is None:
+    recipe, inputs = case.spec["recipe"], shared.get(case.spec["file"])
+    if case is inputs:
+        checks = list(linears.six_slot_inputs(case))
+    elif "sha256_dequant_fp32_plus0" in case.spec and recipe in linears.SIX_SLOTS:
+        if inputs is None:
             return Verdict(recipe, case.name, 0, ("no case of its file holds X, W and dY",))
-        checks = list(linears.six_slots(case, {name: shared.tensor(name) for name in ("X", "W", "dY")}))
+        checks = list(linears.six_slots(case, {name: inputs.tensor(name) for name in ("X", "W", "dY")}))
     else:
         checker = _checker(case)
         if checker is None:
             return Verdict(recipe, case.name, 0, (f"no check for recipe '{recipe}'",))
         checks = list(checker(case))
-    # An array both given and compared (delayed's scale, the amaxes of single scales) is an input where nothing checks it.
+    # Some arrays are an input in one case and a result in another.
     given = INPUTS | ({"amax"} if recipe == "scale_from_amax" or "expected" in case else set())
     given |= {"scale"} if recipe == "fp8_delayed" and "codes" in case else set()
     unchecked = set(case.spec["arrays"]) - given - {check.array for check in checks}

@@ -1,8 +1,8 @@
 """One GEMM of quantised operands: exact numbers in, fp32 accumulation, one cast at the end.
 
 Codes times block scales are exact in bf16 (but for fp32 block scales, which come as fp32), so a bf16 GEMM multiplies
-what the low-precision hardware would. Tensor-level factors multiply the product. On CPU `mm` has no fp32 output from bf16
-operands, so a factor that is no power of two rounds a second time, by at most half a unit in the last bf16 place.
+what the low-precision hardware would. Tensor-level factors multiply the product. On CPU `mm` has no fp32 output from
+bf16 operands, so a factor that is no power of two rounds a second time, by half a unit in the last place at most.
 """
 
 import functools

@@ -5,7 +5,9 @@ nothing, which erases what is being emulated.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -45,9 +47,21 @@ def why_not(device_type: str) -> str | None:
     return None
 
 
+_numbers = itertools.count()
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` compiled whole, for every shape of its tensors at once."""
-    return torch.compile(function, dynamic=True, fullgraph=True, options=OPTIONS)
+    """Return `function`, a plain one or a closure, compiled whole, for every shape of its tensors at once.
+
+    Dynamo counts recompilations per code object, and closures made by one line share theirs: each gets its own.
+    """
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"only Python functions are compiled here, not {function!r}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    compiled_function: Callable[P, R] = torch.compile(own, dynamic=True, fullgraph=True, options=OPTIONS)
+    return compiled_function
 
 
 class Stages(NamedTuple):
@@ -97,7 +111,7 @@ def operand(
     `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
     to its maximum over the ranks that share the tensor.
     """
-    amax = None
+    x, amax = x.detach(), None
     if quantize.needs_tensor_amax(cast):
         amax = tensor_amax(backend)(x)
         amax = amax if reduce_amax is None else reduce_amax(amax)

@@ -1,6 +1,5 @@
 """One recorded case: its arrays as tensors, the comparison, and quantisers run eagerly or compiled."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,9 +39,14 @@ class Runner:
         """Return function(*tensors, **constants); constants are hashable and compiled in."""
         key = (function, tuple(sorted(constants.items())))
         if key not in self._functions:
-            bound = functools.partial(function, **constants)
-            self._functions[key] = inductor.compiled(bound) if self.compiled else bound
+            self._functions[key] = self._bind(function, constants)
         return self._functions[key](*tensors)
+
+    def _bind(self, function: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+        def bound(*tensors: Any) -> Any:
+            return function(*tensors, **constants)
+
+        return inductor.compiled(bound) if self.compiled else bound
 
     def quantise(
         self,
@@ -54,7 +58,8 @@ class Runner:
         delayed: Tensor | None = None,
     ) -> Quantised:
         """Return `quantize.quantise`'s result."""
-        return Quantised(*self(_quantise, x, noise, amax, delayed, cast=cast, axis=axis), cast.format)
+        values, stored, dequantised, inside = self(_quantise, x, noise, amax, delayed, cast=cast, axis=axis)
+        return Quantised(values, stored, dequantised, inside, cast.format)
 
 
 def _quantise(

@@ -10,13 +10,13 @@ from lightning_llm.precision.formats import FLOAT_MAX
 from lightning_llm.precision.hadamard import rotate, rotation
 from lightning_llm.precision.rounding import round_to_format
 from lightning_llm.precision.vector_case import Case, Check
-from lightning_llm.schema.precision import CastConfig, DelayedConfig
+from lightning_llm.schema.precision import CastConfig, DelayedConfig, Rounding, Scale
 
 TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 BFLOAT_MAX = torch.finfo(torch.bfloat16).max
 
 
-def plain_scale(case: Case) -> str:
+def plain_scale(case: Case) -> Scale:
     """Return the scale kind of a case's `pow2` entry."""
     return "power_of_two" if case.spec["pow2"] else "fp32"
 
@@ -92,7 +92,7 @@ def mxfp8(case: Case) -> Iterator[Check]:
 
 def mx_ocp(case: Case) -> Iterator[Check]:
     """Check OCP MX blocks by microxcaling's rules."""
-    rounding = "even" if case.spec["rounding"] == "RNE" else "half_away"
+    rounding: Rounding = "even" if case.spec["rounding"] == "RNE" else "half_away"
     cast = CastConfig(format=case.spec["format"], block="1x32", scale="e8m0_floor", rounding=rounding)
     yield case.exact("expected", case.run.quantise(case.tensor("x"), cast).dequantised)
 

@@ -73,6 +73,13 @@ def nvfp4_gemm(case: Case) -> Iterator[Check]:
     yield case.close("Y", product, 1e-5 * float(case.tensor("Y").abs().max()))
 
 
+def six_slot_inputs(case: Case) -> Iterator[Check]:
+    """Check that the tensors other cases share, X [M, K], W [N, K] and dY [M, N], belong together."""
+    (m, k), (n, depth), gradient = (tuple(case.tensor(name).shape) for name in ("X", "W", "dY"))
+    agree = depth == k and gradient == (m, n)
+    yield Check("shapes", None if agree else f"X {(m, k)}, W {(n, depth)} and dY {gradient} do not fit together")
+
+
 def six_slots(case: Case, inputs: dict[str, Tensor]) -> Iterator[Check]:
     """Check all six operands of a linear layer by hash, and its three GEMMs; `inputs`: X, W and dY."""
     x_cast, w_cast, dy_cast, rotates = SIX_SLOTS[case.spec["recipe"]]
