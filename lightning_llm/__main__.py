@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         if verb in ("train", "plan"):
             child.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
             child.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
-            child.add_argument("--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml")
+            child.add_argument(
+                "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
+            )
         if verb == "train":
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
         if verb in ("plan", "recipes"):
@@ -72,7 +74,10 @@ def recipes(arguments: argparse.Namespace) -> int:
 
 def _report(error: ConfigError) -> int:
     count = len(error.problems)
-    print(f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs; nothing was started", file=sys.stderr)
+    print(
+        f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs; nothing was started",
+        file=sys.stderr,
+    )
     for problem in error.problems:
         print(f"  - {problem}", file=sys.stderr)
     return 2

@@ -25,7 +25,7 @@ def choose_device(config: Config) -> torch.device:
     """
     wanted, found = config.trainer.accelerator, torch.cuda.is_available()
     if wanted == "cuda" and not found:
-        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu, or install torch for CUDA."
+        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu."
         raise ConfigError(Problem("trainer.accelerator", text))
     return torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
 
@@ -77,7 +77,7 @@ def _callbacks(config: Config, resumed_from_step: int | None, sinks: list[Record
 
 
 def _resumed_from(config: Config, checkpoint: Checkpoint | None) -> int | None:
-    """Return the step that the run's records are cut back to: 0 for a run begun afresh in its folder, None for a new one."""
+    """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
     if checkpoint is not None:
         return checkpoint.step
     return None if config.resume is None else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.schema import Config
+from lightning_llm.schema import Config, ModelConfig
 
 STATE_BYTES_PER_PARAMETER = 12
 """In a checkpoint: the fp32 parameter and AdamW's two fp32 moments."""
@@ -21,7 +21,8 @@ def check_config(config: Config) -> None:
     """
     world = config.world or config.trainer.devices
     problems = [
-        *_model_problems(config),
+        *shape_problems(config.model),
+        *_length_problems(config),
         *_schedule_problems(config),
         *_layout_problems(config),
         *check_data(config.data, config.model.vocab_size, world),
@@ -38,7 +39,9 @@ def check_disk(config: Config) -> None:
     """
     folder = _existing_parent(Path(config.run.dir))
     if not os.access(folder, os.W_OK):
-        raise ConfigError(Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."))
+        raise ConfigError(
+            Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root.")
+        )
     if not folder.is_dir():
         raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
     each = count_parameters(config.model, padded=True).total * STATE_BYTES_PER_PARAMETER
@@ -58,20 +61,32 @@ def _existing_parent(path: Path) -> Path:
     return path
 
 
-def _model_problems(config: Config) -> list[Problem]:
-    model, problems = config.model, []
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """Return what does not fit together in a model's shape."""
+    problems = []
     if model.head_dim is None and model.hidden_size % model.num_heads:
-        text = f"{model.hidden_size} does not divide by model.num_heads={model.num_heads}. Change either, or set model.head_dim."
+        text = f"{model.hidden_size} is no multiple of model.num_heads={model.num_heads}. Change one, or set head_dim."
         problems.append(Problem("model.hidden_size", text))
+    elif model.position == "rope" and model.attention_head_dim % 2:
+        text = f"is {model.attention_head_dim}, and position=rope turns pairs of features. Make it even."
+        problems.append(Problem("model.head_dim", text))
     if model.num_heads % model.num_kv_heads:
-        text = f"{model.num_kv_heads} does not divide model.num_heads={model.num_heads}: each key/value head serves equally many."
+        text = (
+            f"model.num_heads={model.num_heads} is no multiple of {model.num_kv_heads}: each must serve equally many."
+        )
         problems.append(Problem("model.num_kv_heads", text))
-    if model.position == "rope" and (model.head_dim or model.hidden_size // model.num_heads) % 2:
-        problems.append(Problem("model.head_dim", "must be even for position=rope, which turns pairs of features."))
-    if config.data.sequence_length > model.max_sequence_length:
-        text = f"is {config.data.sequence_length}, above model.max_sequence_length={model.max_sequence_length}. Lower it."
-        problems.append(Problem("data.sequence_length", text))
+    if model.rope_scaling is not None and model.position != "rope":
+        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
+        problems.append(Problem("model.rope_scaling", text))
     return problems
+
+
+def _length_problems(config: Config) -> list[Problem]:
+    longest = config.model.max_sequence_length
+    if config.data.sequence_length <= longest:
+        return []
+    text = f"is {config.data.sequence_length}, above model.max_sequence_length={longest}. Lower it."
+    return [Problem("data.sequence_length", text)]
 
 
 def _schedule_problems(config: Config) -> list[Problem]:

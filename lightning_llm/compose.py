@@ -4,8 +4,8 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path

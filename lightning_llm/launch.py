@@ -1,4 +1,4 @@
-"""The verb `train`: compose, check, say what will run, run it. Nothing heavy is imported before the checks are through."""
+"""The verb `train`: compose, check, run. Nothing heavy is imported before the checks are through."""
 
 import argparse
 import subprocess

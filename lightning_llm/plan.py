@@ -26,7 +26,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def plan_facts(config: Config) -> dict[str, Any]:
-    """Return the plan as plain data: `parameters`, `memory_bytes` per rank by kind, `flops_per_token`, and the choices."""
+    """Return the plan as plain data: choices, `parameters`, `memory_bytes` per rank by kind, `flops_per_token`."""
     tokens = config.data.global_batch_size * config.data.sequence_length
     world = config.world or config.trainer.devices
     return {
@@ -90,9 +90,15 @@ def render(facts: dict[str, Any]) -> str:
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
         ("layout", f"{facts['layout']['name']}, {facts['layout']['world']} rank(s)"),
         ("precision", f"{facts['precision']['name']}, computing in {facts['precision']['compute_dtype']}"),
-        ("data", f"{facts['data']}, {facts['step_tokens']:,} tokens/step, {facts['accumulation']} micro-batch(es) per rank"),
+        (
+            "data",
+            f"{facts['data']}, {facts['step_tokens']:,} tokens/step, {facts['accumulation']} micro-batch(es) per rank",
+        ),
         ("length", f"{facts['max_steps']:,} steps, {facts['total_tokens']:,} tokens"),
-        ("FLOPs", f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all"),
+        (
+            "FLOPs",
+            f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all",
+        ),
         ("memory", f"{sum(memory.values()) / 1e9:.3f} GB per rank, estimated"),
         *((f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in memory.items()),
         ("identity", facts["config_hash"]),

@@ -37,8 +37,9 @@ def run(config: Config, start: Start) -> int:
     print(plan_line(config, device), flush=True)
     try:
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=True)
+        print(data_line(config, corpus), flush=True)
         prepare_folder(config, corpus, start)
-        trainer = build_trainer(config, device, start.checkpoint, _sinks(config, corpus))
+        trainer = build_trainer(config, device, start.checkpoint, tracking_sinks(config, corpus))
         trainer.fit(build_module(config, corpus), CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
@@ -52,8 +53,18 @@ def run(config: Config, start: Start) -> int:
     return 0
 
 
+def data_line(config: Config, corpus: Corpus) -> str:
+    """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
+    parts = [
+        f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
+        f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
+        for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
+    ]
+    return "data   " + " | ".join(parts)
+
+
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder with config.yaml and tokenizer.json; a run that starts afresh drops what a broken one left."""
+    """Make the run's folder with config.yaml and tokenizer.json; one begun afresh drops what a broken one left."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder / "config.yaml")
@@ -68,7 +79,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
 
 
-def _sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
+def tracking_sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
+    """Return where the run's records go beside its own folder."""
     if config.logger.name == "none":
         return []
     parameters = {"parameters": count_parameters(config.model).total}

@@ -54,7 +54,9 @@ def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
     path = Path(str(config.resume)).expanduser().absolute()
     checkpoint = find_checkpoint(path) or last_checkpoint(path / "checkpoints")
     if checkpoint is None:
-        text = f"{path} holds no complete checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
+        text = (
+            f"{path} holds no complete checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
+        )
         raise ConfigError(Problem("resume", text))
     origin = checkpoint.folder.parent.parent
     if holds_run and origin != folder:

@@ -15,7 +15,7 @@ def checkout() -> Path | None:
 
 
 def default_outputs() -> str:
-    """Return the absolute folder of all runs: LIGHTNING_LLM_OUTPUTS, the checkout's `outputs`, or `~/lightning-llm/outputs`."""
+    """Return the folder of all runs: LIGHTNING_LLM_OUTPUTS, the checkout's outputs/, or ~/lightning-llm/outputs."""
     if os.environ.get(OUTPUTS_VARIABLE):
         return str(Path(os.environ[OUTPUTS_VARIABLE]).expanduser().absolute())
     root = checkout()

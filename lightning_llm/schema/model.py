@@ -1,8 +1,8 @@
 """`model`: the shape of one decoder-only transformer."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from lightning_llm.schema.base import Group, PositiveFloat, PositiveInt
 
@@ -55,24 +55,3 @@ class ModelConfig(Group):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
-        wrong = []
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            wrong.append(
-                f"hidden_size={self.hidden_size} is no multiple of num_heads={self.num_heads}: "
-                "change one of them, or set head_dim"
-            )
-        elif self.position == "rope" and self.attention_head_dim % 2:
-            wrong.append(f"position=rope turns pairs, so the head dimension {self.attention_head_dim} must be even")
-        if self.num_heads % self.num_kv_heads:
-            wrong.append(
-                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: "
-                "every key/value head serves the same number of query heads"
-            )
-        if self.rope_scaling is not None and self.position != "rope":
-            wrong.append(f"rope_scaling is set but position={self.position}: set it to null, or position to rope")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return self

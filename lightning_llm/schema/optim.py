@@ -29,6 +29,8 @@ class ScheduleConfig(Group):
 
     name: Literal["constant", "cosine", "wsd"]
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up, absolute")
-    total_steps: PositiveInt | None = Field(None, description="steps over which the rate decays; null: trainer.max_steps")
-    decay_fraction: Fraction = Field(0.2, description="wsd: share of total_steps spent decaying, at the end")
+    total_steps: PositiveInt | None = Field(
+        None, description="steps over which the rate decays; null: trainer.max_steps"
+    )
+    decay_fraction: Fraction = Field(0.2, description="wsd: share of total_steps that decays")
     final_factor: Fraction = Field(0.1, description="cosine, wsd: the factor at total_steps")

@@ -22,7 +22,9 @@ class TrainerConfig(Group):
     max_steps: PositiveInt = Field(description="optimizer steps")
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: PositiveInt = Field(1, description="ranks on this machine")
-    validate_every_steps: PositiveInt | None = Field(description="optimizer steps between validations; null: at the end only")
+    validate_every_steps: PositiveInt | None = Field(
+        description="optimizer steps between validations; null: at the end only"
+    )
     compile: bool = Field(False, description="what parallel.compile takes unless set itself")
     deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
     threads: PositiveInt | None = Field(None, description="CPU threads per rank; null: torch's choice")

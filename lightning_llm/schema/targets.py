@@ -47,7 +47,7 @@ def check_target(key: str, node: Any) -> list[Problem]:
 
 
 def _source_file(module: str) -> Path | None:
-    """Return the file of `module`, importing none of its parents but `lightning_llm` itself; None if it is not Python text."""
+    """Return the file of `module`, importing no parent but `lightning_llm` itself; None if it is no Python text."""
     root, *rest = module.split(".")
     spec = importlib.util.find_spec(root)
     if spec is None:

@@ -13,7 +13,7 @@ from lightning_llm.train.manifest import prune
 
 
 class StoppedBySignal(BaseException):
-    """The run was asked to stop by SIGINT or SIGTERM. `saved_step` is the newest checkpoint's step, None without one."""
+    """The run was asked to stop by SIGINT or SIGTERM. `saved_step`: of the newest checkpoint, None without one."""
 
     def __init__(self, number: int, saved_step: int | None):
         self.number = number

@@ -18,9 +18,9 @@ class NonFiniteLossError(RuntimeError):
 class SingleRankStrategy(SingleDeviceStrategy):
     """One rank holds everything.
 
-    Lightning's loop calls training_step, zero_grad and backward in that order. Forward and backward of all micro-batches
-    happen in `training_step` (as a pipeline schedule needs it), so `backward` only fires the hooks around it and the
-    module's zero_grad does nothing.
+    Lightning's loop calls training_step, zero_grad and backward in that order. Forward and backward of all
+    micro-batches happen in `training_step` (as a pipeline schedule needs it), so `backward` only fires the hooks around
+    it and the module's zero_grad does nothing.
     """
 
     def __init__(self, device: torch.device, resume_from: Any = None):

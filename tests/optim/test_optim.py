@@ -1,6 +1,7 @@
 """Decay groups, the schedules at their landmarks, and clipping against torch in float64."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,7 +46,9 @@ def test_the_update_is_adamw_in_float64():
     start = torch.randn(3, 5, generator=generator)
     gradients = [torch.randn(3, 5, generator=generator) for _ in range(4)]
     parameter = nn.Parameter(start.clone())
-    optimizer = build_optimizer([("layers.0.x.weight", parameter)], config(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3))
+    optimizer = build_optimizer(
+        [("layers.0.x.weight", parameter)], config(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
+    )
     expected, first, second = start.double(), torch.zeros(3, 5).double(), torch.zeros(3, 5).double()
     for t, gradient in enumerate(gradients, 1):
         parameter.grad = gradient.clone()
@@ -80,11 +83,13 @@ def test_schedules_at_their_landmarks():
     fraction=st.floats(0, 1),
 )
 def test_schedules_rise_then_never_rise_again(name, warmup, total, final, fraction):
-    schedule = ScheduleConfig(name=name, warmup_steps=warmup, total_steps=total, decay_fraction=fraction, final_factor=final)
+    schedule = ScheduleConfig(
+        name=name, warmup_steps=warmup, total_steps=total, decay_fraction=fraction, final_factor=final
+    )
     factors = [learning_rate_factor(schedule, updates, 10**6) for updates in range(total + 5)]
     assert all(0 <= factor <= 1 for factor in factors)
-    assert all(b >= a for a, b in zip(factors[:warmup], factors[1:warmup], strict=False))
-    assert all(b <= a + 1e-12 for a, b in zip(factors[warmup:], factors[warmup + 1 :], strict=False))
+    assert all(b >= a for a, b in pairwise(factors[:warmup]))
+    assert all(b <= a + 1e-12 for a, b in pairwise(factors[warmup:]))
 
 
 def test_clipping_against_torch_in_float64():

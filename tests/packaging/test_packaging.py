@@ -42,7 +42,18 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(folder),
+        ".",
+    ]
     subprocess.run(command, cwd=source, check=True)
     return next(folder.glob("*.whl"))
 

@@ -1,0 +1,45 @@
+"""`python -m benchmarks [NAME ...]`: run the benchmarks, print a table, keep it in benchmarks/results/."""
+
+import json
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from benchmarks import loader, peers, startup, trainer_overhead
+
+BENCHMARKS = {
+    "startup": startup.measure,
+    "loader": loader.measure,
+    "trainer_overhead": trainer_overhead.measure,
+    "peers": peers.measure,
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the benchmarks named on the command line, or all."""
+    chosen = sys.argv[1:] or list(BENCHMARKS)
+    unknown = set(chosen) - BENCHMARKS.keys()
+    if unknown:
+        print(f"there is no benchmark {sorted(unknown)}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
+    rows: list[tuple[str, float, str]] = []
+    for name in chosen:
+        for what, value, target in BENCHMARKS[name]():
+            rows.append((what, value, target))
+            print(f"{what:<72}{value:>12.4g}   {target}", flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    machine = (
+        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    file = RESULTS / f"{date.today()}-{device.replace(' ', '-').lower()}-{'-'.join(chosen)}.json"
+    file.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+    print(f"\n{machine}; written to {file}")
+    return 0
+
+
+sys.exit(main())

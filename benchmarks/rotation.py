@@ -1,0 +1,34 @@
+"""Fair comparison on a noisy machine: contenders take turns, and each is judged by its fastest step."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+
+def interleaved_minima(
+    contenders: Mapping[str, Iterator[None]], rounds: int, steps: int, warmup: int = 3
+) -> dict[str, float]:
+    """Return each contender's fastest step in seconds.
+
+    A contender is an iterator that takes one training step per `next`. Each round gives every contender `steps` steps,
+    in an order that rotates, so that a slow spell of the machine hits all of them alike.
+    """
+    names = list(contenders)
+    best = dict.fromkeys(names, float("inf"))
+    for name in names:
+        for _ in range(warmup):
+            next(contenders[name])
+    for turn in range(rounds):
+        for offset in range(len(names)):
+            name = names[(turn + offset) % len(names)]
+            for _ in range(steps):
+                start = time.perf_counter()
+                next(contenders[name])
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def stepping(step: Callable[[], object]) -> Iterator[None]:
+    """Return an iterator that calls `step` once per `next`."""
+    while True:
+        step()
+        yield

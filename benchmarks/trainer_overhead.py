@@ -1,0 +1,88 @@
+"""Our Trainer, callbacks and logging on, against a hand-written loop over the same model and batches."""
+
+import threading
+from collections.abc import Iterator
+from queue import Queue
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.rotation import interleaved_minima, stepping
+from benchmarks.shape import config
+from lightning_llm.build import build_module, build_trainer
+from lightning_llm.data.corpus import open_corpus
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.run import prepare_folder, quiet_lightning, tracking_sinks
+from lightning_llm.run_state import Start
+from lightning_llm.train.datamodule import CorpusDataModule
+
+
+class Turnstile(pl.Callback):
+    """Lets the trainer take one step at a time: `fit` runs in a thread that waits here between steps."""
+
+    def __init__(self) -> None:
+        self.go: Queue[bool] = Queue()
+        self.done: Queue[BaseException | None] = Queue()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.go.get()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.done.put(None)
+        if not self.go.get():
+            trainer.should_stop = True
+
+
+def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, threading.Thread]:
+    """Return an iterator that lets a whole Trainer of ours take one step per `next`."""
+    prepare_folder(run, corpus, Start())
+    trainer = build_trainer(run, torch.device("cpu"), None, tracking_sinks(run, corpus))
+    # Signals can be handled in the main thread alone, and there is nothing here to save.
+    trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
+    turnstile = Turnstile()
+    trainer.callbacks.append(turnstile)
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    thread = threading.Thread(
+        target=trainer.fit, args=(build_module(run, corpus), CorpusDataModule(corpus, run)), daemon=True
+    )
+    thread.start()
+
+    def step() -> None:
+        turnstile.go.put(True)
+        turnstile.done.get()
+
+    return stepping(step), turnstile, thread
+
+
+def loop_steps(run: Any, corpus: Any) -> Iterator[None]:
+    """Yield after each step of the hand-written loop: same model, loss, clipping, optimizer, batches, no trainer."""
+    model = Decoder(run.model, torch.bfloat16)
+    initialise(model, run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    step = 0
+    while True:
+        batch = corpus.micro_batches(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss_sum(model(batch.tokens[0]), batch.labels[0]) / batch.labels.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss.item()
+        step += 1
+        yield
+
+
+def measure() -> Iterator[tuple[str, float, str]]:
+    """Yield the ratio of fastest steps."""
+    quiet_lightning()
+    run = config()
+    corpus = open_corpus(run.data, run.seed, run.model.vocab_size)
+    ours, turnstile, thread = trainer_steps(run, corpus)
+    best = interleaved_minima({"trainer": ours, "loop": loop_steps(run, corpus)}, rounds=12, steps=5)
+    turnstile.go.put(False)
+    thread.join(timeout=60)
+    yield "hand-written loop, seconds per step", best["loop"], ""
+    yield "our Trainer with callbacks and MLflow, ratio to it", best["trainer"] / best["loop"], "<= 1.02"
