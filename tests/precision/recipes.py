@@ -1,0 +1,16 @@
+"""The shipped recipes, as the tests load them."""
+
+from functools import cache
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lightning_llm.schema.precision import PrecisionConfig
+
+FOLDER = Path(__file__).parents[2] / "conf" / "precision"
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+@cache
+def load(name):
+    return PrecisionConfig.model_validate(OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"), resolve=True))

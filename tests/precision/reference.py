@@ -1,0 +1,153 @@
+"""The specification of every cast and of the linear layer, in numpy and float64, written apart from the package.
+
+Elements are looked up in a table of the format's numbers, scales come from float64 logarithms or np.float32 divisions,
+transposes are explicit: every operand is handled with its contraction axis last.
+"""
+
+import numpy as np
+
+from lightning_llm.schema.precision import CastConfig, PrecisionConfig
+
+F32 = np.float32
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+EMAX = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
+
+
+def grid(name):
+    """All magnitudes of a format in order; the index is the code, so an even index is an even mantissa."""
+    exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}[name]
+    numbers = []
+    for exponent in range(2**exponent_bits):
+        for mantissa in range(2**mantissa_bits):
+            fraction = mantissa / 2**mantissa_bits
+            power = 2.0 ** (max(exponent, 1) - bias)
+            numbers.append(power * (fraction if exponent == 0 else 1 + fraction))
+    return np.array([number for number in numbers if number <= LARGEST[name]])
+
+
+def round_elements(v, name, rounding, noise=None):
+    """Round float64 `v` to the format's table, saturating."""
+    table = grid(name)
+    magnitude = np.minimum(np.abs(v), table[-1])
+    low = np.searchsorted(table, magnitude, side="right") - 1
+    high = np.minimum(low + 1, len(table) - 1)
+    gap = np.where(high > low, table[high] - table[low], 1.0)
+    fraction = (magnitude - table[low]) / gap
+    if rounding == "even":
+        up = (fraction > 0.5) | ((fraction == 0.5) & (low % 2 == 1))
+    elif rounding == "half_away":
+        up = fraction >= 0.5
+    elif rounding == "half_to_zero":
+        up = fraction > 0.5
+    elif rounding == "stochastic":
+        up = fraction + noise >= 1
+    else:
+        up = noise < fraction
+    return np.copysign(np.where(up, table[high], table[low]), v)
+
+
+def blocks_of(x, block):
+    """Per-block (amax, x) of [rows, contraction], amax broadcast to every element."""
+    if block == "tensor":
+        return np.full_like(x, np.abs(x).max())
+    height, width = (int(each) for each in block.split("x"))
+    out = np.empty_like(x)
+    for row in range(0, x.shape[0], height):
+        for column in range(0, x.shape[1], width):
+            part = np.s_[row : row + height, column : column + width]
+            out[part] = np.abs(x[part]).max()
+    return out
+
+
+def per_block(x, block, function):
+    """`function` of every 1 x width block, broadcast to its elements."""
+    width = int(block.split("x")[1])
+    out = np.empty_like(x)
+    for row in range(x.shape[0]):
+        for column in range(0, x.shape[1], width):
+            out[row, column : column + width] = function(x[row, column : column + width])
+    return out
+
+
+def cast(x, how: CastConfig, noise=None, delayed=None):
+    """Dequantised float64 [rows, contraction], and QuEST's mask."""
+    x = np.asarray(x, dtype=np.float64)
+    amax = blocks_of(x, how.block)
+    safe = np.where(amax == 0, 1.0, amax)
+    if how.scale == "quest":
+        power = per_block(x, how.block, quest_power)
+        return round_elements(x / power, how.format, how.rounding) * power, np.abs(x / power) < 6
+    if how.scale == "two_level_e4m3":
+        whole = F32(np.abs(x).max())
+        encode = F32(2688) / whole
+        sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / 6))).astype(np.float64), "e4m3", "even")
+        multiplier = F32(1) / (sf.astype(F32) * (F32(1) / encode))
+        values = round_elements((x.astype(F32) * multiplier).astype(np.float64), "e2m1", how.rounding, noise)
+        return values * sf * float(whole) / 2688, None
+    if how.scale.startswith("e8m0"):
+        if how.scale == "e8m0_floor":
+            power = 2.0 ** (np.floor(np.log2(safe)) - EMAX[how.format])
+        else:
+            power = 2.0 ** np.ceil(np.log2(safe / LARGEST[how.format]))
+        scaled = (x * how.prescale).astype(F32).astype(np.float64) / power
+        return round_elements(scaled, how.format, how.rounding, noise) * power / how.prescale, None
+    if how.scale == "delayed":
+        scale = np.full_like(x, delayed).astype(F32)
+    else:
+        scale = F32(LARGEST[how.format]) / safe.astype(F32)
+        if how.scale == "power_of_two":
+            scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(F32)
+    values = round_elements((x.astype(F32) * scale).astype(np.float64), how.format, how.rounding, noise)
+    return values / scale.astype(np.float64), None
+
+
+def quest_power(group):
+    std = np.sqrt(np.mean(group**2) - np.mean(group) ** 2)
+    return 2.0 ** np.floor(np.log2(2.92247856 / 6 * std + 1e-8))
+
+
+def sylvester(size):
+    h = np.ones((1, 1))
+    while len(h) < size:
+        h = np.block([[h, h], [h, -h]])
+    return h
+
+
+def rotated(x, how: CastConfig, signs, bf16):
+    """x S over groups of the last axis, S = diag(signs) H / sqrt(g)."""
+    if how.hadamard is None:
+        return x
+    size = how.hadamard.size
+    s = np.diag(np.ones(size) if signs is None else signs) @ sylvester(size) / np.sqrt(size)
+    out = (x.reshape(-1, size) @ s).reshape(x.shape)
+    return bf16(out) if how.hadamard.round_to == "bf16" else out
+
+
+def linear(x, w, dy, recipe: PrecisionConfig, noise, signs, delayed, bf16):
+    """(Y, dX, dW) in float64 from the six slots. `noise[slot]` lies like the operand with its contraction axis last.
+
+    `signs[gemm]` or None; `delayed[role]` the multipliers; `bf16` rounds an array to bf16.
+    """
+
+    def operand(tensor, slot):
+        gemm, role = slot.split(".")
+        how = getattr(getattr(recipe, gemm), role)
+        if not how.quantises:
+            return tensor, None
+        return cast(rotated(tensor, how, signs[gemm], bf16), how, noise.get(slot), delayed.get(role))
+
+    def through(gradient, mask, how):
+        if how.clip_gradient:
+            gradient = gradient * mask
+        size = how.hadamard.size if how.hadamard else 0
+        return gradient if not size else (gradient.reshape(-1, size) @ sylvester(size) / np.sqrt(size)).reshape(gradient.shape)
+
+    xq, x_mask = operand(x, "fprop.x")
+    wq, w_mask = operand(w, "fprop.w")
+    again_w = recipe.dgrad.w.source == "quantised"
+    again_x = recipe.wgrad.x.source == "quantised"
+    dx = operand(dy, "dgrad.dy")[0] @ operand((bf16(wq) if again_w else w).T, "dgrad.w")[0].T
+    dw = operand(dy.T, "wgrad.dy")[0] @ operand((bf16(xq) if again_x else x).T, "wgrad.x")[0].T
+    dx = through(dx, x_mask, recipe.fprop.x) if again_w else dx
+    dw = through(dw, w_mask, recipe.fprop.w) if again_x else dw
+    return xq @ wq.T, dx, dw
