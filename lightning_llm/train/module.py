@@ -50,8 +50,6 @@ class LanguageModule(pl.LightningModule):
             model = Decoder(self.config.model, compute_dtype=COMPUTE_DTYPES[self.config.precision.compute_dtype])
         apply_parallel(model.blocks, self.config.parallel)
         model.to_empty(device=self.trainer.strategy.root_device)
-        if self.config.model.tie_embeddings:
-            model.head.weight = model.embedding.weight  # to_empty gave each of them a tensor of its own
         initialise(model, self.config.seed)
         self.model = model
 
