@@ -19,7 +19,25 @@ from lightning_llm.precision import vector_linears as linears
 from lightning_llm.precision.vector_case import Case, Check, Runner
 
 INPUTS = frozenset(
-    ["x", "X", "W", "dY", "u", "N", "rbits8", "amax_seq", "found_inf", "sr_signs", "sr_u", "sign_dgrad", "sign_wgrad", "u_dy", "u_wT", "u_dyT", "u_xT"]
+    [
+        "x",
+        "X",
+        "W",
+        "dY",
+        "u",
+        "N",
+        "rbits8",
+        "amax_seq",
+        "found_inf",
+        "sr_signs",
+        "sr_u",
+        "sign_dgrad",
+        "sign_wgrad",
+        "u_dy",
+        "u_wT",
+        "u_dyT",
+        "u_xT",
+    ]
 )
 
 

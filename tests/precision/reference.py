@@ -140,7 +140,11 @@ def linear(x, w, dy, recipe: PrecisionConfig, noise, signs, delayed, bf16):
         if how.clip_gradient:
             gradient = gradient * mask
         size = how.hadamard.size if how.hadamard else 0
-        return gradient if not size else (gradient.reshape(-1, size) @ sylvester(size) / np.sqrt(size)).reshape(gradient.shape)
+        return (
+            gradient
+            if not size
+            else (gradient.reshape(-1, size) @ sylvester(size) / np.sqrt(size)).reshape(gradient.shape)
+        )
 
     xq, x_mask = operand(x, "fprop.x")
     wq, w_mask = operand(w, "fprop.w")

@@ -171,7 +171,9 @@ def test_bias_is_not_quantised(name):
     x, dy = tensors(dtype)
     y = layer(x)
     y.backward(dy)
-    torch.testing.assert_close(layer.bias.grad.double(), dy.double().sum(0), rtol=1e-6, atol=1e-6 * float(dy.abs().sum()))
+    torch.testing.assert_close(
+        layer.bias.grad.double(), dy.double().sum(0), rtol=1e-6, atol=1e-6 * float(dy.abs().sum())
+    )
     with torch.no_grad():
         layer.bias += 1000
         shift = (layer(x).double() - y.double()) - 1000
@@ -199,7 +201,9 @@ def test_recomputation_gives_the_same_bits_after_other_micro_batches(name):
         for _, y in outputs:
             y.backward(dy)
         update_delayed(layer)
-        results.append([x.grad for x, _ in outputs] + [layer.weight.grad] + ([] if layer.scale is None else [layer.scale]))
+        results.append(
+            [x.grad for x, _ in outputs] + [layer.weight.grad] + ([] if layer.scale is None else [layer.scale])
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

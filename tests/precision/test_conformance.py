@@ -1,0 +1,98 @@
+"""Recorded vectors: all of them eagerly, a selection compiled (all of it in the full suite); planted errors are caught."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_llm.errors import ConfigError
+from lightning_llm.precision import inductor, rounding, scales
+from lightning_llm.precision.conformance import run_conformance
+
+VECTORS = Path(__file__).parent / "vectors"
+
+
+def failures(verdicts):
+    return {verdict.case: verdict.errors for verdict in verdicts if not verdict.passed}
+
+
+def subset(folder, keep):
+    """A folder with the cases that `keep` selects, its arrays shared."""
+    manifest = json.loads((VECTORS / "manifest.json").read_text())
+    manifest["cases"] = [case for case in manifest["cases"] if keep(case)]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for name in {case["file"] for case in manifest["cases"]}:
+        (folder / name).symlink_to(VECTORS / name)
+    return folder
+
+
+def test_every_case_passes_eagerly():
+    verdicts = run_conformance(VECTORS, compiled=False)
+    assert failures(verdicts) == {}
+    assert len(verdicts) == 244
+    assert sum(verdict.checks for verdict in verdicts) == 829
+
+
+@pytest.mark.skipif(inductor.why_not("cpu") is not None, reason="no C++ compiler")
+def test_special_values_pass_compiled(tmp_path):
+    kept = ("mxfp8te_e4m3_fp32_special", "sr_e2m1_8bit")
+    verdicts = run_conformance(subset(tmp_path, lambda case: case["name"].startswith(kept)), compiled=True)
+    assert failures(verdicts) == {}
+    assert len(verdicts) == 3
+
+
+@pytest.mark.full
+def test_every_case_passes_compiled():
+    verdicts = run_conformance(VECTORS, compiled=True)
+    assert failures(verdicts) == {}
+    assert len(verdicts) == 244
+
+
+@pytest.mark.parametrize(
+    "wrong", ["floor for ceil", "half away for even", "flushed subnormals", "reciprocal for division"]
+)
+def test_a_planted_error_is_caught(wrong, monkeypatch):
+    if wrong == "floor for ceil":
+        monkeypatch.setattr(scales, "e8m0_ceil", scales.e8m0_floor)
+    elif wrong == "half away for even":
+        monkeypatch.setattr(rounding, "_nearest_even", lambda v, fmt: rounding._by_steps(v, fmt, "half_away", None))
+    elif wrong == "flushed subnormals":
+        right = rounding._nearest_even
+        monkeypatch.setattr(
+            rounding, "_nearest_even", lambda v, fmt: right(v, fmt) * (v.abs() >= 2.0**fmt.min_exponent)
+        )
+    else:
+        monkeypatch.setattr(scales, "divide", lambda numerator, denominator: denominator.reciprocal() * numerator)
+    assert failures(run_conformance(VECTORS, compiled=False))
+
+
+def test_recipes_and_arrays_without_a_check_fail(tmp_path):
+    np.savez(tmp_path / "a.npz", c__x=np.ones((2, 32), np.float32), c__expected=np.ones((2, 32), np.float32))
+    case = {"name": "c", "file": "a.npz", "arrays": ["x", "expected"], "recipe": "int4"}
+    (tmp_path / "manifest.json").write_text(json.dumps({"cases": [case]}))
+    (verdict,) = run_conformance(tmp_path, compiled=False)
+    assert verdict.errors == ("no check for recipe 'int4'",)
+
+
+def test_a_wrong_number_is_reported(tmp_path):
+    x = np.ones((2, 32), np.float32)
+    expected = x.copy()
+    expected[1, 3] = 2
+    np.savez(tmp_path / "a.npz", c__x=x, c__expected=expected)
+    case = {"name": "c", "file": "a.npz", "arrays": ["x", "expected"], "recipe": "MX (OCP floor scale)"}
+    (tmp_path / "manifest.json").write_text(json.dumps({"cases": [case | {"format": "e4m3", "rounding": "RNE"}]}))
+    (verdict,) = run_conformance(tmp_path, compiled=False)
+    assert verdict.errors == ("expected: 1 of 64 differ; first at 35: 1.0, recorded 2.0",)
+
+
+def test_unreadable_folders_are_user_errors(tmp_path):
+    with pytest.raises(ConfigError, match="manifest.json"):
+        run_conformance(tmp_path, compiled=False)
+    case = {"name": "c", "file": "a.npz", "arrays": ["x"], "recipe": "mxfp8"}
+    (tmp_path / "manifest.json").write_text(json.dumps({"cases": [case]}))
+    with pytest.raises(ConfigError, match=r"a\.npz: cannot be read"):
+        run_conformance(tmp_path, compiled=False)
+    np.savez(tmp_path / "a.npz", other=np.ones(2))
+    with pytest.raises(ConfigError, match="lacks"):
+        run_conformance(tmp_path, compiled=False)

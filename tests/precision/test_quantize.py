@@ -1,0 +1,197 @@
+"""Blocks and scales: covariance, tails, special values, the GEMM's operand, SQNR against theory, compiled against eager."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_llm.precision import inductor, quantize
+from lightning_llm.precision.formats import FORMATS
+from lightning_llm.precision.hadamard import rotate, rotation
+from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
+from lightning_llm.schema.precision import CastConfig, slots_of
+from tests.precision.recipes import RECIPES, load
+
+CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantises}
+DISTINCT = {cast: label for label, cast in CASTS.items()}
+BLOCKED = [cast for cast in DISTINCT if cast.block != "tensor" and cast.scale != "quest" and not cast.stochastic]
+
+
+def sample(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def label(cast):
+    return DISTINCT.get(cast, "")
+
+
+@pytest.mark.parametrize("cast", BLOCKED, ids=label)
+@given(exponent=st.integers(-20, 20), seed=st.integers(0, 5))
+@settings(max_examples=10, deadline=None)
+def test_scaling_by_a_power_of_two_scales_the_result(cast, exponent, seed):
+    """NVFP4's tensor scale rounds alike too; fp32 block scales divide alike."""
+    x = sample(32, 128, seed)
+    plain, scaled = quantise(x, cast), quantise(x * 2.0**exponent, cast)
+    assert torch.equal(scaled.values, plain.values)
+    assert torch.equal(scaled.dequantised, plain.dequantised * 2.0**exponent)
+
+
+@pytest.mark.parametrize("cast", [cast for cast in DISTINCT if not cast.stochastic], ids=label)
+def test_symmetric_in_the_sign(cast):
+    x, delayed = sample(32, 128), torch.tensor(3.0)
+    plain = quantise(x, cast, delayed=delayed).dequantised
+    assert torch.equal(quantise(-x, cast, delayed=delayed).dequantised, -plain)
+
+
+@pytest.mark.parametrize(
+    "cast", [c for c in DISTINCT if not c.stochastic and c.scale.startswith(("e8", "pow"))], ids=label
+)
+def test_idempotent(cast):
+    once = quantise(sample(32, 128), cast).dequantised
+    assert torch.equal(quantise(once, cast).dequantised, once)
+
+
+@pytest.mark.parametrize("cast", [cast for cast in DISTINCT if cast.block != "tensor"], ids=label)
+def test_blocks_follow_the_contraction_axis(cast):
+    """Quantising along axis 0 is quantising the transpose along its last axis; the noise turns with it."""
+    x = sample(128, 256) * torch.logspace(-3, 3, 256)
+    noise = torch.rand(128, 256, generator=torch.Generator().manual_seed(1))
+    down = quantise(x, cast, 0, noise=noise)
+    across = quantise(x.T.contiguous(), cast, 1, noise=noise.T.contiguous())
+    assert torch.equal(down.dequantised, across.dequantised.T)
+    assert torch.equal(down.stored_scale, across.stored_scale.T)
+
+
+@pytest.mark.parametrize(
+    "cast", [cast for cast in DISTINCT if cast.block != "tensor" and cast.scale != "quest"], ids=label
+)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_tails_are_as_if_padded_with_zeros(cast, axis):
+    x = sample(37, 51)
+    noise = torch.rand(37, 51, generator=torch.Generator().manual_seed(1))
+    pad = (0, 256 - 51, 0, 256 - 37)
+    whole = quantise(torch.nn.functional.pad(x, pad), cast, axis, noise=torch.nn.functional.pad(noise, pad))
+    assert torch.equal(quantise(x, cast, axis, noise=noise).dequantised, whole.dequantised[:37, :51])
+
+
+@pytest.mark.parametrize("cast", DISTINCT, ids=label)
+def test_zeros_stay_zero_and_nothing_else_appears(cast):
+    x = torch.zeros(32, 128).bfloat16()
+    made = quantise(x, cast, noise=torch.full(x.shape, 0.999), delayed=torch.tensor(1.0))
+    assert torch.equal(made.dequantised, torch.zeros(32, 128))
+
+
+@pytest.mark.parametrize("cast", DISTINCT, ids=label)
+def test_the_gemms_operand_is_the_dequantised_tensor(cast):
+    x = sample(96, 160)
+    key, delayed = torch.tensor(99), torch.tensor(7.5)
+    noise = keyed_noise(x, cast, key, Origin())
+    wanted = quantise(x, cast, 0, noise=noise, delayed=delayed).dequantised
+    made = inductor.operand(x, cast, 0, "eager", key=key, delayed=delayed)
+    product = made.tensor.double() * (1.0 if made.factor is None else made.factor.double())
+    assert made.tensor.dtype == (torch.float32 if cast.scale == "fp32" and cast.block != "tensor" else torch.bfloat16)
+    torch.testing.assert_close(product, wanted.double(), rtol=2.0**-22, atol=0)
+
+
+def test_a_missing_scale_or_amax_is_an_error():
+    with pytest.raises(ValueError, match="kept from earlier steps"):
+        quantise(sample(4, 4), load("fp8_delayed").fprop.x)
+    with pytest.raises(ValueError, match="needs the tensor's amax"):
+        quantize.scale(sample(4, 4), load("nvfp4").fprop.x, 1)
+
+
+def test_shards_that_agree_on_amax_quantise_as_the_whole():
+    x, cast = sample(64, 64), load("fp8_current").fprop.x
+    amax = x.float().abs().amax()
+    whole = inductor.operand(x, cast, 1, "eager")
+    parts = [inductor.operand(part, cast, 1, "eager", reduce_amax=lambda _: amax).tensor for part in x.chunk(2)]
+    assert torch.equal(torch.cat(parts), whole.tensor)
+
+
+@pytest.mark.parametrize("size", [2, 16, 32, 64])
+def test_rotation_is_orthogonal_and_cancels(size):
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
+    s = rotation(size, signs, torch.device("cpu"))
+    torch.testing.assert_close(s.double() @ s.double().T, torch.eye(size).double(), atol=1e-6, rtol=0)
+    a, b = torch.randn(8, 128, generator=generator), torch.randn(128, 8, generator=generator)
+    rotated = rotate(a, s, 1, torch.float32) @ rotate(b, s, 0, torch.float32)
+    torch.testing.assert_close(rotated, a @ b, atol=2e-5, rtol=1e-5)
+
+
+def sqnr(x, cast):
+    error = quantise(x, cast, noise=torch.rand(x.shape, generator=torch.Generator().manual_seed(1))).dequantised - x
+    return 10 * math.log10(float(x.double().square().mean() / error.double().square().mean()))
+
+
+def theory(x, cast):
+    """SQNR in dB of a unit Gaussian whose error is uniform over a step: step^2 / 12 rounded, step^2 / 6 if stochastic.
+
+    Averaged over the binades of the format (subnormals: one step) under the scales that the blocks of `x` have.
+    """
+    fmt = FORMATS[cast.format]
+    amax = quantize.tensor_amax(x)
+    multipliers = quantize.scale(x, cast, 1, amax).multiplier.flatten()[:2000].double()
+    edges = [0.0] + [2.0**e for e in range(fmt.min_exponent, fmt.max_exponent + 2)]
+    steps = [2.0 ** (fmt.min_exponent - fmt.mantissa_bits)]
+    steps += [2.0 ** (e - fmt.mantissa_bits) for e in range(fmt.min_exponent, fmt.max_exponent + 1)]
+    noise = torch.zeros_like(multipliers)
+    for low, high, step in zip(edges[:-1], edges[1:], steps, strict=True):
+        share = torch.erf(high / multipliers / 2**0.5) - torch.erf(low / multipliers / 2**0.5)
+        noise += share * (step / multipliers) ** 2 / (6 if cast.stochastic else 12)
+    return -10 * math.log10(float(noise.mean()))
+
+
+@pytest.mark.parametrize("which", [
+    "mxfp8:fprop.x", "fp8_subchannel:fprop.x", "fp8_subchannel_fp32scales:fprop.w", "fp8_current:fprop.x",
+    "fp8_current:dgrad.dy", "nvfp4:fprop.x", "nvfp4:dgrad.dy", "mxfp4_sr_norht:dgrad.dy",
+])  # fmt: skip
+def test_sqnr_of_a_gaussian_is_what_theory_says(which):
+    x, cast = sample(1024, 512).float(), CASTS[which]
+    assert sqnr(x, cast) == pytest.approx(theory(x, cast), abs=0.6 if cast.format == "e2m1" else 0.25)
+
+
+def test_blocks_contain_an_outlier():
+    """One outlier per 4096 elements: a tensor scale loses a four-bit tensor, blocks of 32 lose one block in 128."""
+    x = sample(256, 1024).float()
+    x[::4, 0] = 1000.0
+    inliers = x.abs() < 100
+
+    def inlier_sqnr(made):
+        error = (made.dequantised - x)[inliers].double()
+        return 10 * math.log10(float(x[inliers].double().square().mean() / error.square().mean()))
+
+    tensor = inlier_sqnr(quantise(x, CastConfig(format="e2m1", block="tensor")))
+    block = inlier_sqnr(quantise(x, load("mxfp4_rne").dgrad.dy))
+    assert tensor < 1
+    assert block > 12
+
+
+def compare_with_eager(cast, axis, shapes):
+    for rows, columns in shapes:
+        x = sample(rows, columns)
+        x.view(-1)[:4] = torch.tensor([0.0, 1e-38, float("nan"), -3e38])
+        key, delayed = torch.tensor(1234), torch.tensor(7.5)
+        eager = inductor.operand(x, cast, axis, "eager", key=key, delayed=delayed)
+        made = inductor.operand(x, cast, axis, "compiled", key=key, delayed=delayed)
+        for a, b in zip(eager, made, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a.nan_to_num(nan=-1.5), b.nan_to_num(nan=-1.5))
+
+
+@pytest.mark.skipif(inductor.why_not("cpu") is not None, reason="no C++ compiler")
+@pytest.mark.parametrize(("which", "axis", "shapes"), [
+    ("mxfp8:fprop.x", 1, [(64, 128), (96, 256)]), ("mxfp4_sr_norht:dgrad.dy", 0, [(64, 128)]),
+    ("fp8_current:dgrad.dy", 1, [(37, 96)]),
+])  # fmt: skip
+def test_compiled_casts_give_eagers_bits(which, axis, shapes):
+    compare_with_eager(CASTS[which], axis, shapes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("cast", DISTINCT, ids=label)
+def test_every_compiled_cast_gives_eagers_bits(cast, axis):
+    compare_with_eager(cast, axis, [(64, 128), (128, 256), (37, 51)])

@@ -1,0 +1,130 @@
+"""The tensor hash is the scalar one, and its bits behave as random; stochastic rounding built on them is unbiased."""
+
+import random
+
+import pytest
+import torch
+
+from lightning_llm import keyed_hash
+from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision import random_bits
+from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
+from lightning_llm.schema.precision import CastConfig
+from tests.precision.recipes import load
+
+SIZE = 1 << 18
+KNOWN = {0: [0, 1753845952, 3507691905, 1408362973], 0xDEADBEEF: [3611221558, 1068103910, 513530476, 375916648]}
+
+
+def bits(key, size=SIZE):
+    return random_bits.element_bits(torch.tensor(key), torch.arange(size))
+
+
+def test_words_are_the_scalar_hashs():
+    generator = random.Random(0)
+    for _ in range(100):
+        words = [generator.randrange(1 << 32) for _ in range(generator.randrange(1, 6))]
+        seed = generator.randrange(1 << 32)
+        assert random_bits.hash_words(*map(torch.tensor, words), seed=seed).item() == keyed_hash.hash_words(
+            *words, seed=seed
+        )
+    extremes = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+    assert random_bits.mix(extremes).tolist() == [keyed_hash.mix(int(word)) for word in extremes]
+
+
+def test_known_answers():
+    """Written down so that no machine, backend or later version draws other bits."""
+    assert bits(0, 4).tolist() == KNOWN[0]
+    assert bits(0xDEADBEEF, 4).tolist() == KNOWN[0xDEADBEEF]
+
+
+def test_step_keys_are_the_scalar_hashs():
+    keys = random_bits.hash_words(7, 3, torch.tensor([11, 12])[:, None], torch.arange(2)[None], seed=5)
+    assert keys.tolist() == [[StepKey(5, 7, 3).word(name, slot) for slot in range(2)] for name in (11, 12)]
+
+
+def uniformity(words):
+    """Chi-square of the top byte and of the low byte over 256 bins, as standard deviations from its mean."""
+    worst = 0.0
+    for part in (words >> 24, words & 255):
+        counts = torch.bincount(part, minlength=256).double()
+        mean = len(words) / 256
+        worst = max(worst, abs(float(((counts - mean) ** 2 / mean).sum()) - 255) / (2 * 255) ** 0.5)
+    return worst
+
+
+def correlation(a, b):
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    return float((a * b).mean() / (a.std() * b.std())) * len(a) ** 0.5
+
+
+@pytest.mark.parametrize("key", [0, 1, 2, 0x80000000, 0xFFFFFFFF, 0x12345678])
+def test_bits_of_a_key_are_uniform_and_uncorrelated_with_their_neighbours(key):
+    words = bits(key)
+    assert uniformity(words) < 5
+    for lag in (1, 2, 31, 32, 1024):
+        assert abs(correlation(words[:-lag], words[lag:])) < 5
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (1, 2), (5, 5 ^ (1 << 31)), (0xFFFFFFFF, 0), (77, 78)])
+def test_keys_that_differ_in_a_bit_give_unrelated_streams(a, b):
+    first, second = bits(a), bits(b)
+    assert abs(correlation(first, second)) < 5
+    flipped = (first ^ second)[:, None] >> torch.arange(32) & 1
+    assert bool(((flipped.double().mean(0) - 0.5).abs() * 2 * SIZE**0.5 < 6).all())
+    # No shift or permutation by a constant of one stream gives the other.
+    assert len(set(first[:4096].tolist()) & set(second[:4096].tolist())) < 8
+
+
+def test_signs_are_fair_over_keys():
+    signs = torch.stack([random_bits.random_signs(torch.tensor(keyed_hash.hash_words(key)), 64) for key in range(2000)])
+    assert bool((signs.mean(0).abs() * 2000**0.5 < 5).all())
+    assert bool(((signs.T @ signs / 2000 - torch.eye(64)).abs() * 2000**0.5 < 6).all())
+
+
+SR = load("mxfp4_sr_norht").dgrad.dy
+DRAWS = 2000
+
+
+def draws(x, cast, micro_batches):
+    """Dequantised draws of `x`, one per micro-batch's key."""
+    out = []
+    for micro_batch in micro_batches:
+        key = torch.tensor(StepKey(0, 0, micro_batch).word(1, 2))
+        out.append(quantise(x, cast, noise=keyed_noise(x, cast, key, Origin())).dequantised)
+    return torch.stack(out).double()
+
+
+def test_stochastic_rounding_is_unbiased_within_four_sigma():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sample = draws(x, SR, range(DRAWS))
+    spread = sample.std(0).clamp(min=1e-12)
+    z = (sample.mean(0) - x.double()) / (spread / DRAWS**0.5 + 1e-6 * x.double().abs())
+    # 256 elements: four sigma for their mean square and mean, five for the worst of them.
+    assert abs(float(z.mean())) * 256**0.5 < 4
+    assert abs(float((z**2).mean()) - 1) < 4 * (2 / 256) ** 0.5
+    assert float(z.abs().max()) < 5
+
+
+def test_without_the_three_quarters_it_is_biased():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sample = draws(x, SR.model_copy(update={"prescale": 1.0}), range(DRAWS))
+    z = (sample.mean(0) - x.double()) / (sample.std(0) / DRAWS**0.5 + 1e-9)
+    assert float(z.abs().max()) > 20
+
+
+def test_noise_is_uncorrelated_over_micro_batches():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    error = draws(x, SR, range(8)) - x.double()
+    flat = error.flatten(1)
+    matrix = torch.corrcoef(flat) - torch.eye(8)
+    assert float(matrix.abs().max()) * flat.shape[1] ** 0.5 < 5
+
+
+def test_a_shard_draws_the_bits_it_has_in_the_whole():
+    x = torch.randn(64, 96).bfloat16()
+    cast = CastConfig(format="e2m1", block="1x16", scale="two_level_e4m3", rounding="stochastic", noise_bits=8)
+    key = torch.tensor(9)
+    whole = keyed_noise(x, cast, key, Origin())
+    part = keyed_noise(x[16:40, 32:80], cast, key, Origin(row=16, column=32, row_stride=96))
+    assert torch.equal(part, whole[16:40, 32:80])

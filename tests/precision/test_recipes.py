@@ -1,0 +1,140 @@
+"""The recipe schema, its identity, the lint's rules, and the recipes that ship."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from lightning_llm.precision.lint import RULES, lint
+from lightning_llm.schema.precision import PrecisionConfig, slots_of
+from tests.precision.recipes import FOLDER, RECIPES, load
+
+SHIPPED = (
+    "fp32 bf16 bf16_true fp16 fp8_delayed fp8_current fp8_current_e4m3 fp8_subchannel fp8_subchannel_fp32scales mxfp8 "
+    "mxfp8_ocp nvfp4 mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht mxfp4_rht_rne quartet fp16_mxfp8"
+)
+
+
+def recipe(text, **more):
+    return PrecisionConfig.model_validate({"name": "t", "compute_dtype": "bf16", **yaml.safe_load(text), **more})
+
+
+def test_shipped_recipes_are_complete_and_distinct():
+    assert set(RECIPES) == set(SHIPPED.split())
+    assert len({load(name).recipe_hash for name in RECIPES}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_recipe_says_what_it_is_and_passes_the_lint(name):
+    loaded = load(name)
+    assert loaded.name == name
+    assert loaded.reference
+    assert loaded.hardware
+    assert lint(loaded) == []
+    text = (FOLDER / f"{name}.yaml").read_text()
+    assert text.startswith("# ")
+    assert name == "fp32" or "High precision:" in text
+
+
+def test_slots_of_published_recipes():
+    """The table of operand slots, as Transformer Engine and the papers have it: format and block."""
+
+    def row(name):
+        return [f"{cast.format} {cast.block}" if cast.quantises else "high" for cast in slots_of(load(name)).values()]
+
+    e4m3, e5m2 = "e4m3 tensor", "e5m2 tensor"
+    assert row("fp8_delayed") == row("fp8_current") == [e4m3, e4m3, e5m2, e4m3, e5m2, e4m3]
+    line, square = "e4m3 1x128", "e4m3 128x128"
+    assert row("fp8_subchannel") == [line, square, line, square, line, line]
+    assert row("mxfp8") == row("fp16_mxfp8") == ["e4m3 1x32"] * 6
+    assert row("nvfp4") == ["e2m1 1x16", "e2m1 16x16", "e2m1 1x16", "e2m1 16x16", "e2m1 1x16", "e2m1 1x16"]
+    assert row("mxfp4_sr") == ["high"] * 2 + ["e2m1 1x32"] * 4
+    assert row("quartet") == ["e2m1 1x32"] * 6
+    assert {slot for slot, cast in slots_of(load("nvfp4")).items() if cast.stochastic} == {"dgrad.dy", "wgrad.dy"}
+    assert {slot for slot, cast in slots_of(load("nvfp4")).items() if cast.hadamard} == {"wgrad.dy", "wgrad.x"}
+
+
+def test_identity_leaves_out_the_name_and_takes_in_every_number():
+    one = recipe("fprop: {x: {format: e4m3, block: 1x32, scale: e8m0_ceil}}")
+    assert one.recipe_hash == one.model_copy(update={"name": "u", "reference": "r", "backend": "native"}).recipe_hash
+    others = [
+        recipe("fprop: {x: {format: e4m3, block: 1x32, scale: e8m0_floor}}"),
+        recipe("fprop: {w: {format: e4m3, block: 1x32, scale: e8m0_ceil}}"),
+        recipe("fprop: {x: {format: e4m3, block: 1x32, scale: e8m0_ceil}}\nmodules: {exclude: [a]}"),
+        recipe("fprop: {x: {format: e4m3, block: 1x32, scale: e8m0_ceil}}\noptimizer: {eps: 1.0e-9}"),
+    ]
+    assert len({one.recipe_hash} | {other.recipe_hash for other in others}) == 5
+    assert hash(one) == hash(one.model_copy())
+    assert recipe("{}") == PrecisionConfig(name="t", compute_dtype="bf16")
+    assert not recipe("{}").quantises
+
+
+def test_phases_replace_the_slots_for_their_steps():
+    phased = recipe("fprop: {x: {format: e4m3}, w: {format: e4m3}}\nphases: [{start: 0.9}]")
+    assert phased.at(89, 100).fprop.x.format == "e4m3"
+    assert phased.at(90, 100).fprop.x.format == "high"
+    assert phased.at(99, 100).fprop.x.format == "high"
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("phases: [{start: 0.5, end: 0.8}, {start: 0.7}]", "phases overlap: one ends at 0.8, the next starts at 0.7"),
+    ("phases: [{start: 0.5, end: 0.5}]", "must end after it starts"),
+    ("fprop: {x: {format: e3m2}}", "'e4m3', 'e5m2' or 'e2m1'"),
+    ("fprop: {x: {format: e4m3, block: 1x48}}", "'1x128'"),
+    ("fprop: {x: {block: 1x32}}", "name a format or drop them"),
+    ("dgrad: {dy: {format: e2m1, block: 1x32, scale: e8m0_floor, hadamard: {size: 48}}}", "48 is not a power of two"),
+    ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed}}}", "goes with signs: fixed"),
+    ("dgrad: {dy: {format: e2m1, hadamard: {size: 4, signs: fixed, vector: [1, 1]}}}", "needs 4 entries"),
+    ("fprop: {x: {format: e4m3, block: 1x32, scale: delayed, delayed: {}}}", "one scale per tensor"),
+    ("fprop: {x: {format: e4m3, scale: delayed}}", "goes with scale: delayed"),
+    ("fprop: {x: {format: e4m3, scale: e8m0_ceil}}", "belongs to a block"),
+    ("fprop: {x: {format: e4m3, block: 1x16, scale: two_level_e4m3}}", "NVFP4's"),
+    ("fprop: {x: {format: e4m3, block: 1x32, scale: quest}}", "Quartet's"),
+    ("fprop: {x: {format: e4m3, prescale: 0.75}}", "prescale goes with an e8m0 scale"),
+    ("fprop: {x: {format: e4m3, clip_gradient: true}}", "clip_gradient goes with scale: quest"),
+    ("fprop: {x: {format: e4m3, blokc: 1x32}}", "blokc"),
+])  # fmt: skip
+def test_what_has_no_meaning_is_refused(text, message):
+    with pytest.raises(ValidationError, match=message):
+        recipe(text)
+
+
+MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
+
+
+@pytest.mark.parametrize(("text", "more", "keys"), [
+    ("dgrad: {dy: {format: e5m2, block: 1x32, scale: e8m0_ceil}}", {}, ["precision.dgrad.dy.format"]),
+    ("fprop: {w: {format: e5m2}}", {}, ["precision.fprop.w.format"]),
+    ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\nmodules: {first_blocks_high: 1, last_blocks_high: 2}", {},
+     ["precision.modules.first_blocks_high", "precision.modules.last_blocks_high"]),
+    ("dgrad: {dy: {format: e4m3}}\nloss_scaling: {}", {"compute_dtype": "fp16"}, ["precision.loss_scaling.detect"]),
+    ("{}", {"compute_dtype": "fp16"}, ["precision.loss_scaling"]),
+    ("wgrad: {dy: {format: e5m2, scale: delayed, delayed: {}}}\nloss_scaling: {detect: operands}",
+     {"compute_dtype": "fp16"}, ["precision.wgrad.dy.scale"]),
+    ("fprop: {x: {%s}}\nloss_scaling: {}" % MX4, {"compute_dtype": "fp16"}, ["precision.fprop.x.format"]),
+    ("dgrad: {w: {%s, rounding: stochastic}}" % MX4, {}, ["precision.dgrad.w.prescale"]),
+    ("dgrad: {dy: {%s, hadamard: {size: 32}}, w: {%s}}" % (MX4, MX4), {}, ["precision.dgrad"]),
+    ("dgrad: {dy: {%s, hadamard: {size: 32}}, w: {%s, hadamard: {size: 32, signs: random}}}" % (MX4, MX4), {},
+     ["precision.dgrad"]),
+    ("wgrad: {dy: {format: e2m1, block: 1x32, scale: quest}}", {}, ["precision.wgrad.dy.scale"]),
+    ("dgrad: {dy: {format: e4m3, source: quantised}, w: {format: e4m3, source: quantised}}", {},
+     ["precision.dgrad.dy.source", "precision.dgrad.w.source"]),
+    ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\n"
+     "wgrad: {x: {format: e5m2, scale: delayed, delayed: {history_length: 4}}}", {},
+     ["precision.wgrad.x.format", "precision.wgrad.x.delayed"]),
+    ("fprop: {x: {format: e2m1, block: 1x32, scale: quest, clip_gradient: true}}", {}, ["precision.fprop.x.clip_gradient"]),
+    ("phases: [{start: 0.5, fprop: {w: {format: e5m2}}}]", {}, ["precision.phases.0.fprop.w.format"]),
+])  # fmt: skip
+def test_what_is_known_to_break_is_refused(text, more, keys):
+    assert [problem.key for problem in lint(recipe(text, **more))] == keys
+
+
+def test_every_rule_names_its_source():
+    assert all(rule.__doc__ and "Source:" in rule.__doc__ for rule in RULES)
+
+
+def test_schema_and_lint_need_no_torch():
+    code = "import sys, lightning_llm.schema.precision, lightning_llm.precision.lint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

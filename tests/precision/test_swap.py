@@ -1,0 +1,175 @@
+"""Swapping linear layers by name: what is converted, what stays and why; phases and both views of validation."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_llm.errors import ConfigError
+from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision.module import (
+    QuantisedLinear,
+    high_precision_forward,
+    quantised_layers,
+    set_recipe,
+    set_step_key,
+    summary,
+    update_delayed,
+)
+from lightning_llm.precision.swap import swap_linears
+from tests.precision.recipes import RECIPES, load
+
+LAYERS, WIDTH = 4, 128
+
+
+class Linear(nn.Linear):
+    """Master weights in fp32, cast where they are used."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up_proj = Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down_proj = Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.relu(self.up_proj(self.norm(x.float()).to(x.dtype))))
+
+
+class Model(nn.Module):
+    """A residual network that learns a fixed random map; the head and its input are in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): Block() for index in range(LAYERS)})
+        self.head = Linear(WIDTH, 16, bias=False)
+
+    def forward(self, x, dtype=torch.bfloat16):
+        x = x.to(dtype)
+        for block in self.layers.values():
+            x = block(x)
+        return self.head(x.float())
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def swapped(name, **rules):
+    made = model()
+    recipe = load(name)
+    if rules:
+        recipe = recipe.model_copy(update={"modules": recipe.modules.model_copy(update=rules)})
+    return made, swap_linears(made, recipe, LAYERS, "cpu", "eager")
+
+
+def test_first_and_last_blocks_and_the_head_stay_high():
+    made, report = swapped("fp8_current")
+    inner = [f"layers.{index}.{name}" for index in (1, 2) for name in ("up_proj", "down_proj")]
+    assert list(report.converted) == inner == [layer.name for layer in quantised_layers(made)]
+    assert report.kept["head"].startswith("it lies outside the blocks")
+    assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high=1"
+    assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high=1"
+    assert "4 linear layers quantised, 5 kept high" in str(report)
+    assert summary(made) == {"quantised_layers": 4, "quantised_weights": 4 * 2 * WIDTH * WIDTH}
+
+
+def test_names_and_parameters_stay():
+    made = model()
+    held = {name: id(parameter) for name, parameter in made.named_parameters()}
+    swap_linears(made, load("mxfp8"), LAYERS, "cpu", "eager")
+    assert {name: id(parameter) for name, parameter in made.named_parameters()} == held
+
+
+def test_globs():
+    _, report = swapped("mxfp8", include=("layers.[01].*",), exclude=("*.down_proj",))
+    assert report.converted == ("layers.0.up_proj", "layers.1.up_proj")
+    assert report.kept["layers.2.up_proj"] == "nothing in modules.include matches it"
+    assert report.kept["layers.0.down_proj"] == "modules.exclude has '*.down_proj'"
+
+
+def test_meta_models_can_be_swapped():
+    with torch.device("meta"):
+        made = Model()
+    swap_linears(made, load("nvfp4"), LAYERS, "cpu", "eager")
+    made.to_empty(device="cpu")
+    assert all(layer.weight.device.type == "cpu" for layer in quantised_layers(made))
+
+
+def test_converting_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="would quantise none of 9 linear layers"):
+        swapped("mxfp8", exclude=("*",))
+    with pytest.raises(ConfigError, match="the model has none"):
+        swap_linears(nn.ReLU(), load("mxfp8"), 1, "cpu", "eager")
+
+
+def test_high_recipes_convert_nothing_but_fp16_on_a_cpu():
+    for name in ("fp32", "bf16", "bf16_true"):
+        made, report = swapped(name)
+        assert report.converted == ()
+        assert quantised_layers(made) == []
+    made, report = swapped("fp16")
+    assert report.converted == ()
+    assert len(quantised_layers(made)) == 9
+    x = torch.randn(8, WIDTH).half()
+    layer = made.layers["0"].up_proj
+    wanted = (x.double() @ layer.weight.half().double().T).half()
+    torch.testing.assert_close(layer(x), wanted, rtol=2.0**-10, atol=1e-5)
+
+
+def test_the_high_precision_view_is_the_unquantised_model():
+    made, _ = swapped("mxfp8")
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer = made.layers["0"].up_proj
+    assert isinstance(layer, QuantisedLinear)
+    wanted = nn.functional.linear(x, layer.weight.bfloat16())
+    with high_precision_forward(made):
+        assert torch.equal(layer(x), wanted)
+    assert not torch.equal(layer(x), wanted)
+
+
+def test_a_phase_changes_the_casts_of_what_was_swapped():
+    made, _ = swapped("fp8_current")
+    set_recipe(made, load("bf16"))
+    layer = made.layers["1"].up_proj
+    x = torch.randn(32, WIDTH).bfloat16()
+    assert torch.equal(layer(x), x @ layer.weight.bfloat16().T)
+
+
+def losses(name, steps):
+    """The loss of every step of a small training run; each recipe sees the same data."""
+    recipe = load(name)
+    made = model()
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe.compute_dtype]
+    swap_linears(made, recipe, LAYERS, "cpu", "eager")
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randn(WIDTH, 16, generator=generator) / WIDTH**0.5
+    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
+    seen = []
+    for step in range(steps):
+        set_step_key(made, StepKey(0, step, 0))
+        x = torch.randn(128, WIDTH, generator=generator)
+        loss = (made(x, dtype) - x @ target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        update_delayed(made)
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def exact_losses():
+    return losses("fp32", 30)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp32"])
+def test_every_recipe_trains_and_none_has_fp32s_bits(name, exact_losses):
+    seen = losses(name, 30)
+    assert all(torch.isfinite(torch.tensor(seen)))
+    assert sum(seen[-5:]) < 0.8 * sum(seen[:5])
+    assert seen != exact_losses
