@@ -14,6 +14,7 @@ from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import Checkpointing
 from lightning_llm.train.manifest import Checkpoint
 from lightning_llm.train.module import LanguageModule
+from lightning_llm.train.precision_plugin import TrainPrecision
 from lightning_llm.train.strategy import SingleRankStrategy
 
 
@@ -48,6 +49,7 @@ def build_trainer(
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
+        plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
         callbacks=_callbacks(config, _resumed_from(config, checkpoint), sinks),

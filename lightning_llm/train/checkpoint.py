@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -17,24 +18,22 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.manifest import SLOTS, VERSION, Checkpoint
+from lightning_llm.train.module import LanguageModule
+from lightning_llm.train.precision_plugin import TrainPrecision
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config_hash: str, **slots: Any
+    folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision, config_hash: str
 ) -> Checkpoint:
     """Write `folder`/step=N; it appears under that name only when every byte is on disk.
 
-    Args:
-        folder: the run's `checkpoints` folder.
-        step: optimizer steps completed.
-        model: its parameters' names become the tensors' names.
-        optimizer: an optimizer over exactly these parameters.
-        config_hash: identity of the run, checked when it resumes.
-        slots: further named state, as JSON values.
+    `folder` is the run's `checkpoints` folder; `config_hash` is the run's identity.
     """
+    step, model = module.completed_steps, module.model
     final = folder / f"step={step}"
     partial = folder / f".step={step}.partial"
     if partial.exists():
@@ -45,7 +44,10 @@ def save(
     scalars = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     save_file(_contiguous(dict(model.named_parameters())), partial / SLOTS["model"])
     save_file(_contiguous(tensors), partial / SLOTS["optimizer"])
-    _write_json(partial / SLOTS["progress"], {"step": step, "optimizer": scalars, **slots})
+    save_file(_contiguous(module.quantisation.state(model)), partial / SLOTS["precision"])
+    loss_scale = asdict(precision.state) if precision.state else None
+    counters = {"step": step, "skipped_steps": module.skipped_steps}
+    _write_json(partial / SLOTS["progress"], {**counters, "loss_scale": loss_scale, "optimizer": scalars})
     files = {slot: {"file": name, "bytes": (partial / name).stat().st_size} for slot, name in SLOTS.items()}
     manifest = {
         "version": VERSION,
@@ -64,12 +66,15 @@ def save(
     return Checkpoint(final, step, config_hash)
 
 
-def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint into `model` and `optimizer` in place; return the number of completed steps.
+def restore(
+    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
+) -> int:
+    """Load the checkpoint into all that trains, in place; return the number of completed steps.
 
     Raises:
         ConfigError: a parameter is missing, unknown or of another shape.
     """
+    model = module.model
     device = next(model.parameters()).device
     stored = load_file(checkpoint.folder / SLOTS["model"], device=str(device))
     own = dict(model.named_parameters())
@@ -82,6 +87,10 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     progress = json.loads((checkpoint.folder / SLOTS["progress"]).read_text())
     state = {**load_file(checkpoint.folder / SLOTS["optimizer"], device=str(device)), **progress["optimizer"]}
     set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    module.quantisation.load_state(model, load_file(checkpoint.folder / SLOTS["precision"], device=str(device)))
+    module.skipped_steps = int(progress["skipped_steps"])
+    if precision.state is not None and progress["loss_scale"] is not None:
+        precision.state = LossScale(**progress["loss_scale"])
     return int(progress["step"])
 
 

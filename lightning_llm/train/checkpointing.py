@@ -84,6 +84,6 @@ class Checkpointing(pl.Callback):
         step = pl_module.completed_steps
         if step == self.saved_step or not trainer.is_global_zero:
             return
-        save(self.folder, step, pl_module.model, trainer.optimizers[0], self.config_hash)
+        save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.config_hash)
         prune(self.folder, self.config.keep_last)
         self.saved_step = step

@@ -1,9 +1,10 @@
 """A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all.
 
     manifest.json           version, step, config hash, versions, the named slots and their files with sizes
-    model.safetensors       parameters by name, fp32
+    model.safetensors       parameters by name, in the recipe's master dtype
     optimizer.safetensors   optimizer tensors as "state.<parameter>.<moment>"
-    progress.json           what is not a tensor: optimizer scalars, counters
+    precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
+    progress.json           what is not a tensor: counters, optimizer scalars, the loss scale
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n).
@@ -15,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VERSION = 1
-SLOTS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors", "progress": "progress.json"}
+SLOTS = {
+    "model": "model.safetensors",
+    "optimizer": "optimizer.safetensors",
+    "precision": "precision.safetensors",
+    "progress": "progress.json",
+}
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,23 @@ from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.schema import Config
+from lightning_llm.train.quantisation import Quantisation
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LanguageModule(pl.LightningModule):
     """Next-token prediction with a `Decoder`.
 
     Observers read `step_record` during on_train_batch_end and may add what they measure; `validation_record` is
-    complete in on_validation_end. `completed_steps` counts optimizer steps since the very start, over all resumes.
+    complete in on_validation_end. `completed_steps` counts optimizer steps since the very start, over all resumes, and
+    `skipped_steps` those of them whose update the loss scaler dropped: they do not advance the schedule.
     """
 
     model: Decoder
+    VIEWS = ("val_loss", "val_loss_high_precision")
+    """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
+    to the weights from error in the forward pass. Only a recipe that quantises the forward pass has both."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str]):
         super().__init__()
@@ -37,7 +42,9 @@ class LanguageModule(pl.LightningModule):
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
+        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps)
         self.completed_steps = 0
+        self.skipped_steps = 0
         self.step_record: dict[str, Any] = {}
         self.validation_record: dict[str, Any] = {}
         self._validation_sums: Tensor | None = None
@@ -47,14 +54,18 @@ class LanguageModule(pl.LightningModule):
         if hasattr(self, "model"):
             return
         with torch.device("meta"):
-            model = Decoder(self.config.model, compute_dtype=COMPUTE_DTYPES[self.config.precision.compute_dtype])
+            model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
+        device = self.trainer.strategy.root_device
+        self.quantisation.swap(model, self.config.model.num_layers, device.type)
         apply_parallel(model.blocks, self.config.parallel)
-        model.to_empty(device=self.trainer.strategy.root_device)
+        model.to_empty(device=device)
         initialise(model, self.config.seed)
+        model.to(DTYPES[self.config.precision.master_dtype])
         self.model = model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.model.named_parameters(), self.config.optim)
+        hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
+        return build_optimizer(self.model.named_parameters(), self.config.optim.model_copy(update=hints))
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the (frozen) batch with its tensors on `device`."""
@@ -67,8 +78,9 @@ class LanguageModule(pl.LightningModule):
         return next_token_loss_sum(self.model(tokens, document_ids=document_ids), labels)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the update after `completed_steps`."""
-        factor = learning_rate_factor(self.config.schedule, self.completed_steps, self.config.trainer.max_steps)
+        """Return the learning rate of the next update."""
+        updates = self.completed_steps - self.skipped_steps
+        factor = learning_rate_factor(self.config.schedule, updates, self.config.trainer.max_steps)
         return self.config.optim.learning_rate * factor
 
     def open_step_record(self, loss: float, learning_rate: float) -> None:
@@ -82,9 +94,20 @@ class LanguageModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to optim.gradient_clip_norm and record the norm from before; Lightning's own arguments stay unset."""
+        """Unscale, clip to optim.gradient_clip_norm, record the norm from before; Lightning's own arguments stay unset.
+
+        Where a gradient overflowed, nothing is clipped and the plugin skips the update.
+        """
         parameters: list[nn.Parameter] = list(self.model.parameters())
-        self.step_record["grad_norm"] = clip_gradients(parameters, self.config.optim.gradient_clip_norm)
+        plugin = self.trainer.precision_plugin
+        if plugin.config is not None:
+            self.step_record["loss_scale"] = plugin.loss_scale
+        plugin.overflow = plugin.unscale(parameters)
+        limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit)
+        if plugin.overflow:
+            self.step_record["skipped"] = True
+            self.skipped_steps += 1
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the strategy zeroes before its forward passes. Here it would wipe the gradients just made."""
@@ -98,25 +121,35 @@ class LanguageModule(pl.LightningModule):
             self.trainer.should_stop = True  # the last step; asked to stop, Lightning validates once more
 
     def on_validation_epoch_start(self) -> None:
-        self._validation_sums = torch.zeros(len(self.source_names), 2, dtype=torch.float64, device=self.device)
+        shape = len(self.VIEWS), len(self.source_names), 2
+        self._validation_sums = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add this batch's loss sums and target counts, per source, to the running ones."""
+        """Add this batch's loss sums and target counts, per view and source, to the running ones."""
+        self.quantisation.begin_validation_batch(self.model, self.completed_steps, batch_idx)
+        self._score(batch, self._validation_sums[0])
+        if self.quantisation.changes_forward:
+            with self.quantisation.high_precision(self.model):
+                self._score(batch, self._validation_sums[1])
+
+    def _score(self, batch: Any, sums: Tensor) -> None:
         logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
         for source in batch.sources.unique():
             labels = batch.labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
-            self._validation_sums[source, 0] += next_token_loss_sum(logits, labels).double()
-            self._validation_sums[source, 1] += (labels != -100).sum()
+            sums[source, 0] += next_token_loss_sum(logits, labels).double()
+            sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
         step = self.completed_steps
-        record = {
-            "step": step,
-            "tokens": step * self.step_tokens,
-            "val_loss": (sums[:, 0].sum() / sums[:, 1].sum()).item(),
-        }
-        for name, (loss, count) in zip(self.source_names, sums.tolist(), strict=True):
-            if count:
-                record[f"val_loss/{name}"] = loss / count
+        record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}
+        for key, view in zip(self.VIEWS, sums, strict=True):
+            if view[:, 1].sum() == 0:
+                continue
+            record[key] = (view[:, 0].sum() / view[:, 1].sum()).item()
+            record |= {
+                f"{key}/{name}": loss / count
+                for name, (loss, count) in zip(self.source_names, view.tolist(), strict=True)
+                if count
+            }
         self.validation_record = record

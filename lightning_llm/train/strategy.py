@@ -32,7 +32,7 @@ class SingleRankStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if self.resume_from is not None:
             module = self.lightning_module
-            module.completed_steps = restore(self.resume_from, module.model, self.optimizers[0])
+            module.completed_steps = restore(self.resume_from, module, self.optimizers[0], self.precision_plugin)
             set_completed_steps(trainer, module.completed_steps)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -42,8 +42,9 @@ class SingleRankStrategy(SingleDeviceStrategy):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=True)
+        module.quantisation.begin_step(module.model, module.completed_steps)
         loss = self._accumulate(batch)
-        if not torch.isfinite(loss):
+        if not torch.isfinite(loss) and not self.precision_plugin.can_back_off:
             raise NonFiniteLossError(
                 f"the loss of step {module.completed_steps + 1} is {loss.item()}. The weights are still those of step "
                 f"{module.completed_steps}. Lower optim.learning_rate, lengthen schedule.warmup_steps, or look at the "
@@ -58,11 +59,18 @@ class SingleRankStrategy(SingleDeviceStrategy):
         targets = (batch.labels != -100).sum().clamp(min=1)  # over the whole step, so uneven micro-batches weigh right
         losses = []
         for index in range(batch.tokens.shape[0]):
+            module.quantisation.begin_micro_batch(module.model, module.completed_steps, index)
             documents = batch.document_ids[index] if batch.document_ids is not None else None
             loss = module.training_step(batch.tokens[index], batch.labels[index], documents) / targets
-            loss.backward()
+            (loss * self.precision_plugin.loss_scale).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Take the step through the precision plugin, then set the delayed scales of the next one."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.lightning_module.quantisation.end_step(self.lightning_module.model)
+        return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Fire the hooks around backward, which has run already."""

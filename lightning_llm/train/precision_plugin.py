@@ -1,0 +1,58 @@
+"""Lightning's Precision plugin: loss scaling, and whether a step's update is made or skipped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+
+from lightning_llm.precision.loss_scale import LossScale
+from lightning_llm.schema import PrecisionConfig
+
+
+class TrainPrecision(Precision):
+    """Casts nothing itself: the model casts where it computes. It owns the loss scale and the decision to step.
+
+    Handed to the Trainer as a plugin instance; Lightning's own `precision=` stays "32-true" and its autocast unused.
+    """
+
+    def __init__(self, config: PrecisionConfig):
+        self.config = config.loss_scaling
+        self.state = LossScale.initial(self.config) if self.config else None
+        self.overflow = False
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by before backward; 1 without loss scaling."""
+        return self.state.scale if self.state else 1.0
+
+    @property
+    def can_back_off(self) -> bool:
+        """Whether a loss that is not finite may yet be cured by a smaller scale."""
+        return self.config is not None and self.loss_scale > (self.config.min_scale or 0.0)
+
+    def unscale(self, parameters: list[nn.Parameter]) -> bool:
+        """Divide all gradients by the loss scale, once and before clipping; return whether one is not finite.
+
+        As torch.amp.GradScaler does: Inf and NaN are looked for in the unscaled gradients.
+        """
+        if self.state is None:
+            return False
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / self.state.scale)
+        largest = torch._foreach_norm(gradients, float("inf"))
+        return not bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all())
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run forward, backward and clipping; then update, or on an overflow leave weights and moments as they are."""
+        result = closure()
+        self._after_closure(model, optimizer)  # unscales and clips, in the module's configure_gradient_clipping
+        if not self.overflow:
+            optimizer.step(**kwargs)
+        if self.state is not None and self.config is not None:
+            self.state = self.state.after_step(self.overflow, self.config)
+        return result

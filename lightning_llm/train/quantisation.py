@@ -1,0 +1,83 @@
+"""What a precision recipe needs from the training loop: keys, phases, delayed scales, a second view of validation."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision.module import (
+    delayed_state,
+    high_precision_forward,
+    load_delayed_state,
+    quantised_layers,
+    set_recipe,
+    set_step_key,
+    update_delayed,
+)
+from lightning_llm.precision.swap import SwapReport, swap_linears
+from lightning_llm.schema import PrecisionConfig
+
+VALIDATION_KEY = 1 << 31
+"""Added to a validation batch's index, so that its random bits are none of a training micro-batch's."""
+
+
+class Quantisation:
+    """The recipe in force on one model."""
+
+    def __init__(self, recipe: PrecisionConfig, seed: int, max_steps: int):
+        self.recipe = recipe
+        self.seed = seed
+        self.max_steps = max_steps
+        self.report: SwapReport | None = None
+        self._in_force = recipe
+
+    def swap(self, model: nn.Module, num_layers: int, device_type: str) -> None:
+        """Swap the model's linears, on the meta device; `report` says what was converted and what was kept."""
+        if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
+            self.report = swap_linears(model, self.recipe, num_layers, device_type)
+
+    def begin_step(self, model: nn.Module, step: int) -> None:
+        """Put the phase of `step` (from 0) in force."""
+        recipe = self.recipe.at(step, self.max_steps)
+        if recipe != self._in_force:
+            set_recipe(model, recipe)
+            self._in_force = recipe
+
+    def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
+        """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
+        set_step_key(model, StepKey(self.seed, step, micro_batch))
+
+    def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
+        """Key the random bits of a validation batch's forward pass."""
+        set_step_key(model, StepKey(self.seed, step, VALIDATION_KEY + index))
+
+    def end_step(self, model: nn.Module) -> None:
+        """Set the delayed scales of the next step."""
+        update_delayed(model)
+
+    @property
+    def changes_forward(self) -> bool:
+        """Whether validation through the recipe differs from validation in high precision."""
+        return self._in_force.fprop.x.quantises or self._in_force.fprop.w.quantises
+
+    @contextmanager
+    def high_precision(self, model: nn.Module) -> Iterator[None]:
+        """Run the same weights without any cast."""
+        with high_precision_forward(model):
+            yield
+
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return delayed scaling's state, tensors by "<layer>.scale" and "<layer>.amax_history"."""
+        return {
+            f"{layer}.{key}": tensor for layer, state in delayed_state(model).items() for key, tensor in state.items()
+        }
+
+    def load_state(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+        """Restore what `state` returned; layers without an entry (another recipe wrote it) start from scale 1."""
+        nested: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            layer, _, key = name.rpartition(".")
+            nested.setdefault(layer, {})[key] = tensor
+        if quantised_layers(model):
+            load_delayed_state(model, nested)
