@@ -12,6 +12,7 @@ from lightning_llm.errors import ConfigError
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.plan:plan", "print what a run would do, without running it"),
+    "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
 }
 
@@ -53,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
             )
         if verb == "train":
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
+        if verb == "conformance":
+            child.add_argument(
+                "folder", type=Path, metavar="DIR", help="vectors: manifest.json and the .npz files it names"
+            )
+            child.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
         if verb in ("plan", "recipes"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser

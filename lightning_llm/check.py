@@ -7,7 +7,9 @@ from pathlib import Path
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.precision.lint import lint
 from lightning_llm.schema import Config, ModelConfig
+from lightning_llm.schema.precision import slots_of
 
 STATE_BYTES_PER_PARAMETER = 12
 """In a checkpoint: the fp32 parameter and AdamW's two fp32 moments."""
@@ -25,6 +27,8 @@ def check_config(config: Config) -> None:
         *_length_problems(config),
         *_schedule_problems(config),
         *_layout_problems(config),
+        *lint(config.precision),
+        *_precision_problems(config),
         *check_data(config.data, config.model.vocab_size, world),
     ]
     if problems:
@@ -99,6 +103,58 @@ def _schedule_problems(config: Config) -> list[Problem]:
         )
         return [Problem("schedule.warmup_steps", text)]
     return []
+
+
+def _precision_problems(config: Config) -> list[Problem]:
+    recipe, problems = config.precision, []
+    if recipe.backend == "native":
+        text = (
+            "is 'native', and this version has no native backend yet. Set auto or emulated: the numbers are the same."
+        )
+        problems.append(Problem("precision.backend", text))
+    if (recipe.master_dtype, recipe.main_grad_dtype) not in (("fp32", "fp32"), ("bf16", "bf16")):
+        text = (
+            f"is {recipe.main_grad_dtype}, and gradients here take master_dtype={recipe.master_dtype}. Set them alike."
+        )
+        problems.append(Problem("precision.main_grad_dtype", text))
+    if recipe.quantises and config.parallel.compile:
+        text = (
+            "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false."
+        )
+        problems.append(Problem("parallel.compile", text))
+    high = recipe.modules.first_blocks_high + recipe.modules.last_blocks_high
+    if recipe.quantises and high >= config.model.num_layers:
+        text = f"first + last_blocks_high = {high} leave none of the model's {config.model.num_layers} blocks."
+        problems.append(Problem("precision.modules", f"{text} Lower them, or take precision={recipe.compute_dtype}."))
+    return problems + _rotation_problems(config)
+
+
+def _rotation_problems(config: Config) -> list[Problem]:
+    """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
+    model, data = config.model, config.data
+    heads, kv_heads = (count * model.attention_head_dim for count in (model.num_heads, model.num_kv_heads))
+    inputs = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "query width": heads,
+    }
+    outputs = {**inputs, "key/value width": kv_heads}
+    tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
+    axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
+    found = {
+        (axis, length, slot, cast.hadamard.size)
+        for part in (config.precision, *config.precision.phases)
+        for slot, cast in slots_of(part).items()
+        if cast.hadamard is not None
+        for axis, length in axes[slot.partition(".")[0]].items()
+        if length % cast.hadamard.size
+    }
+    return [
+        Problem(
+            f"precision.{slot}.hadamard.size", f"{size} does not divide {axis} = {length}, which that GEMM sums over."
+        )
+        for axis, length, slot, size in sorted(found)
+    ]
 
 
 def _layout_problems(config: Config) -> list[Problem]:

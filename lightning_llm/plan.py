@@ -8,9 +8,11 @@ from lightning_llm.check import check_config
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.schema import Config
+from lightning_llm.schema import Config, PrecisionConfig
+from lightning_llm.schema.precision import slots_of
 
-BYTES = {"fp32": 4, "bf16": 2}
+EMULATED = "no native backend in this version: exact operands through a GEMM in high precision"
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -33,7 +35,7 @@ def plan_facts(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
         "layout": {"name": config.parallel.name, "world": world, "compile": config.parallel.compile},
-        "precision": {"name": config.precision.name, "compute_dtype": config.precision.compute_dtype},
+        "precision": precision_facts(config.precision),
         "data": config.data.name,
         "step_tokens": tokens,
         "accumulation": config.data.global_batch_size // (config.data.micro_batch_size * world),
@@ -43,6 +45,29 @@ def plan_facts(config: Config) -> dict[str, Any]:
         "memory_bytes": memory_bytes(config),
         "config_hash": config_hash(config),
         "run_dir": config.run.dir,
+    }
+
+
+def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
+    """Return the recipe as data: its identity, and for each operand slot its cast and how that runs here, and why."""
+    slots = {}
+    for slot, cast in slots_of(recipe).items():
+        if not cast.quantises:
+            slots[slot] = {"format": recipe.compute_dtype, "runs": "native", "reason": "not quantised"}
+            continue
+        turned = f"H{cast.hadamard.size} {cast.hadamard.signs} signs" if cast.hadamard else None
+        details = {"format": cast.format, "block": cast.block, "scale": cast.scale, "rounding": cast.rounding}
+        slots[slot] = {**details, "hadamard": turned, "runs": "emulated", "reason": EMULATED}
+    high = recipe.modules.model_dump(exclude_defaults=True)
+    return {
+        "name": recipe.name,
+        "compute_dtype": recipe.compute_dtype,
+        "master_dtype": recipe.master_dtype,
+        "recipe_hash": recipe.recipe_hash,
+        "reference": recipe.reference,
+        "hardware": recipe.hardware,
+        "modules": high,
+        "slots": slots,
     }
 
 
@@ -89,7 +114,11 @@ def render(facts: dict[str, Any]) -> str:
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
         ("layout", f"{facts['layout']['name']}, {facts['layout']['world']} rank(s)"),
-        ("precision", f"{facts['precision']['name']}, computing in {facts['precision']['compute_dtype']}"),
+        (
+            "precision",
+            f"{facts['precision']['name']} ({facts['precision']['recipe_hash']}), {_high(facts['precision'])}",
+        ),
+        *((f"  {slot}", _cast(each)) for slot, each in facts["precision"]["slots"].items()),
         (
             "data",
             f"{facts['data']}, {facts['step_tokens']:,} tokens/step, {facts['accumulation']} micro-batch(es) per rank",
@@ -105,6 +134,20 @@ def render(facts: dict[str, Any]) -> str:
         ("folder", facts["run_dir"]),
     ]
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
+
+
+def _cast(slot: dict[str, Any]) -> str:
+    if "block" not in slot:
+        return str(slot["format"])
+    turned = f", {slot['hadamard']}" if slot["hadamard"] else ""
+    return f"{slot['format']} {slot['block']}, {slot['scale']} scale, {slot['rounding']}{turned}: {slot['runs']}"
+
+
+def _high(facts: dict[str, Any]) -> str:
+    rules = ", ".join(f"{key}={value}" for key, value in facts["modules"].items())
+    return f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}" + (
+        f", {rules}" if rules else ""
+    )
 
 
 def describe_device(device: Any) -> str:

@@ -39,8 +39,9 @@ def run(config: Config, start: Start) -> int:
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=True)
         print(data_line(config, corpus), flush=True)
         prepare_folder(config, corpus, start)
+        module = build_module(config, corpus)
         trainer = build_trainer(config, device, start.checkpoint, tracking_sinks(config, corpus))
-        trainer.fit(build_module(config, corpus), CorpusDataModule(corpus, config))
+        trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
         return 128 + stop.number
