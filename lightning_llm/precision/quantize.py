@@ -123,7 +123,7 @@ def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, de
         raise ValueError(f"scale: {cast.scale} of block {cast.block} needs the tensor's amax")
     blocked, axes = _blocked(x, block_shape(cast.block, axis))
     if cast.scale == "quest":
-        return _quest(blocked, axes)
+        return _quest(blocked, axes, int(cast.block.split("x")[1]))
     if cast.block == "tensor" and amax is not None:
         return _plain(amax, cast, FLOAT_MAX)
     magnitude = blocked.float().abs()
@@ -151,23 +151,19 @@ def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
     return Scaled(multiplier, inverse, None, inverse)
 
 
-def _quest(blocked: Tensor, axes: tuple[int, ...]) -> Scaled:
-    """Return QuEST's scales from the blocks' first two moments."""
-    x = blocked.float()
-    size = 1.0
-    for axis in axes:
-        size *= x.shape[axis]
-    mean, square = _sum_in_order(x, axes) / size, _sum_in_order(x * x, axes) / size
+def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
+    """Return QuEST's scales from the first two moments of blocks of `size` (a power of two) along one axis."""
+    x, axis = blocked.float(), axes[0]
+    mean, square = _sum_in_order(x, axis, size) / size, _sum_in_order(x * x, axis, size) / size
     power = scales.quest_scale(mean, square)
     return Scaled(scales.divide(1.0, power), power, None, power)
 
 
-def _sum_in_order(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Return the sum over each block by halving, in one order whatever the backend, kept as size-1 axes."""
-    for axis in axes:
-        while x.shape[axis] > 1:
-            half = x.shape[axis] // 2
-            x = x.narrow(axis, 0, half) + x.narrow(axis, half, half)
+def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
+    """Return the sum over an axis of `size` by halving, in one order whatever the backend; the axis stays, of size 1."""
+    while size > 1:
+        size //= 2
+        x = x.narrow(axis, 0, size) + x.narrow(axis, size, size)
     return x
 
 

@@ -1,4 +1,4 @@
-"""Blocks and scales: covariance, tails, special values, the GEMM's operand, SQNR against theory, compiled against eager."""
+"""Blocks and scales: covariance, tails, the GEMM's operand, SQNR against theory, compiled against eager."""
 
 import math
 

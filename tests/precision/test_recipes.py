@@ -107,16 +107,17 @@ MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
 @pytest.mark.parametrize(("text", "more", "keys"), [
     ("dgrad: {dy: {format: e5m2, block: 1x32, scale: e8m0_ceil}}", {}, ["precision.dgrad.dy.format"]),
     ("fprop: {w: {format: e5m2}}", {}, ["precision.fprop.w.format"]),
-    ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\nmodules: {first_blocks_high: 1, last_blocks_high: 2}", {},
+    ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\n"
+     "modules: {first_blocks_high: 1, last_blocks_high: 2}", {},
      ["precision.modules.first_blocks_high", "precision.modules.last_blocks_high"]),
     ("dgrad: {dy: {format: e4m3}}\nloss_scaling: {}", {"compute_dtype": "fp16"}, ["precision.loss_scaling.detect"]),
     ("{}", {"compute_dtype": "fp16"}, ["precision.loss_scaling"]),
     ("wgrad: {dy: {format: e5m2, scale: delayed, delayed: {}}}\nloss_scaling: {detect: operands}",
      {"compute_dtype": "fp16"}, ["precision.wgrad.dy.scale"]),
-    ("fprop: {x: {%s}}\nloss_scaling: {}" % MX4, {"compute_dtype": "fp16"}, ["precision.fprop.x.format"]),
-    ("dgrad: {w: {%s, rounding: stochastic}}" % MX4, {}, ["precision.dgrad.w.prescale"]),
-    ("dgrad: {dy: {%s, hadamard: {size: 32}}, w: {%s}}" % (MX4, MX4), {}, ["precision.dgrad"]),
-    ("dgrad: {dy: {%s, hadamard: {size: 32}}, w: {%s, hadamard: {size: 32, signs: random}}}" % (MX4, MX4), {},
+    (f"fprop: {{x: {{{MX4}}}}}\nloss_scaling: {{}}", {"compute_dtype": "fp16"}, ["precision.fprop.x.format"]),
+    (f"dgrad: {{w: {{{MX4}, rounding: stochastic}}}}", {}, ["precision.dgrad.w.prescale"]),
+    (f"dgrad: {{dy: {{{MX4}, hadamard: {{size: 32}}}}, w: {{{MX4}}}}}", {}, ["precision.dgrad"]),
+    (f"dgrad: {{dy: {{{MX4}, hadamard: {{size: 32}}}}, w: {{{MX4}, hadamard: {{size: 32, signs: random}}}}}}", {},
      ["precision.dgrad"]),
     ("wgrad: {dy: {format: e2m1, block: 1x32, scale: quest}}", {}, ["precision.wgrad.dy.scale"]),
     ("dgrad: {dy: {format: e4m3, source: quantised}, w: {format: e4m3, source: quantised}}", {},
@@ -124,7 +125,8 @@ MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
     ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\n"
      "wgrad: {x: {format: e5m2, scale: delayed, delayed: {history_length: 4}}}", {},
      ["precision.wgrad.x.format", "precision.wgrad.x.delayed"]),
-    ("fprop: {x: {format: e2m1, block: 1x32, scale: quest, clip_gradient: true}}", {}, ["precision.fprop.x.clip_gradient"]),
+    ("fprop: {x: {format: e2m1, block: 1x32, scale: quest, clip_gradient: true}}", {},
+     ["precision.fprop.x.clip_gradient"]),
     ("phases: [{start: 0.5, fprop: {w: {format: e5m2}}}]", {}, ["precision.phases.0.fprop.w.format"]),
 ])  # fmt: skip
 def test_what_is_known_to_break_is_refused(text, more, keys):
