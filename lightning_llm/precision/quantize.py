@@ -160,7 +160,7 @@ def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
 
 
 def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return the sum over an axis of `size` by halving, in one order whatever the backend; the axis stays, of size 1."""
+    """Return the sum over an axis of `size` by halving: one order whatever the backend. The axis stays, of size 1."""
     while size > 1:
         size //= 2
         x = x.narrow(axis, 0, size) + x.narrow(axis, size, size)

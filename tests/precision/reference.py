@@ -81,7 +81,8 @@ def cast(x, how: CastConfig, noise=None, delayed=None):
         whole = F32(np.abs(x).max())
         encode = F32(2688) / whole
         sf = round_elements((amax.astype(F32) * F32(encode * F32(1 / 6))).astype(np.float64), "e4m3", "even")
-        multiplier = F32(1) / (sf.astype(F32) * (F32(1) / encode))
+        with np.errstate(divide="ignore"):  # a block scale of 0 takes the largest fp32 for a multiplier
+            multiplier = np.minimum(F32(1) / (sf.astype(F32) * (F32(1) / encode)), np.finfo(F32).max)
         values = round_elements((x.astype(F32) * multiplier).astype(np.float64), "e2m1", how.rounding, noise)
         return values * sf * float(whole) / 2688, None
     if how.scale.startswith("e8m0"):

@@ -42,7 +42,7 @@ def test_every_rounding_agrees_with_the_table(name, rounding):
     v = torch.cat([every_bf16(), midpoints(name)])
     v = v[torch.isfinite(v)]
     if rounding != "even":
-        # These add or subtract a half in fp32, as the published code does; a number one ulp off a midpoint may then tie.
+        # These add a half in fp32, as the published code does: next to a midpoint, fp32 numbers may tie.
         v = v.bfloat16().float()
     wanted = reference.round_elements(v.double().numpy(), name, rounding)
     assert np.array_equal(round_to_format(v, name, rounding).numpy(), wanted)
