@@ -38,11 +38,15 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role."""
+    """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
+
+    `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
+    """
 
     casts: Mapping[str, CastConfig]
     backend: Backend
     shards: Mapping[str, Shard] = field(default_factory=dict)
+    fixed: bool = False
 
     @classmethod
     def of(cls, recipe: PrecisionConfig, backend: Backend) -> "LinearPlan":

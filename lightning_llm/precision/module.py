@@ -199,7 +199,8 @@ def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
     Layers that the swap left high stay so; delayed scales are kept while nothing uses them.
     """
     for layer in quantised_layers(model):
-        layer.plan = replace(layer.plan, casts=slots_of(recipe))
+        if not layer.plan.fixed:
+            layer.plan = replace(layer.plan, casts=slots_of(recipe))
 
 
 def summary(model: nn.Module) -> dict[str, Any]:

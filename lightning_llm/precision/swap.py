@@ -11,7 +11,7 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
-from lightning_llm.schema.precision import ModuleRules, PrecisionConfig
+from lightning_llm.schema.precision import ModuleRules, PrecisionConfig, slots_of
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
@@ -53,7 +53,8 @@ def swap_linears(
         backend, note = choose_backend(device_type)
     quantising = LinearPlan.of(recipe.at(0, 1), backend)
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
-    high = LinearPlan.of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype), backend)
+    casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
+    high = LinearPlan(casts, backend, fixed=True)
     converted, kept = [], {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):

@@ -140,6 +140,13 @@ def test_a_phase_changes_the_casts_of_what_was_swapped():
     assert torch.equal(layer(x), x @ layer.weight.bfloat16().T)
 
 
+def test_a_phase_leaves_layers_that_only_emulate_fp16_alone():
+    made, _ = swapped("fp16_mxfp8")
+    set_recipe(made, load("fp16_mxfp8"))
+    assert not any(cast.quantises for cast in made.head.plan.casts.values())
+    assert all(cast.quantises for cast in made.layers["0"].up_proj.plan.casts.values())
+
+
 def losses(name, steps):
     """The loss of every step of a small training run; each recipe sees the same data."""
     recipe = load(name)
