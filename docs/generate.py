@@ -1,0 +1,163 @@
+"""Write the generated sections of docs/*.md: the recipe tables and the lint's rules, from what the program reads.
+
+A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
+with `--check` nothing is written, and the exit code is 1 where a section is stale.
+"""
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from lightning_llm.precision.lint import RULES
+from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
+
+DOCS = Path(__file__).resolve().parent
+RECIPES = DOCS.parent / "conf" / "precision"
+SECTION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+
+ORDER = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "fp16_mxfp8", "nvfp4", "mxfp4_sr", "mxfp4", "quartet")
+"""Prefixes of recipes' names in the order of the tables, the longest that fits counts; a name that has none is last."""
+SCALES = {
+    "fp32": "fp32",
+    "power_of_two": "2^k",
+    "e8m0_ceil": "ceil",
+    "e8m0_floor": "floor",
+    "two_level_e4m3": "e4m3",
+    "delayed": "delayed",
+    "quest": "quest",
+}
+ROUNDINGS = {
+    "even": "",
+    "half_away": "away",
+    "half_to_zero": "to zero",
+    "stochastic": "SR",
+    "stochastic_compare": "SR",
+}
+
+
+def recipes() -> list[tuple[PrecisionConfig, str]]:
+    """Return every shipped recipe with the comment at the top of its file, as one line."""
+    found = []
+    for file in RECIPES.glob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        found.append((PrecisionConfig.model_validate(yaml.safe_load(text)), comment))
+    return sorted(found, key=lambda each: (_rank(each[0].name), each[0].name))
+
+
+def _rank(name: str) -> int:
+    prefixes = [prefix for prefix in ORDER if f"{name}_".startswith(f"{prefix}_")]
+    return ORDER.index(max(prefixes, key=len)) if prefixes else len(ORDER)
+
+
+def short_cast(cast: CastConfig, compute_dtype: str) -> str:
+    """Return a slot in a few words, e.g. "e2m1 1x32 floor SR H64±"."""
+    if not cast.quantises:
+        return compute_dtype
+    words = [cast.format, cast.block, SCALES[cast.scale], ROUNDINGS[cast.rounding]]
+    if cast.prescale != 1:
+        words.append(f"·{cast.prescale:g}")
+    if cast.hadamard is not None:
+        words.append(f"H{cast.hadamard.size}" + {"none": "", "fixed": "+", "random": "±"}[cast.hadamard.signs])
+    if cast.source == "quantised":
+        words.append("of q")
+    return " ".join(filter(None, words))
+
+
+def recipe_slots() -> str:
+    """Return the table of the six slots of every recipe."""
+    rows = []
+    for recipe, _ in recipes():
+        slots = [short_cast(cast, recipe.compute_dtype) for cast in slots_of(recipe).values()]
+        same = len(set(slots)) == 1
+        rows.append([f"`{recipe.name}`", *(["all six: " + slots[0], *[""] * 5] if same else slots)])
+    return _table(["recipe", *slots_of(recipes()[0][0])], rows)
+
+
+def recipe_facts() -> str:
+    """Return the table of what surrounds the slots: what stays high, loss scaling, source, native hardware."""
+    rows = [
+        [f"`{recipe.name}`", stays_high(comment), loss_scaling(recipe.loss_scaling), recipe.reference, recipe.hardware]
+        for recipe, comment in recipes()
+    ]
+    return _table(["recipe", "stays in high precision", "loss scaling", "source", "runs natively on"], rows)
+
+
+def stays_high(comment: str) -> str:
+    """Return the sentence after "High precision:" in a recipe's comment; a recipe without one is high throughout."""
+    found = re.search(r"High precision: (.+?)\.(?=\s|$)", comment)
+    return found.group(1) if found else "everything"
+
+
+def loss_scaling(config: LossScalingConfig | None) -> str:
+    """Return dynamic loss scaling in a few words."""
+    if config is None:
+        return "none"
+    return f"dynamic from {config.init_scale:g}, `detect: {config.detect}`"
+
+
+def lint_rules() -> str:
+    """Return the lint's rules, one numbered item each: what is refused, and who found out."""
+    items = []
+    for number, rule in enumerate(RULES, 1):
+        text, _, source = inspect.cleandoc(rule.__doc__ or "").partition("\n\nSource: ")
+        if not source:
+            raise ValueError(f"{rule.__name__}: its docstring needs a line 'Source: ...'")
+        items.append(f"{number}. {_line(text)}<br>Source: {_line(source)}")
+    return "\n".join(items) + "\n"
+
+
+def _line(text: str) -> str:
+    """Return `text` on one line, with links where it cites arXiv."""
+    return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([_line(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "recipe-slots": recipe_slots,
+    "recipe-facts": recipe_facts,
+    "lint-rules": lint_rules,
+}
+
+
+def regenerate(text: str) -> str:
+    """Return a document with every generated section made anew. Raises ValueError where a name is unknown."""
+
+    def replace(match: re.Match[str]) -> str:
+        opening, name, closing = match.groups()
+        if name not in SECTIONS:
+            raise ValueError(f"no section '{name}'; there are {', '.join(SECTIONS)}")
+        return f"{opening}\n{SECTIONS[name]()}\n{closing}"
+
+    return SECTION.sub(replace, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Rewrite docs/*.md, or with --check return 1 where one is stale."""
+    parser = argparse.ArgumentParser(description="Write the generated sections of docs/*.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a section is stale")
+    check = parser.parse_args(argv).check
+    stale = 0
+    for file in sorted(DOCS.glob("*.md")):
+        text = file.read_text(encoding="utf-8")
+        new = regenerate(text)
+        if new == text:
+            continue
+        stale += 1
+        print(f"{file.name}: {'stale, run python docs/generate.py' if check else 'rewritten'}")
+        if not check:
+            file.write_text(new, encoding="utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
