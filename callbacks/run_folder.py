@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
+
 from lightning_llm.callbacks.figures import draw_losses, final_figures
 from lightning_llm.callbacks.provenance import git_state, versions
 from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
-
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 

@@ -61,11 +61,16 @@ class LanguageModule(pl.LightningModule):
         model.to_empty(device=device)
         initialise(model, self.config.seed)
         model.to(DTYPES[self.config.precision.master_dtype])
+        self.quantisation.watch_overflow(model)
         self.model = model
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
         return build_optimizer(self.model.named_parameters(), self.config.optim.model_copy(update=hints))
+
+    def on_fit_start(self) -> None:
+        if self.trainer.is_global_zero and (line := self.quantisation.describe()):
+            print(line, flush=True)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the (frozen) batch with its tensors on `device`."""
@@ -102,7 +107,7 @@ class LanguageModule(pl.LightningModule):
         plugin = self.trainer.precision_plugin
         if plugin.config is not None:
             self.step_record["loss_scale"] = plugin.loss_scale
-        plugin.overflow = plugin.unscale(parameters)
+        plugin.overflow = plugin.unscale(parameters) | self.quantisation.take_overflow()
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
         self.step_record["grad_norm"] = clip_gradients(parameters, limit)
         if plugin.overflow:

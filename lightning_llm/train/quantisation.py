@@ -1,8 +1,10 @@
 """What a precision recipe needs from the training loop: keys, phases, delayed scales, a second view of validation."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from lightning_llm.keyed_hash import StepKey
@@ -31,11 +33,50 @@ class Quantisation:
         self.max_steps = max_steps
         self.report: SwapReport | None = None
         self._in_force = recipe
+        self._overflow: Tensor | None = None
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str) -> None:
         """Swap the model's linears, on the meta device; `report` says what was converted and what was kept."""
         if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
             self.report = swap_linears(model, self.recipe, num_layers, device_type)
+
+    def watch_overflow(self, model: nn.Module) -> None:
+        """Look for Inf and NaN in what the quantised layers are given, where the recipe asks for it.
+
+        A saturating cast turns them into numbers, so the gradients that the loss scaler looks at may all be finite.
+        """
+        scaling = self.recipe.loss_scaling
+        if scaling is None or scaling.detect != "operands":
+            return
+        flag = self._overflow = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
+
+        def look(tensor: Tensor) -> None:
+            flag.logical_or_(~torch.isfinite(tensor).all())
+
+        def after_forward(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if torch.is_grad_enabled() and output.requires_grad:
+                look(inputs[0].detach())
+                output.register_hook(look)
+
+        for layer in quantised_layers(model):
+            layer.register_forward_hook(after_forward)
+
+    def take_overflow(self) -> bool:
+        """Return whether an operand was not finite since the last call, and forget it."""
+        if self._overflow is None:
+            return False
+        seen = bool(self._overflow.item())
+        self._overflow.zero_()
+        return seen
+
+    def describe(self) -> str | None:
+        """Return a line on which layers are cast and how that runs; None for a recipe without casts."""
+        if self.report is None:
+            return None
+        reasons = Counter(self.report.kept.values())
+        kept = "; ".join(f"{count} high ({why})" for why, count in reasons.items())
+        line = f"casts  {len(self.report.converted)} linear layers, emulated, {self.report.backend}; {kept}"
+        return line if self.report.note is None else f"{line}\n       {self.report.note}"
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Put the phase of `step` (from 0) in force."""
@@ -43,6 +84,7 @@ class Quantisation:
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
+        self._overflow: Tensor | None = None
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""

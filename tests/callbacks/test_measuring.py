@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
-from lightning_llm.callbacks import throughput
-from lightning_llm.callbacks.memory import Memory
-from lightning_llm.callbacks.throughput import Throughput
 from protocol_module import TinyModule, fit, make_config
 from torch.utils.data import TensorDataset
 
+from lightning_llm.callbacks import throughput
+from lightning_llm.callbacks.memory import Memory
+from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.hardware import host_peak_bytes
 from lightning_llm.schema import Config
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_llm.callbacks.mlflow import MLflowTracker
-from lightning_llm.callbacks.run_folder import RunFolder
 from mlflow import MlflowClient
 from protocol_module import TinyModule, fit, make_config
 
+from lightning_llm.callbacks.mlflow import MLflowTracker
+from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.schema import Config
 
 HERE = Path(__file__).parent

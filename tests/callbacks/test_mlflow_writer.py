@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
+from protocol_module import make_config
+
 from lightning_llm.callbacks.mlflow import compared_parameters, tracking_uri
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE, RunWriter, points
 from lightning_llm.callbacks.records import cut_back, encode
-from mlflow import MlflowClient
-from protocol_module import make_config
 
 
 def job(tmp_path: Path, **changes: Any) -> dict[str, Any]:

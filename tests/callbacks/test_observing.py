@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import lightning_llm.conf
 import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
-from lightning_llm.callbacks.mlflow import MLflowTracker
-from lightning_llm.callbacks.run_folder import RunFolder
 from protocol_module import TinyModule, fit, make_config
 
+import lightning_llm.conf
+from lightning_llm.callbacks.mlflow import MLflowTracker
+from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.schema import Config
 
 CONF = Path(lightning_llm.conf.__file__).parent

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lightning_llm.callbacks.records import cut_back, decode, encode, read_records, write_json
 
 

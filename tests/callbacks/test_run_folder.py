@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import matplotlib.pyplot as plt
 import pytest
-from lightning_llm.callbacks.figures import final_figures
-from lightning_llm.callbacks.run_folder import RunFolder
 from protocol_module import TinyModule, fit
 
+from lightning_llm.callbacks.figures import final_figures
+from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.errors import ConfigError
 from lightning_llm.schema import Config
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from protocol_module import TinyModule, fit, make_config
+
 from lightning_llm.callbacks.progress import ProgressLine
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
-from protocol_module import TinyModule, fit, make_config
-
 from lightning_llm.schema import Config
 
 

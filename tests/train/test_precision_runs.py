@@ -9,7 +9,9 @@ from conftest import read_metrics
 from safetensors.torch import load_file
 
 from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
+from lightning_llm.train.quantisation import Quantisation
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [
@@ -100,6 +102,23 @@ def test_an_fp16_overflow_skips_the_update_and_holds_the_schedule(small_run, tmp
     assert made[1]["lr"] > made[0]["lr"]
     assert made[0]["loss_scale"] < records[0]["loss_scale"]
     assert made[0]["loss"] == pytest.approx(records[0]["loss"], abs=0.3)  # the weights had not moved
+
+
+def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
+    config = compose_config(["precision=fp16_mxfp8"]).precision
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
+    quantisation = Quantisation(config, seed=0, max_steps=1)
+    layer = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": layer})})
+    quantisation.swap(layer, num_layers=1, device_type="cpu")
+    quantisation.watch_overflow(layer)
+    linear = layer["layers"]["0"][0]
+    gradient = torch.ones(32, 32, dtype=torch.float16)
+    for planted, seen in ((1.0, False), (float("inf"), True), (1.0, False)):
+        x = torch.ones(32, 32, dtype=torch.float16, requires_grad=True)
+        gradient[3, 5] = planted
+        linear(x).backward(gradient)
+        assert torch.isfinite(linear.weight.grad).all()  # the cast made a number of Inf
+        assert quantisation.take_overflow() is seen
 
 
 def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
