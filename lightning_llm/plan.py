@@ -68,6 +68,7 @@ def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
         "hardware": recipe.hardware,
         "modules": high,
         "slots": slots,
+        "phases": [phase.model_dump() for phase in recipe.phases],
     }
 
 
@@ -133,6 +134,8 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
+    if facts["precision"]["phases"]:
+        rows.append(("phases", _phases(facts["precision"])))
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
 
 
@@ -141,6 +144,12 @@ def _cast(slot: dict[str, Any]) -> str:
         return str(slot["format"])
     turned = f", {slot['hadamard']}" if slot["hadamard"] else ""
     return f"{slot['format']} {slot['block']}, {slot['scale']} scale, {slot['rounding']}{turned}: {slot['runs']}"
+
+
+def _phases(facts: dict[str, Any]) -> str:
+    return "; ".join(
+        f"from {phase['start']:.0%} to {phase['end']:.0%} of the steps other slots" for phase in facts["phases"]
+    )
 
 
 def _high(facts: dict[str, Any]) -> str:

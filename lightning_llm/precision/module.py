@@ -16,6 +16,8 @@ from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, quantis
 from lightning_llm.precision.random_bits import hash_words
 from lightning_llm.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
 
+HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
+
 
 class QuantisedLinear(nn.Linear):
     """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
@@ -39,13 +41,18 @@ class QuantisedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] in the dtype of `x` [..., in_features]."""
         if self.bypass:
-            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return self._without_casts(x)
         record = None
         if self.plan.delayed_casts():
             self._materialise_state(x.device)
             # A recomputation merges the same amax again, which changes nothing.
             record = self._record if self.training and torch.is_grad_enabled() else None
         return quantised_linear(x, self.weight, self.bias, self.plan, self.keys, self.scale, record)
+
+    def _without_casts(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
+            return quantised_linear(x, self.weight, self.bias, replace(self.plan, casts=HIGH_CASTS))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

@@ -84,7 +84,6 @@ class Quantisation:
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
-        self._overflow: Tensor | None = None
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
