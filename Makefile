@@ -8,7 +8,7 @@ RECIPE ?= quickstart
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train plan test test-full lint format bench ui clean
+.PHONY: help setup train sweep plan test test-full lint format bench ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ $(STAMP): pyproject.toml requirements/dev.txt
 
 train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value ...")
 	$(BIN)/lightning-llm train recipe=$(RECIPE) $(ARGS)
+
+sweep: setup  ## run every combination of the sweep RECIPE=sweep/name
+	$(BIN)/lightning-llm train -m recipe=$(RECIPE) $(ARGS)
 
 plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)

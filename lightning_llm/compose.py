@@ -43,6 +43,8 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
         ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
     """
     with _hydra(config_dir) as search:
+        if _recipe_sweep_params(overrides, search):
+            raise ConfigError(Problem("recipe", "this recipe is a sweep of several runs. Add -m, or use make sweep."))
         return _compose_one(_parse(overrides), search)
 
 
@@ -163,6 +165,8 @@ def _choices_of(parsed: Override) -> list[str]:
 
 def _recipe_sweep_params(overrides: Sequence[str], search: list[str]) -> list[str]:
     """Return the `hydra.sweeper.params` of the chosen recipe as overrides, less those typed on the command line."""
+    if not any(each.key_or_group == "recipe" for each in _parse(overrides)):
+        return []
     typed = {each.key_or_group for each in _parse(overrides)}
     plain = [each.input_line or "" for each in _parse(overrides) if not each.is_sweep_override()]
     try:

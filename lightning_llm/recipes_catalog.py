@@ -42,7 +42,7 @@ def register_recipes() -> None:
 
 def _yaml_files(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
     for entry in sorted(folder.iterdir(), key=lambda each: each.name):
-        if entry.is_dir() and entry.name != "__pycache__":
+        if entry.is_dir():
             yield from _yaml_files(entry, f"{prefix}{entry.name}/")
         elif entry.name.endswith(".yaml"):
             yield prefix + entry.name.removesuffix(".yaml"), entry

@@ -38,6 +38,17 @@ def test_every_file_of_every_group_composes(group, option):
         assert node.name == option
 
 
+@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if name.startswith("sweep/")])
+def test_every_sweep_composes_job_by_job_and_needs_m(recipe):
+    with pytest.raises(ConfigError, match="Add -m"):
+        compose_config([f"recipe={recipe}"])
+    jobs = compose_sweep([f"recipe={recipe}", "seed=7"])
+    assert len(jobs) > 1
+    for _, config in jobs:
+        check_config(config)
+        assert config.seed == 7
+
+
 @pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if not name.startswith("sweep/")])
 def test_every_recipe_composes_and_passes_the_check(recipe):
     config = compose_config([f"recipe={recipe}"])
