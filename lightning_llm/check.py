@@ -9,7 +9,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.precision.lint import lint
 from lightning_llm.schema import Config, ModelConfig
-from lightning_llm.schema.precision import slots_of
+from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
 STATE_BYTES_PER_PARAMETER = 12
 """In a checkpoint: the fp32 parameter and AdamW's two fp32 moments."""
@@ -141,9 +141,10 @@ def _rotation_problems(config: Config) -> list[Problem]:
     outputs = {**inputs, "key/value width": kv_heads}
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
     axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
+    parts: list[PrecisionConfig | PhaseConfig] = [config.precision, *config.precision.phases]
     found = {
         (axis, length, slot, cast.hadamard.size)
-        for part in (config.precision, *config.precision.phases)
+        for part in parts
         for slot, cast in slots_of(part).items()
         if cast.hadamard is not None
         for axis, length in axes[slot.partition(".")[0]].items()

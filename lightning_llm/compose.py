@@ -219,10 +219,10 @@ def _unresolvable(tree: DictConfig, prefix: str) -> list[Problem]:
         except InterpolationToMissingValueError:
             continue  # the missing key itself is said already
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{prefix}{key}", str(error).splitlines()[0]))
+            problems.append(Problem(f"{prefix}{key!s}", str(error).splitlines()[0]))
             continue
         if isinstance(value, DictConfig):
-            problems += _unresolvable(value, f"{prefix}{key}.")
+            problems += _unresolvable(value, f"{prefix}{key!s}.")
     return problems
 
 

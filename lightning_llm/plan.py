@@ -50,7 +50,7 @@ def plan_facts(config: Config) -> dict[str, Any]:
 
 def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
     """Return the recipe as data: its identity, and for each operand slot its cast and how that runs here, and why."""
-    slots = {}
+    slots: dict[str, dict[str, Any]] = {}
     for slot, cast in slots_of(recipe).items():
         if not cast.quantises:
             slots[slot] = {"format": recipe.compute_dtype, "runs": "native", "reason": "not quantised"}

@@ -92,7 +92,8 @@ def _check_arguments(key: str, node: dict[str, Any], signature: ast.arguments | 
     ]
     problems += [Problem(f"{key}.{name}", "a value must be given.") for name in sorted(required - set(given))]
     for name, value in given.items():
-        annotation = ast.unparse(known[name]) if known.get(name) is not None else ""
+        declared = known.get(name)
+        annotation = ast.unparse(declared) if declared is not None else ""
         if annotation and not _fits(value, annotation):
             problems.append(Problem(f"{key}.{name}", f"is {value!r}, must be of type {annotation}."))
     return problems

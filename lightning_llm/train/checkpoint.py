@@ -39,7 +39,7 @@ def save(
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     scalars = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     save_file(_contiguous(dict(model.named_parameters())), partial / SLOTS["model"])

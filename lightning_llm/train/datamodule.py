@@ -55,4 +55,4 @@ class CorpusDataModule(pl.LightningDataModule):
         batches = self.corpus.validation_batches(
             self.config.data.micro_batch_size, self.trainer.global_rank, self.trainer.world_size
         )
-        return DataLoader(list(batches), batch_size=None)
+        return list(batches)  # a handful, fixed: Lightning takes any iterable

@@ -47,7 +47,7 @@ class LanguageModule(pl.LightningModule):
         self.skipped_steps = 0
         self.step_record: dict[str, Any] = {}
         self.validation_record: dict[str, Any] = {}
-        self._validation_sums: Tensor | None = None
+        self._validation_sums = torch.zeros(0)
 
     def configure_model(self) -> None:
         """Build on the meta device, reshape, then materialise every parameter from (seed, name)."""

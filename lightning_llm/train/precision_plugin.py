@@ -45,7 +45,7 @@ class TrainPrecision(Precision):
         largest = torch._foreach_norm(gradients, float("inf"))
         return not bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all())
 
-    def optimizer_step(  # type: ignore[override]
+    def optimizer_step(
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run forward, backward and clipping; then update, or on an overflow leave weights and moments as they are."""
