@@ -81,7 +81,7 @@ def recipes(arguments: argparse.Namespace) -> int:
 def _report(error: ConfigError) -> int:
     count = len(error.problems)
     print(
-        f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs; nothing was started",
+        f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs",
         file=sys.stderr,
     )
     for problem in error.problems:

@@ -4,6 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
+from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
@@ -35,13 +36,13 @@ def check_config(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def check_disk(config: Config) -> None:
-    """Return quietly if run.dir can be written and holds the run's checkpoints.
+def check_disk(config: Config, jobs: int = 1) -> None:
+    """Return quietly if run.dir can be written and there is room for the checkpoints of `jobs` runs like this.
 
     Raises:
         ConfigError: no right to write, or too little space, with the arithmetic.
     """
-    folder = _existing_parent(Path(config.run.dir))
+    folder = nearest_existing(Path(config.run.dir))
     if not os.access(folder, os.W_OK):
         raise ConfigError(
             Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root.")
@@ -49,20 +50,14 @@ def check_disk(config: Config) -> None:
     if not folder.is_dir():
         raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
     each = count_parameters(config.model, padded=True).total * STATE_BYTES_PER_PARAMETER
-    kept = config.checkpoint.keep_last + 1  # the new one is whole before the oldest goes
+    kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
     if each * kept > free:
         text = (
-            f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last + 1) need {each * kept / 1e9:.2f} GB and "
-            f"{folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
+            f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last x runs + 1) need {each * kept / 1e9:.2f} GB "
+            f"and {folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
         )
         raise ConfigError(Problem("checkpoint.keep_last", text))
-
-
-def _existing_parent(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path
 
 
 def shape_problems(model: ModelConfig) -> list[Problem]:

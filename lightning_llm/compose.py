@@ -4,8 +4,7 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -14,9 +13,7 @@ from typing import Any
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
-from hydra import main as hydra_main
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -91,6 +88,11 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         if each.is_delete():
             raise ConfigError(Problem(key, "~ deletes from a composition; with --config, override single keys."))
         OmegaConf.update(tree, key, each.value(), force_add=True)
+    changed = {each.key_or_group for each in _parse(overrides)}
+    if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
+        tree.run.dir = (
+            "${run.root}/${run.experiment}/${run.name}"  # a file keeps it resolved, where it was made of these
+        )
     return _checked(tree)
 
 
@@ -224,32 +226,3 @@ def _unresolvable(tree: DictConfig, prefix: str) -> list[Problem]:
         if isinstance(value, DictConfig):
             problems += _unresolvable(value, f"{prefix}{key!s}.")
     return problems
-
-
-def run_multirun(overrides: Sequence[str], config_dir: Path | None, job: Callable[[Config], None]) -> int:
-    """Let Hydra's sweeper and launcher call `job` for each combination, in run.dir = hydra's folder of the job.
-
-    Returns:
-        0, or 1 if a job failed; the others still run.
-    """
-
-    def task(tree: DictConfig) -> None:
-        folder = HydraConfig.get().runtime.output_dir
-        with open_dict(tree):
-            tree.recipe = HydraConfig.get().runtime.choices.get("recipe")
-        OmegaConf.update(tree, "run.dir", folder)
-        job(_checked(tree))
-
-    register_recipes()
-    OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
-    search = ["--config-dir", str(config_dir.absolute())] if config_dir else []
-    before = sys.argv
-    sys.argv = ["lightning-llm", "-m", *search, *overrides]
-    try:
-        hydra_main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(task)()
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        sys.argv = before
-    return 0

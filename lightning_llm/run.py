@@ -1,7 +1,6 @@
 """One run, from a checked config to an exit code."""
 
 import logging
-import shutil
 import signal
 import sys
 import warnings
@@ -11,17 +10,18 @@ from types import FrameType
 import torch
 
 from lightning_llm.build import build_module, build_trainer, choose_device
-from lightning_llm.callbacks.mlflow import MLflowTracker
+from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
-from lightning_llm.launch import write_config
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan import plan_line
 from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.strategy import NonFiniteLossError
+from lightning_llm.train.manifest import drop_after
+from lightning_llm.train.nonfinite import NonFiniteError
 
 
 def run(config: Config, start: Start) -> int:
@@ -29,7 +29,8 @@ def run(config: Config, start: Start) -> int:
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
-    signal.signal(signal.SIGTERM, _stop_before_training)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_before_training)
     quiet_lightning()
     device = choose_device(config)
     if config.trainer.threads:
@@ -45,12 +46,12 @@ def run(config: Config, start: Start) -> int:
     except StoppedBySignal as stop:
         print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
         return 128 + stop.number
-    except NonFiniteLossError as error:
+    except NonFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
-        print("curves make ui, or: mlflow ui --backend-store-uri sqlite:///" + str(Path(config.run.root) / "mlflow.db"))
+        print(f"curves make ui, or: mlflow ui --backend-store-uri {tracking_uri(config)}")
     return 0
 
 
@@ -65,13 +66,12 @@ def data_line(config: Config, corpus: Corpus) -> str:
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder with config.yaml and tokenizer.json; one begun afresh drops what a broken one left."""
+    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder / "config.yaml")
     corpus.tokenizer.save(folder / "tokenizer.json")
-    if not start.checkpoint:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    drop_after(folder / "checkpoints", start.step)
 
 
 def quiet_lightning() -> None:

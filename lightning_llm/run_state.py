@@ -18,6 +18,11 @@ class Start:
     checkpoint: Checkpoint | None = None
     finished: bool = False
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps made before the start."""
+        return self.checkpoint.step if self.checkpoint else 0
+
 
 def decide_start(config: Config) -> Start:
     """Return how this run starts.
@@ -46,6 +51,9 @@ def decide_start(config: Config) -> Start:
         checkpoint = last_checkpoint(folder / "checkpoints")
     else:
         checkpoint = _at_path(config, folder, holds_run)
+    if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
+        text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
+        raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and _status(folder) == "finished"
     return Start(checkpoint, done)
 
@@ -63,9 +71,6 @@ def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
         text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))
     _must_match(config, origin)
-    if checkpoint.step > config.trainer.max_steps:
-        text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
-        raise ConfigError(Problem("trainer.max_steps", text))
     return checkpoint
 
 

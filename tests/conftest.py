@@ -40,8 +40,3 @@ def small_run(corpus_folder):
         ]  # fmt: skip
 
     return words
-
-
-def read_metrics(folder: Path) -> list[dict]:
-    """Return the records of `folder`/metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,19 @@ LAYERS = {
     2: {"parallel"},
     3: {"train"},
     4: {"callbacks"},
-    5: {"build", "check", "compose", "conform", "launch", "plan", "recipes_catalog", "run", "run_state"},
+    5: {
+        "build",
+        "check",
+        "compose",
+        "config_file",
+        "conform",
+        "launch",
+        "plan",
+        "recipes_catalog",
+        "run",
+        "run_state",
+        "sweep",
+    },
     6: {"__main__"},
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}

@@ -87,9 +87,11 @@ class CastConfig(Group):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.format == "high":
-            plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
+            plain = CastConfig.model_construct(source=self.source)
             if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
-                raise ValueError("format: high takes no block, scale, rounding or prescale; name a format or drop them")
+                raise ValueError(
+                    "format: high takes no block, scale, rounding, prescale or hadamard; name a format or drop them"
+                )
         if (self.scale == "delayed") != (self.delayed is not None):
             raise ValueError("`delayed` ({history_length, ...}) goes with scale: delayed, and only with it")
         self._check_blocks()
@@ -196,6 +198,9 @@ class PrecisionConfig(Group):
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients are summed in over ranks")
     main_grad_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients accumulate in")
     backend: Literal["auto", "native", "emulated"] = "auto"
+    casts: Literal["auto", "compiled", "eager"] = Field(
+        "auto", description="how emulated casts run, to the same bits; auto: compiled where there is a compiler"
+    )
     fprop: FpropConfig = FpropConfig()
     dgrad: DgradConfig = DgradConfig()
     wgrad: WgradConfig = WgradConfig()
@@ -221,7 +226,7 @@ class PrecisionConfig(Group):
     @property
     def recipe_hash(self) -> str:
         """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers."""
-        content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend"})
+        content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend", "casts"})
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -44,7 +44,9 @@ def _problem(details: Any) -> Problem:
         return Problem(key, f"unknown key.{hint}")
     if details["type"] == "missing":
         return Problem(key, "a value must be given.")
-    what = details["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    if details["type"] == "value_error":  # a rule of ours, which says all that is to be said
+        return Problem(key, details["msg"].removeprefix("Value error, ") + ".")
+    what = details["msg"].removeprefix("Input should be ")
     given = details["input"]
     if isinstance(given, dict | list):
         return Problem(key, f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}.")

@@ -60,8 +60,12 @@ def save(
     for file in partial.iterdir():
         _sync(file)
     if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
+        replaced = folder / f".step={step}.deleted"
+        final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        partial.rename(final)
     _sync(folder)
     return Checkpoint(final, step, config_hash)
 
@@ -87,6 +91,7 @@ def restore(
     progress = json.loads((checkpoint.folder / SLOTS["progress"]).read_text())
     state = {**load_file(checkpoint.folder / SLOTS["optimizer"], device=str(device)), **progress["optimizer"]}
     set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    module.quantisation.begin_step(model, int(progress["step"]))
     module.quantisation.load_state(model, load_file(checkpoint.folder / SLOTS["precision"], device=str(device)))
     module.skipped_steps = int(progress["skipped_steps"])
     if precision.state is not None and progress["loss_scale"] is not None:

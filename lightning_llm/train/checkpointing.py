@@ -27,7 +27,7 @@ class Checkpointing(pl.Callback):
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM lets the step in progress end,
-    saves and raises `StoppedBySignal`; a second SIGINT stops at once.
+    (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT stops at once.
     """
 
     def __init__(
@@ -45,14 +45,17 @@ class Checkpointing(pl.Callback):
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
+        self.saved_step = pl_module.completed_steps or None  # a resumed run's state is that on disk
         if self._signal:
             self._stop(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        step = pl_module.completed_steps
+        if self._validates_after(trainer, step):
+            return
         if self._signal:
             self._stop(trainer, pl_module)
-        step = pl_module.completed_steps
-        if self._due(step) and not self._validates_after(step):
+        if self._due(step):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -68,7 +71,9 @@ class Checkpointing(pl.Callback):
         every = self.config.every_steps
         return every is not None and step % every == 0
 
-    def _validates_after(self, step: int) -> bool:
+    def _validates_after(self, trainer: pl.Trainer, step: int) -> bool:
+        if not trainer.datamodule.corpus.validation_sequences:
+            return False
         return step == self.max_steps or (self.validate_every is not None and step % self.validate_every == 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -55,4 +55,5 @@ class CorpusDataModule(pl.LightningDataModule):
         batches = self.corpus.validation_batches(
             self.config.data.micro_batch_size, self.trainer.global_rank, self.trainer.world_size
         )
-        return list(batches)  # a handful, fixed: Lightning takes any iterable
+        fixed: Any = list(batches)
+        return DataLoader(fixed, batch_size=None)

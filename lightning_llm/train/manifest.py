@@ -15,6 +15,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_llm.errors import ConfigError, Problem
+
 VERSION = 1
 SLOTS = {
     "model": "model.safetensors",
@@ -34,11 +36,18 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint at `path`, or None where it is not complete (no manifest, a file short or missing)."""
+    """Return the checkpoint at `path`, or None where it is not complete (no manifest, a file short or missing).
+
+    Raises:
+        ConfigError: it is of another version.
+    """
     try:
         manifest = json.loads((path / "manifest.json").read_text())
     except (OSError, json.JSONDecodeError):
         return None
+    if manifest.get("version") != VERSION:
+        text = f"has version {manifest.get('version')}, this program reads {VERSION}. Use the program that wrote it."
+        raise ConfigError(Problem(str(path / "manifest.json"), text))
     for entry in manifest["slots"].values():
         file = path / entry["file"]
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
@@ -50,6 +59,13 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the complete checkpoint with the highest step under `folder`, or None."""
     found = [checkpoint for path in folder.glob("step=*") if (checkpoint := find_checkpoint(path))]
     return max(found, key=lambda each: each.step, default=None)
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Delete every checkpoint above `step`: a run that goes on from there makes its own."""
+    for path in folder.glob("step=*"):
+        if path.name.removeprefix("step=").isdigit() and int(path.name.removeprefix("step=")) > step:
+            shutil.rmtree(path)
 
 
 def prune(folder: Path, keep_last: int) -> None:

@@ -1,5 +1,6 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.schema import Config
+from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +35,7 @@ class LanguageModule(pl.LightningModule):
     model: Decoder
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
-    to the weights from error in the forward pass. Only a recipe that quantises the forward pass has both."""
+    to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str]):
         super().__init__()
@@ -110,6 +112,8 @@ class LanguageModule(pl.LightningModule):
         plugin.overflow = plugin.unscale(parameters) | self.quantisation.take_overflow()
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
         self.step_record["grad_norm"] = clip_gradients(parameters, limit)
+        if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
+            raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
         if plugin.overflow:
             self.step_record["skipped"] = True
             self.skipped_steps += 1
@@ -136,6 +140,8 @@ class LanguageModule(pl.LightningModule):
         if self.quantisation.changes_forward:
             with self.quantisation.high_precision(self.model):
                 self._score(batch, self._validation_sums[1])
+        elif self.config.precision.quantises:
+            self._validation_sums[1] = self._validation_sums[0]  # the forward pass is the same one
 
     def _score(self, batch: Any, sums: Tensor) -> None:
         logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]

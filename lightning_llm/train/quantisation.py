@@ -32,12 +32,14 @@ class Quantisation:
         self.seed = seed
         self.max_steps = max_steps
         self.report: SwapReport | None = None
-        self._in_force = recipe
+        self._in_force = recipe.at(0, 1)  # what the swap starts with
         self._overflow: Tensor | None = None
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str) -> None:
         """Swap the model's linears, on the meta device; `report` says what was converted and what was kept."""
         if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
+            # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             self.report = swap_linears(model, self.recipe, num_layers, device_type)
 
     def watch_overflow(self, model: nn.Module) -> None:

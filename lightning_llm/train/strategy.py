@@ -8,11 +8,8 @@ from torch import Tensor
 
 from lightning_llm.data.corpus import Batch
 from lightning_llm.train.checkpoint import restore
+from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.progress import set_completed_steps
-
-
-class NonFiniteLossError(RuntimeError):
-    """The loss of a step is NaN or infinite; raised before the optimizer could write it into the weights."""
 
 
 class SingleRankStrategy(SingleDeviceStrategy):
@@ -45,13 +42,8 @@ class SingleRankStrategy(SingleDeviceStrategy):
         module.quantisation.begin_step(module.model, module.completed_steps)
         loss = self._accumulate(batch)
         if not torch.isfinite(loss) and not self.precision_plugin.can_back_off:
-            raise NonFiniteLossError(
-                f"the loss of step {module.completed_steps + 1} is {loss.item()}. The weights are still those of step "
-                f"{module.completed_steps}. Lower optim.learning_rate, lengthen schedule.warmup_steps, or look at the "
-                "precision recipe; resume=auto goes on from the last checkpoint."
-            )
+            raise NonFiniteError("loss", loss.item(), module.completed_steps + 1)
         module.open_step_record(loss.item(), learning_rate)
-        module.completed_steps += 1
         return {"loss": loss}
 
     def _accumulate(self, batch: Batch) -> Tensor:
@@ -68,8 +60,10 @@ class SingleRankStrategy(SingleDeviceStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
+        module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.lightning_module.quantisation.end_step(self.lightning_module.model)
+        module.quantisation.end_step(module.model)
+        module.completed_steps += 1
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

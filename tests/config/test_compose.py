@@ -11,8 +11,8 @@ import yaml
 
 from lightning_llm.check import check_config, shape_problems
 from lightning_llm.compose import compose_config, compose_sweep, load_config
+from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.launch import write_config
 from lightning_llm.recipes_catalog import recipe_files
 
 CONF = Path(__file__).parents[2] / "conf"

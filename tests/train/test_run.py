@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_metrics
+from run_metrics import read_metrics
 from safetensors.torch import load_file
 
 from lightning_llm.__main__ import main
