@@ -1,8 +1,11 @@
 """One GEMM of quantised operands: exact numbers in, fp32 accumulation, one cast at the end.
 
-Codes times block scales are exact in bf16 (but for fp32 block scales, which come as fp32), so a bf16 GEMM multiplies
-what the low-precision hardware would. Tensor-level factors multiply the product. On CPU `mm` has no fp32 output from
-bf16 operands, so a factor that is no power of two rounds a second time, by half a unit in the last place at most.
+Codes, and codes times block scales, are exact in bf16, so a bf16 GEMM multiplies what the low-precision hardware would.
+Two kinds of scale come after it: tensor-level factors multiply the product, and fp32 block scales (whose product with
+a code fits no short format) multiply partial sums over one block each, as block-scaled FP8 kernels do.
+
+On CPU `mm` has no fp32 output from bf16 operands, so a factor that is no power of two rounds a second time, by half a
+unit in the last place at most. Partial sums need fp32 output, so there the codes go through an fp32 GEMM.
 """
 
 import functools
@@ -11,21 +14,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.inductor import Backend, Operand, compiled
+from lightning_llm.precision.inductor import Backend, compiled
+from lightning_llm.precision.operand import Operand
 
 
 def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias: Tensor | None = None) -> Tensor:
-    """Return a b [m, n] in `dtype` for a [m, k], b [k, n], times both factors, plus `bias` [n] (never quantised)."""
+    """Return a b [m, n] in `dtype` for a [m, k], b [k, n], times all scales, plus `bias` [n] (never quantised)."""
     left, right = a.tensor, b.tensor
-    if not (left.dtype == right.dtype == dtype) or (dtype == torch.float16 and left.device.type == "cpu"):
+    partial = a.blocks is not None or b.blocks is not None
+    if partial or not (left.dtype == right.dtype == dtype) or (dtype == torch.float16 and left.device.type == "cpu"):
         # fp16 on a CPU is a format, not a speed: its GEMM is some hundred times slower than fp32's.
         left, right = left.float(), right.float()
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
+    if factor is None and bias is not None and not partial:
+        return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
+    product = _sum_of_partials(a, b, left, right) if partial else left @ right
     if factor is not None:
-        return _finish(backend)(left @ right, factor, bias, dtype)
-    if bias is None:
-        return (left @ right).to(dtype)
-    return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
+        return _finish(backend)(product, factor, bias, dtype)
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def _sum_of_partials(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:
+    """Return the fp32 sum over blocks of k of (left right)_block times both block scales.
+
+    acc = fma(partial * a's scale, b's scale, acc), in the order of the blocks: Transformer Engine's
+    `blockwise_fp8_gemm_reference.py` and DeepSeek-V3's promotion every 128 (arXiv 2412.19437, section 3.3.2).
+    """
+    depth = left.shape[1]
+    width = min(each.blocks.width for each in (a, b) if each.blocks is not None)  # powers of two: one divides the other
+    total = left.new_zeros(left.shape[0], right.shape[1])
+    partial = torch.empty_like(total)
+    one = left.new_ones(1, 1)
+    for start in range(0, depth, width):
+        length = min(width, depth - start)
+        torch.mm(left.narrow(1, start, length), right.narrow(0, start, length), out=partial)
+        if a.blocks is not None:
+            partial.mul_(a.blocks.at(start))
+        total.addcmul_(partial, one if b.blocks is None else b.blocks.at(start))
+    return total
 
 
 def _scale_and_cast(product: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

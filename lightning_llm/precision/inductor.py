@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.precision import quantize
+from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.schema.precision import CastConfig
 
@@ -21,14 +22,6 @@ OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled"]
-
-
-class Operand(NamedTuple):
-    """What a GEMM multiplies: `tensor` [R, C]; the product is to be multiplied by `factor` (fp32 scalar)."""
-
-    tensor: Tensor
-    factor: Tensor | None = None
-    inside: Tensor | None = None
 
 
 @functools.cache
@@ -118,4 +111,7 @@ def operand(
     stage = stages(cast, axis, backend)
     scaled = stage.scale(x, amax, delayed)
     tensor, inside = stage.round_blocks(x, scaled.multiplier, scaled.block, key, origin)
-    return Operand(tensor, scaled.tensor, inside)
+    blocks = None
+    if scaled.block is not None and quantize.scales_partial_sums(cast):
+        blocks = quantize.contraction_scales(scaled.block, cast, axis, x)
+    return Operand(tensor, scaled.tensor, inside, blocks)

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from lightning_llm.precision import inductor
 from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.hadamard import rotate, rotation
-from lightning_llm.precision.inductor import Backend, Operand
+from lightning_llm.precision.inductor import Backend
+from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin
 from lightning_llm.precision.random_bits import random_signs
 from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig, slots_of
@@ -127,8 +128,7 @@ class _Forward:
         tensor = self.tensors[role]
         if self.call.plan.casts[slot].source == "high_precision":
             return tensor
-        made = self.operand(role)
-        return (made.tensor if made.factor is None else made.tensor.float() * made.factor).to(tensor.dtype)
+        return self.operand(role).dequantised().to(tensor.dtype)
 
     def through(self, gradient: Tensor, role: str) -> Tensor:
         """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T."""
@@ -138,10 +138,6 @@ class _Forward:
             gradient = gradient * inside
         s = self.call.matrix(f"fprop.{role}", gradient.device)
         return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
-
-
-def _flip(operand: Operand) -> Operand:
-    return operand._replace(tensor=operand.tensor.T)
 
 
 class _QuantisedLinear(torch.autograd.Function):
@@ -166,7 +162,7 @@ class _QuantisedLinear(torch.autograd.Function):
             record("x", x)
             record("w", w)
         operands = call.operand(x, "fprop.x", 1), call.operand(w, "fprop.w", 1)
-        return multiply(operands[0], _flip(operands[1]), x.dtype, plan.backend, bias)
+        return multiply(operands[0], operands[1].flipped, x.dtype, plan.backend, bias)
 
     @staticmethod
     @once_differentiable
@@ -187,7 +183,7 @@ class _QuantisedLinear(torch.autograd.Function):
                 dx = forward.through(dx, "x")
         if ctx.needs_input_grad[1]:
             source = forward.source("wgrad.x", "x")
-            left, right = _flip(call.operand(dy, "wgrad.dy", 0)), call.operand(source, "wgrad.x", 0)
+            left, right = call.operand(dy, "wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
             dw = multiply(left, right, x.dtype, plan.backend)
             if plan.casts["wgrad.x"].source == "quantised":
                 dw = forward.through(dw, "w")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_llm.precision import scales
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
+from lightning_llm.precision.operand import BlockScales
 from lightning_llm.precision.random_bits import uniform_noise
 from lightning_llm.precision.rounding import round_to_format
 from lightning_llm.schema.precision import CastConfig
@@ -73,9 +74,9 @@ def needs_tensor_amax(cast: CastConfig) -> bool:
     return cast.scale == "two_level_e4m3" or (cast.block == "tensor" and cast.scale != "delayed")
 
 
-def exact_in_bf16(cast: CastConfig) -> bool:
-    """Whether grid value times block scale fits bf16: yes, but for fp32 scales per block."""
-    return cast.block == "tensor" or cast.scale != "fp32"
+def scales_partial_sums(cast: CastConfig) -> bool:
+    """Whether the cast's block scales wait for the GEMM: grid value times scale fits bf16, but for fp32 scales."""
+    return cast.block != "tensor" and cast.scale == "fp32"
 
 
 def _blocked(x: Tensor, shape: BlockShape) -> tuple[Tensor, tuple[int, ...]]:
@@ -200,16 +201,26 @@ def round_blocks(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (operand, inside): grid value times block scale [R, C], bf16 where that is exact, else fp32.
+    """Return (operand, inside): grid value times block scale [R, C], exact in bf16; see `scales_partial_sums`.
 
     `inside` [R, C] bool, for `clip_gradient` only: where the scaled element was within the format's range.
     """
     shape = block_shape(cast.block, axis)
     values, elements = _elements(x, cast, axis, multiplier, keyed_noise(x, cast, key, origin))
-    product = values if block is None else values * block
-    operand = product.to(torch.bfloat16 if exact_in_bf16(cast) else torch.float32)
+    product = values if block is None or scales_partial_sums(cast) else values * block
+    operand = product.to(torch.bfloat16)
     inside = _unblocked(elements.abs() < FORMATS[cast.format].max, x, shape) if cast.clip_gradient else None
     return _unblocked(operand, x, shape), inside
+
+
+def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:
+    """Return the blocks' scales of `x` [R, C], one for each row (or column, for axis 0) and block along `axis`."""
+    shape = block_shape(cast.block, axis)
+    if shape is None:
+        raise ValueError("a scale per tensor is a factor, not a block scale")
+    across = 1 - axis
+    per_row = _per_block(block, shape).repeat_interleave(shape[across], across).narrow(across, 0, x.shape[across])
+    return BlockScales(per_row, shape[axis], axis)
 
 
 def quantise(

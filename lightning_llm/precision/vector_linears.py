@@ -69,7 +69,7 @@ def nvfp4_gemm(case: Case) -> Iterator[Check]:
     """Check one NVFP4 forward GEMM; weights in 16x16 blocks."""
     a = inductor.operand(case.tensor("X"), _NV, 1, case.run.backend)
     b = inductor.operand(case.tensor("W"), _NV_SQUARE, 1, case.run.backend)
-    product = multiply(a, b._replace(tensor=b.tensor.T), torch.float32, case.run.backend)
+    product = multiply(a, b.flipped, torch.float32, case.run.backend)
     yield case.close("Y", product, 1e-5 * float(case.tensor("Y").abs().max()))
 
 
@@ -112,8 +112,8 @@ def six_slots(case: Case, inputs: dict[str, Tensor]) -> Iterator[Check]:
         ("dW", "wgrad_dYT", "wgrad_XT"),
     ):
         a, b = operands[left], operands[right]
-        a = a if slots[left][2] == 1 else a._replace(tensor=a.tensor.T)
-        b = b if slots[right][2] == 0 else b._replace(tensor=b.tensor.T)
+        a = a if slots[left][2] == 1 else a.flipped
+        b = b if slots[right][2] == 0 else b.flipped
         product = multiply(a, b, torch.float32, case.run.backend).double()
         yield case.close(f"{name}_corner", product[:24, :24], 1e-5 * float(product.abs().max()))
         norm = float(product.norm())
