@@ -1,0 +1,69 @@
+"""Going on from a checkpoint gives the bits of a run that was never interrupted. 30 seconds."""
+
+import pytest
+from run_metrics import curve, same_weights, steps_saved
+
+from lightning_llm.__main__ import main
+from lightning_llm.precision import inductor
+
+
+@pytest.mark.parametrize("first_steps", [2, 3])
+def test_stop_and_resume_gives_the_same_bits(whole, tmp_path, small_run, first_steps):
+    short = ["schedule.total_steps=6", f"trainer.max_steps={first_steps}"]
+    assert main(["train", *small_run(tmp_path, *short)]) == 0
+    assert main(["train", *small_run(tmp_path, "schedule.total_steps=6", "resume=auto")]) == 0
+    resumed = {entry for entry in curve(tmp_path / "run") if entry[5] is None}
+    assert resumed == {entry for entry in curve(whole) if entry[5] is None}
+    assert curve(tmp_path / "run")[-1] == curve(whole)[-1]
+    assert same_weights(tmp_path / "run", whole, 6)
+
+
+def test_a_torn_checkpoint_and_later_metrics_are_left_behind(whole, tmp_path, small_run):
+    assert main(["train", *small_run(tmp_path)]) == 0
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step=6" / "optimizer.safetensors").write_bytes(b"torn")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert curve(run) == curve(whole)
+    assert same_weights(run, whole, 6)
+
+
+def test_auto_starts_afresh_where_nothing_is(whole, tmp_path, small_run):
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert curve(tmp_path / "run") == curve(whole)
+
+
+def test_from_a_path_into_a_new_folder(whole, tmp_path, small_run):
+    assert main(["train", *small_run(tmp_path, f"resume={whole / 'checkpoints' / 'step=4'}")]) == 0
+    assert curve(tmp_path / "run") == [entry for entry in curve(whole) if entry[0] > 4]
+    assert same_weights(tmp_path / "run", whole, 6)
+
+
+def test_from_an_earlier_step_of_its_own_folder_drops_the_later_ones(whole, tmp_path, small_run):
+    words, run = ["schedule.total_steps=6", "checkpoint.keep_last=3"], tmp_path / "run"
+    assert main(["train", *small_run(tmp_path, *words)]) == 0
+    assert steps_saved(run) == [2, 4, 6]
+    back = f"resume={run / 'checkpoints' / 'step=2'}"
+    assert main(["train", *small_run(tmp_path, *words, back, "trainer.max_steps=3")]) == 0
+    assert steps_saved(run) == [2, 3]
+    assert curve(run) == [entry for entry in curve(whole) if entry[0] <= 3]
+    assert main(["train", *small_run(tmp_path, *words, "resume=auto")]) == 0
+    assert curve(run) == curve(whole)
+    assert same_weights(run, whole, 6)
+
+
+def test_across_a_leading_high_precision_phase(tmp_path, small_run, monkeypatch):
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")  # eager: no compile time
+    plain = ["precision=fp8_delayed", "checkpoint.keep_last=3"]
+    words = [*plain, "precision.phases=[{start: 0.0, end: 0.5}]"]  # no slot named: high precision for three steps
+    assert main(["train", *small_run(tmp_path / "uninterrupted", *words)]) == 0
+    uninterrupted = tmp_path / "uninterrupted" / "run"
+    for step in (2, 4):  # before and after the quantised part begins
+        resume = f"resume={uninterrupted / 'checkpoints' / f'step={step}'}"
+        assert main(["train", *small_run(tmp_path / str(step), *words, resume)]) == 0
+        resumed = tmp_path / str(step) / "run"
+        assert curve(resumed) == [entry for entry in curve(uninterrupted) if entry[0] > step]
+        assert same_weights(resumed, uninterrupted, 6)
+    assert main(["train", *small_run(tmp_path / "plain", *plain)]) == 0
+    assert curve(tmp_path / "plain" / "run")[0] != curve(uninterrupted)[0]  # the phase did something

@@ -1,0 +1,78 @@
+"""SIGINT and SIGTERM, before training and in a step: exit codes, what is saved, how it goes on. 30 seconds."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_metrics import curve, read_metrics, same_weights, steps_saved
+
+from lightning_llm import launch
+from lightning_llm.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(words: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "lightning_llm", "train", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGTERM, 143)]
+)
+def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, number, code):
+    common = ["schedule.total_steps=400", "checkpoint.every_steps=1000"]
+    words = small_run(tmp_path / "stopped", *common, "trainer.max_steps=400")
+    stopped = tmp_path / "stopped" / "run"
+    with start(words) as process:
+        metrics = stopped / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 5) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    assert f"stopped by {number.name}, state saved at step" in told
+    assert "resume=auto" in told
+    assert "Traceback" not in told
+    assert json.loads((stopped / "summary.json").read_text())["status"] == "stopped"
+    stopped_at = read_metrics(stopped)[-1]["step"]
+    assert steps_saved(stopped) == [stopped_at]
+    last = stopped_at + 3
+    assert main(["train", *words, "resume=auto", f"trainer.max_steps={last}"]) == 0
+    assert main(["train", *small_run(tmp_path / "whole", *common, f"trainer.max_steps={last}")]) == 0
+    assert curve(stopped) == curve(tmp_path / "whole" / "run")
+    assert same_weights(stopped, tmp_path / "whole" / "run", last)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
+)
+def test_before_training_it_ends_without_a_traceback(tmp_path, small_run, number, code):
+    words = small_run(tmp_path, "trainer.max_steps=400")
+    with start(words) as process:
+        for line in process.stdout:
+            if line.startswith("plan "):
+                break
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code, told
+    assert f"stopped by {number.name}, nothing was saved yet" in told
+    assert "Traceback" not in told
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "compose_config", interrupted)
+    assert main(["train", *small_run(tmp_path)]) == 130
+    told = capsys.readouterr()
+    assert "nothing was saved" in told.err
+    assert "Traceback" not in told.err
