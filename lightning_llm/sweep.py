@@ -4,6 +4,8 @@ import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -26,13 +28,15 @@ def sweep(arguments: argparse.Namespace) -> int:
     jobs = _in_one_folder(compose_sweep(arguments.overrides, arguments.config_dir))
     _check_all([config for _, config in jobs])
     failed: list[tuple[int, str]] = []
-    for number, (words, config) in enumerate(jobs):
-        print(f"job    {number + 1}/{len(jobs)} {' '.join(words)}", flush=True)
-        code = _run(config)
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            return code
-        if code:
-            failed.append((code, config.run.dir))
+    with _signals_passed_on() as relay:
+        for number, (words, config) in enumerate(jobs):
+            print(f"job    {number + 1}/{len(jobs)} {' '.join(words)}", flush=True)
+            code = _run(config, relay)
+            if relay.received:
+                print(f"stopped in job {number + 1} of {len(jobs)}: {config.run.dir}", file=sys.stderr)
+                return 128 + relay.received
+            if code:
+                failed.append((code, config.run.dir))
     print(f"sweep  {len(jobs) - len(failed)} of {len(jobs)} jobs finished, in {Path(jobs[0][1].run.dir).parent}")
     for code, folder in failed:
         print(f"  exit code {code}: {folder}", file=sys.stderr)
@@ -61,21 +65,39 @@ def _check_all(configs: list[Config]) -> None:
         raise ConfigError(problems)
 
 
-def _run(config: Config) -> int:
+class _Relay:
+    """Hands SIGINT and SIGTERM to the job under way, whenever they come; `received`: the first of them, or 0."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.job: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        if self.job is not None:
+            self.job.send_signal(number)
+
+
+@contextmanager
+def _signals_passed_on() -> Iterator[_Relay]:
+    relay = _Relay()
+    before: dict[Any, Any] = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield relay
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(config: Config, relay: _Relay) -> int:
     folder = Path(config.run.dir)
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_suffix(".yaml")
     write_config(config, file)
-    child = subprocess.Popen([sys.executable, "-m", "lightning_llm", "train", "--config", str(file)])
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
-
-    before: dict[Any, Any] = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    command = [sys.executable, "-m", "lightning_llm", "train", "--config", str(file)]
+    # In a process group of its own: a terminal's Ctrl-C would reach it beside ours, and the second one stops at once.
+    relay.job = subprocess.Popen(command, process_group=0)
+    code = relay.job.wait()
+    relay.job = None
     file.unlink()  # the folder holds it as config.yaml
     return code if code >= 0 else 128 - code
