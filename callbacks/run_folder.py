@@ -1,5 +1,6 @@
 """The run's folder: every step's record as it happens, and a summary that says truthfully how it ended."""
 
+import json
 import logging
 import os
 import platform
@@ -38,6 +39,13 @@ class RecordSink(Protocol):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return what `summary.json` says about this sink, as far as it is known by now."""
+
+
+def mark_failed(run_dir: Path, detail: str) -> None:
+    """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
+    file = run_dir / "summary.json"
+    if file.exists():
+        write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "status": "failed", "detail": detail})
 
 
 class RunFolder(pl.Callback):

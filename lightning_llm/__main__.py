@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning_llm
 from lightning_llm.errors import ConfigError
+from lightning_llm.ranks import is_first_rank
 
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
@@ -79,6 +80,8 @@ def recipes(arguments: argparse.Namespace) -> int:
 
 
 def _report(error: ConfigError) -> int:
+    if not is_first_rank():
+        return 2  # one of many ranks says it
     count = len(error.problems)
     print(
         f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs",

@@ -5,30 +5,43 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.ranks import rank_environment
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import Checkpointing
 from lightning_llm.train.manifest import Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
-from lightning_llm.train.strategy import SingleRankStrategy
+from lightning_llm.train.strategy import TrainStrategy
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return the device of this rank.
+    """Return the device of this rank: the CUDA device of its local number, or the CPU.
 
     Raises:
-        ConfigError: trainer.accelerator=cuda on a machine where torch finds no CUDA device.
+        ConfigError: trainer.accelerator=cuda where torch finds no CUDA device, or fewer than ranks.
     """
     wanted, found = config.trainer.accelerator, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device. Set auto or cpu."
         raise ConfigError(Problem("trainer.accelerator", text))
-    return torch.device("cuda", 0) if found and wanted != "cpu" else torch.device("cpu")
+    if not found or wanted == "cpu":
+        return torch.device("cpu")
+    environment = rank_environment()
+    if config.trainer.devices > torch.cuda.device_count():
+        text = (
+            f"is {config.trainer.devices}, and this machine has {torch.cuda.device_count()} CUDA device(s). Lower it."
+        )
+        raise ConfigError(Problem("trainer.devices", text))
+    device = torch.device("cuda", environment.local_rank if environment else 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def build_module(config: Config, corpus: Corpus) -> LanguageModule:
@@ -37,13 +50,16 @@ def build_module(config: Config, corpus: Corpus) -> LanguageModule:
 
 
 def build_trainer(
-    config: Config, device: torch.device, checkpoint: Checkpoint | None, sinks: list[RecordSink]
+    config: Config, device: torch.device, layout: Layout, checkpoint: Checkpoint | None, sinks: list[RecordSink]
 ) -> pl.Trainer:
     """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing."""
+    environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
+    devices = config.trainer.devices
     return pl.Trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
-        devices=1,
-        strategy=SingleRankStrategy(device, checkpoint),
+        devices=devices,
+        num_nodes=(config.world or devices) // devices,
+        strategy=TrainStrategy(layout, device, environment, checkpoint),
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,

@@ -1,11 +1,23 @@
-"""The verb `train`: compose, check, run. Nothing heavy is imported before the checks are through."""
+"""The verb `train`: compose, check, start. Nothing heavy is imported before the checks are through."""
 
 import argparse
+import logging
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
 
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config, load_config
+from lightning_llm.config_file import write_config
+from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.run_state import decide_start
+from lightning_llm.schema import Config
 from lightning_llm.sweep import sweep
+
+SAVE_SECONDS = 120
+"""How long ranks may take to save after a signal, before they are killed."""
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -16,12 +28,80 @@ def train(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
     else:
         config = compose_config(arguments.overrides, arguments.config_dir)
+    config = adopt_world(config)
     check_config(config)
     check_disk(config)
+    if rank_environment() is not None:
+        return _run_rank(config)
     start = decide_start(config)
     if start.finished:
         print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
         return 0
+    if config.trainer.devices > 1:
+        return start_ranks(config)
     from lightning_llm.run import run  # torch and Lightning: seconds
 
-    return run(config, start)
+    return run(config)
+
+
+def _run_rank(config: Config) -> int:
+    """Run one of several ranks. What it raises is kept for the launcher, with the time, so that the first is known."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from lightning_llm.run import run
+
+    return int(record(run)(config) or 0)
+
+
+def start_ranks(config: Config) -> int:
+    """Run `trainer.devices` ranks on this machine by torch.distributed.run's agent; return the run's exit code.
+
+    The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.ERROR)
+    folder = Path(config.run.dir)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = folder.with_name(f".{folder.name}.starting.yaml")
+    write_config(config, file)
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.trainer.devices,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        max_restarts=0,
+        shutdown_timeout=SAVE_SECONDS,
+    )
+    try:
+        elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as error:
+        return _first_failure(error, folder)
+    finally:
+        file.unlink(missing_ok=True)  # the run's folder holds it as config.yaml
+    return 0
+
+
+def _first_failure(error: Any, folder: Path) -> int:
+    """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode in (2, 130, 143):
+        return int(failure.exitcode)  # rank 0 has said why
+    message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
+    why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[-1]}"
+    print(f"error: {detail}", file=sys.stderr)
+    from lightning_llm.callbacks.run_folder import mark_failed
+
+    mark_failed(folder, detail)
+    return 1

@@ -1,4 +1,4 @@
-"""One run, from a checked config to an exit code."""
+"""One rank of one run, from a checked config to an exit code."""
 
 import logging
 import signal
@@ -6,17 +6,23 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import torch
+import torch.distributed as dist
 
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.errors import ConfigError
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.plan import plan_line
-from lightning_llm.run_state import Start
+from lightning_llm.ranks import is_first_rank
+from lightning_llm.run_state import Start, decide_start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
@@ -24,7 +30,7 @@ from lightning_llm.train.manifest import drop_after
 from lightning_llm.train.nonfinite import NonFiniteError
 
 
-def run(config: Config, start: Start) -> int:
+def run(config: Config) -> int:
     """Train; return 0, 1 where the loss stopped being finite, or 128 + the signal that stopped it.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
@@ -35,24 +41,65 @@ def run(config: Config, start: Start) -> int:
     device = choose_device(config)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
-    print(plan_line(config, device), flush=True)
     try:
-        corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=True)
-        print(data_line(config, corpus), flush=True)
+        layout = open_layout(config, device)
+        start = decide_together(config)
+        if start.finished:
+            say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+            return 0
+        say(plan_line(config, device))
+        corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
+        say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        trainer = build_trainer(config, device, start.checkpoint, tracking_sinks(config, corpus))
+        sinks = tracking_sinks(config, corpus)
+        trainer = build_trainer(config, device, layout, start.checkpoint, sinks)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
-        print(f"{stop}; go on with resume=auto run.dir={config.run.dir}", file=sys.stderr)
+        say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
         return 128 + stop.number
     except NonFiniteError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return 1
-    print(f"run    {config.run.dir}")
+    leave_process_group()
+    say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
-        print(f"curves make ui, or: mlflow ui --backend-store-uri {tracking_uri(config)}")
+        say(f"curves make ui, or: mlflow ui --backend-store-uri {tracking_uri(config)}")
     return 0
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` once for all ranks."""
+    if is_first_rank():
+        print(text, file=stream, flush=True)
+
+
+def open_layout(config: Config, device: torch.device) -> Layout:
+    """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
+    world = config.world or config.trainer.devices
+    if world > 1 or config.parallel.zero_stage > 0:
+        join_process_group(device, world, config.parallel.timeout_seconds)
+    return Layout.of(config.parallel, device)
+
+
+def decide_together(config: Config) -> Start:
+    """Return how the run starts, as rank 0 finds its folder: the others must not look while rank 0 writes there.
+
+    Raises:
+        ConfigError: on every rank, what rank 0 found wrong.
+    """
+    if not dist.is_initialized():
+        return decide_start(config)
+    found: list[Start | ConfigError | None] = [None]
+    if is_first_rank():
+        try:
+            found = [decide_start(config)]
+        except ConfigError as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    return found[0] or Start()
 
 
 def data_line(config: Config, corpus: Corpus) -> str:
@@ -66,7 +113,9 @@ def data_line(config: Config, corpus: Corpus) -> str:
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped."""
+    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped. Rank 0's."""
+    if not is_first_rank():
+        return
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     write_config(config, folder / "config.yaml")
@@ -81,8 +130,8 @@ def quiet_lightning() -> None:
 
 
 def tracking_sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
-    """Return where the run's records go beside its own folder."""
-    if config.logger.name == "none":
+    """Return where the run's records go beside its own folder; rank 0 alone tracks."""
+    if config.logger.name == "none" or not is_first_rank():
         return []
     parameters = {"parameters": count_parameters(config.model).total}
     return [MLflowTracker(config, Path(config.run.dir), parameters, {"data_hash": corpus.fingerprint})]

@@ -140,14 +140,3 @@ def accumulation(global_batch_size: int, micro_batch_size: int, world: int) -> i
     if rest or not count:
         raise ValueError(f"{global_batch_size} sequences are no multiple of {micro_batch_size} x {world} ranks")
     return count
-
-
-def rows_of(rank: int, world: int, global_batch_size: int, micro_batch_size: int) -> list[range]:
-    """Return the rows of one global batch that `rank` of `world` takes: one range for each of its micro-batches.
-
-    Global micro-batch m is rows m*B .. (m+1)*B, whatever the layout; rank r takes the contiguous run of micro-batches
-    r*A .. (r+1)*A, with A = accumulation. Row r of step s is global sample s * global_batch_size + r.
-    """
-    count = accumulation(global_batch_size, micro_batch_size, world)
-    first = rank * count
-    return [range(m * micro_batch_size, (m + 1) * micro_batch_size) for m in range(first, first + count)]

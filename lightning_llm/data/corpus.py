@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_llm.data.addressing import SampleOrder, largest_remainder, rows_of
+from lightning_llm.data.addressing import SampleOrder, largest_remainder
 from lightning_llm.data.cache import TokenStream, digest_of
 from lightning_llm.data.check import cache_dir_of, check_data
 from lightning_llm.data.prepare import hold_out, prepare_streams, prepare_tokenizer, scan
@@ -114,11 +114,15 @@ class Corpus:
         ids = stream.document_ids(start, length) if self.config.document_mask else None  # [T]
         return Sample(address.source, address.window, address.epoch, tokens, ids)
 
-    def micro_batches(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        """Return what `rank` of `world` data-parallel ranks computes in optimizer step `step` (from 0)."""
-        size, length = self.config.global_batch_size, self.config.sequence_length
-        rows = rows_of(rank, world, size, self.config.micro_batch_size)
-        shape = len(rows), self.config.micro_batch_size, length
+    def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:
+        """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; all of them for None.
+
+        Micro-batch m is rows m*B .. (m+1)*B of the global batch; row r of step s is global sample s * global_batch_size
+        + r. So every layout cuts the same batch.
+        """
+        size, length, width = self.config.global_batch_size, self.config.sequence_length, self.config.micro_batch_size
+        rows = [range(m * width, (m + 1) * width) for m in (range(size // width) if indices is None else indices)]
+        shape = len(rows), width, length
         windows = np.empty((*shape[:2], length + 1), np.int64)  # [A, B, T+1]
         ids = np.empty(shape, np.int64) if self.config.document_mask else None  # [A, B, T]
         for m, micro_batch in enumerate(rows):

@@ -1,23 +1,71 @@
 """Activation checkpointing: recompute a block in the backward pass instead of keeping what it computed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_llm.precision.module import recompute_contexts
+from lightning_llm.precision.module import quantised_layers, recompute_contexts
+from lightning_llm.schema import ParallelConfig
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-def checkpoint_blocks(blocks: Mapping[str, nn.Module]) -> None:
-    """Make every block recompute its forward pass (Chen et al. 2016). Names of parameters do not change."""
-    for block in blocks.values():
+def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
+    """Make every n-th block recompute its forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
+
+    "selective" keeps the outputs of matrix products and attention, which cost most to compute again (Korthikanti et al.
+    2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps these).
+    """
+    if config.activation_checkpoint == "none":
+        return
+    for index, block in enumerate(blocks.values()):
+        if index % config.activation_checkpoint_every:
+            continue
+        contexts = recompute_contexts(block)
+        if config.activation_checkpoint == "selective":
+            contexts = _selective(contexts if quantised_layers(block) else None)
         # The model draws no torch random numbers, so there is no generator state to carry into the recomputation; the
         # keys of stochastic rounding are, by the context.
         block.forward = partial(
-            checkpoint,
-            block.forward,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=recompute_contexts(block),
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
+
+
+def _selective(keys: Contexts | None) -> Contexts:
+    selective: Contexts = partial(create_selective_checkpoint_contexts, _expensive_ops())
+    if keys is None:
+        return selective
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        (keep, reuse), (first, again) = selective(), keys()
+        return _both(keep, first), _both(reuse, again)
+
+    return contexts
+
+
+def _expensive_ops() -> list[Any]:
+    aten, own = torch.ops.aten, torch.ops.lightning_llm
+    attention = (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        own.short_attention.default,
+        *(getattr(aten, name).default for name in attention),
+    ]
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

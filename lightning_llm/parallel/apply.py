@@ -1,17 +1,33 @@
 """THE order in which a bare model becomes the one that trains. Everything that reshapes a model is a line here."""
 
-from collections.abc import Mapping
+import torch
 
-from torch import nn
-
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.schema import ParallelConfig
+from lightning_llm.parallel.fully_shard import shard_decoder
+from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.materialise import materialise
+from lightning_llm.schema import PrecisionConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def apply_parallel(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Apply `config` to the model's blocks, built on the meta device and not yet materialised."""
-    if config.activation_checkpoint == "full":
-        checkpoint_blocks(blocks)  # inside the compiled graph, so that the recomputation is compiled too
-    if config.compile:
-        compile_blocks(blocks)
+def apply_parallel(
+    model: Decoder, layout: Layout, precision: PrecisionConfig, seed: int, device: torch.device
+) -> GradientSync:
+    """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
+
+    Returns what sums its gradients over micro-batches and ranks.
+    """
+    model.to(DTYPES[precision.master_dtype])
+    checkpoint_blocks(model.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
+    if layout.config.compile:
+        compile_blocks(model.blocks)
+    scatters = []
+    if layout.shards:
+        compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.main_grad_dtype]
+        scatters = shard_decoder(model, layout, compute, reduce)
+    materialise(model, seed, device)
+    return GradientSync(model, layout, scatters)

@@ -4,15 +4,30 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lightning_llm.schema.base import Group, PositiveInt
+from lightning_llm.schema.base import Group, PositiveFloat, PositiveInt
 
 
 class ParallelConfig(Group):
     """`parallel`: how one step is spread over ranks."""
 
-    name: Literal["single"]
-    activation_checkpoint: Literal["none", "full"] = Field("none", description="recompute blocks in the backward pass")
+    name: str
+    dp_replicate: PositiveInt | None = Field(1, description="data-parallel groups that each hold all shards")
+    dp_shard: PositiveInt | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
+    cp: PositiveInt | None = Field(1, description="ranks that share a sequence")
+    tp: PositiveInt | None = Field(1, description="ranks that share each weight's computation")
+    pp: PositiveInt | None = Field(1, description="pipeline stages")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
+    )
+    reduction: Literal["tree", "native"] = Field(
+        "tree", description="how gradients are summed: tree gives the same bits on any number of ranks"
+    )
+    activation_checkpoint: Literal["none", "full", "selective"] = Field(
+        "none", description="full: recompute blocks in the backward pass; selective: all but GEMMs and attention"
+    )
+    activation_checkpoint_every: PositiveInt = Field(1, description="full and selective: only every n-th block")
     compile: bool = Field(False, description="torch.compile, one graph per block")
+    timeout_seconds: PositiveFloat = Field(1800.0, description="how long a rank waits for its peers")
 
 
 class TrainerConfig(Group):

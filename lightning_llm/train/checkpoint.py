@@ -1,14 +1,18 @@
-"""Write a run's whole state, and read it back. What lies where is said in `manifest.py`."""
+"""Write a run's whole state, and read it back under any layout. What lies where is said in `manifest.py`."""
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -19,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.loss_scale import LossScale
-from lightning_llm.train.manifest import SLOTS, VERSION, Checkpoint
+from lightning_llm.train.manifest import PRECISION, PROGRESS, TENSORS, VERSION, Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
 
@@ -29,91 +33,125 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def save(
     folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision, config_hash: str
 ) -> Checkpoint:
-    """Write `folder`/step=N; it appears under that name only when every byte is on disk.
+    """Write `folder`/step=N; it appears under that name only when every rank's bytes are on disk. Collective.
 
-    `folder` is the run's `checkpoints` folder; `config_hash` is the run's identity.
+    `folder` is the run's `checkpoints` folder, seen by all ranks; `config_hash` is the run's identity.
     """
     step, model = module.completed_steps, module.model
-    final = folder / f"step={step}"
-    partial = folder / f".step={step}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    scalars = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-    save_file(_contiguous(dict(model.named_parameters())), partial / SLOTS["model"])
-    save_file(_contiguous(tensors), partial / SLOTS["optimizer"])
-    save_file(_contiguous(module.quantisation.state(model)), partial / SLOTS["precision"])
-    loss_scale = asdict(precision.state) if precision.state else None
-    counters = {"step": step, "skipped_steps": module.skipped_steps}
-    _write_json(partial / SLOTS["progress"], {**counters, "loss_scale": loss_scale, "optimizer": scalars})
-    files = {slot: {"file": name, "bytes": (partial / name).stat().st_size} for slot, name in SLOTS.items()}
-    manifest = {
-        "version": VERSION,
-        "step": step,
-        "config_hash": config_hash,
-        "torch": torch.__version__,
-        "slots": files,
-    }
-    _write_json(partial / "manifest.json", manifest)
-    for file in partial.iterdir():
-        _sync(file)
+    final, partial = folder / f"step={step}", folder / f".step={step}.partial"
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier()
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    tensors = {name: value for name, value in optimizer_state.items() if isinstance(value, Tensor)}
+    scalars = {name: value for name, value in optimizer_state.items() if not isinstance(value, Tensor)}
+    with _without_its_warning():
+        dcp.save(
+            {"model": _parameters(model), "optimizer": tensors},
+            storage_writer=dcp.FileSystemWriter(partial / TENSORS, sync_files=True),
+            no_dist=not dist.is_initialized(),
+        )
+    if first:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in module.quantisation.state(model).items()},
+            partial / PRECISION,
+        )
+        loss_scale = asdict(precision.state) if precision.state else None
+        counters = {"step": step, "skipped_steps": module.skipped_steps}
+        _write_json(partial / PROGRESS, {**counters, "loss_scale": loss_scale, "optimizer": scalars})
+        _finish(partial, final, {"step": step, "config_hash": config_hash})
+    _barrier()
+    return Checkpoint(final, step, config_hash)
+
+
+def _finish(partial: Path, final: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest and move the folder to its name."""
+    files = sorted(file for file in partial.rglob("*") if file.is_file())
+    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
+    _write_json(partial / "manifest.json", {"version": VERSION, **facts, "torch": torch.__version__, "files": sizes})
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
     if final.exists():
-        replaced = folder / f".step={step}.deleted"
+        replaced = final.with_name(f".{final.name}.deleted")
         final.rename(replaced)
         partial.rename(final)
         shutil.rmtree(replaced)
     else:
         partial.rename(final)
-    _sync(folder)
-    return Checkpoint(final, step, config_hash)
+    _sync(final.parent)
 
 
 def restore(
     checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
 ) -> int:
-    """Load the checkpoint into all that trains, in place; return the number of completed steps.
+    """Load the checkpoint into all that trains, in place; return the number of completed steps. Collective.
 
     Raises:
         ConfigError: a parameter is missing, unknown or of another shape.
     """
     model = module.model
-    device = next(model.parameters()).device
-    stored = load_file(checkpoint.folder / SLOTS["model"], device=str(device))
-    own = dict(model.named_parameters())
-    problems = _differences(stored, own, checkpoint.folder)
+    reader = dcp.FileSystemReader(checkpoint.folder / TENSORS)
+    own = _parameters(model)
+    problems = _differences(reader.read_metadata().state_dict_metadata, own, checkpoint.folder)
     if problems:
         raise ConfigError(problems)
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(stored[name])
-    progress = json.loads((checkpoint.folder / SLOTS["progress"]).read_text())
-    state = {**load_file(checkpoint.folder / SLOTS["optimizer"], device=str(device)), **progress["optimizer"]}
-    set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    progress = json.loads((checkpoint.folder / PROGRESS).read_text())
+    # An optimizer that has made no step has no moments yet; this makes them, without a step.
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    with torch.no_grad(), _without_its_warning():
+        dcp.load({"model": own, "optimizer": tensors}, storage_reader=reader, no_dist=not dist.is_initialized())
+    set_optimizer_state_dict(model, optimizer, {**tensors, **progress["optimizer"]}, options=FLAT)
     module.quantisation.begin_step(model, int(progress["step"]))
-    module.quantisation.load_state(model, load_file(checkpoint.folder / SLOTS["precision"], device=str(device)))
+    device = str(module.trainer.strategy.root_device)
+    module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
     module.skipped_steps = int(progress["skipped_steps"])
     if precision.state is not None and progress["loss_scale"] is not None:
         precision.state = LossScale(**progress["loss_scale"])
     return int(progress["step"])
 
 
-def _differences(stored: Mapping[str, Tensor], own: Mapping[str, Tensor], folder: Path) -> list[Problem]:
-    problems = [Problem(name, f"is not in the checkpoint {folder}.") for name in own if name not in stored]
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint `folder`, whole, on the CPU, in one process: "model.<parameter>", ..."""
+    reader = dcp.FileSystemReader(folder / TENSORS)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    with _without_its_warning():
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@contextmanager
+def _without_its_warning() -> Iterator[None]:
+    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _differences(stored: Mapping[str, Any], own: Mapping[str, Tensor], folder: Path) -> list[Problem]:
+    kept = {name.removeprefix("model."): entry for name, entry in stored.items() if name.startswith("model.")}
+    problems = [Problem(name, f"is not in the checkpoint {folder}.") for name in own if name not in kept]
     problems += [
-        Problem(name, f"is in the checkpoint {folder} but not in this model.") for name in stored if name not in own
+        Problem(name, f"is in the checkpoint {folder} but not in this model.") for name in kept if name not in own
     ]
     problems += [
-        Problem(name, f"has shape {tuple(stored[name].shape)} in {folder}, and {tuple(own[name].shape)} in this model.")
+        Problem(name, f"has shape {tuple(kept[name].size)} in {folder}, and {tuple(own[name].shape)} in this model.")
         for name in own
-        if name in stored and stored[name].shape != own[name].shape
+        if name in kept and kept[name].size != own[name].shape
     ]
     return problems
 
 
-def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _write_json(file: Path, value: Any) -> None:

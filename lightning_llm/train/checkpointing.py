@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_llm.schema import CheckpointConfig
 from lightning_llm.train.checkpoint import save
 from lightning_llm.train.manifest import prune
+from lightning_llm.train.strategy import TrainStrategy
 
 
 class StoppedBySignal(BaseException):
@@ -26,8 +27,8 @@ class Checkpointing(pl.Callback):
     """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
-    before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM lets the step in progress end,
-    (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT stops at once.
+    before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM, sent to any rank, lets a step
+    end on all of them (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT stops at once.
     """
 
     def __init__(
@@ -39,28 +40,26 @@ class Checkpointing(pl.Callback):
         self.max_steps = max_steps
         self.validate_every = validate_every
         self.saved_step: int | None = None
-        self._signal: int | None = None
+        self._asked = 0
+        self._strategy: TrainStrategy | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
+        self._strategy = trainer.strategy
         self.saved_step = pl_module.completed_steps or None  # a resumed run's state is that on disk
-        if self._signal:
-            self._stop(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = pl_module.completed_steps
         if self._validates_after(trainer, step):
             return
-        if self._signal:
-            self._stop(trainer, pl_module)
+        self._stop_if_asked(trainer, pl_module)
         if self._due(step):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._signal:
-            self._stop(trainer, pl_module)
+        self._stop_if_asked(trainer, pl_module)
         if self._due(pl_module.completed_steps):
             self._save(trainer, pl_module)
 
@@ -77,18 +76,23 @@ class Checkpointing(pl.Callback):
         return step == self.max_steps or (self.validate_every is not None and step % self.validate_every == 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal == signal.SIGINT == number:
+        if self._asked == signal.SIGINT == number:
             raise StoppedBySignal(number, self.saved_step)
-        self._signal = number
+        self._asked = number
+        if self._strategy is not None:
+            self._strategy.ask_to_stop(number)
 
-    def _stop(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save(trainer, pl_module)
-        raise StoppedBySignal(self._signal or signal.SIGTERM, self.saved_step)
+    def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        number = trainer.strategy.stop_signal
+        if number:
+            self._save(trainer, pl_module)
+            raise StoppedBySignal(number, self.saved_step)
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = pl_module.completed_steps
-        if step == self.saved_step or not trainer.is_global_zero:
+        if step == self.saved_step:
             return
         save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.config_hash)
-        prune(self.folder, self.config.keep_last)
+        if trainer.is_global_zero:
+            prune(self.folder, self.config.keep_last)
         self.saved_step = step

@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_llm.data.addressing import accumulation
 from lightning_llm.data.corpus import Batch, Corpus
 from lightning_llm.schema import Config
 
@@ -13,11 +14,12 @@ from lightning_llm.schema import Config
 class StepDataset(Dataset[Batch]):
     """Item `step` is the batch of optimizer step `step` (0-based): a pure function of config and seed."""
 
-    def __init__(self, corpus: Corpus, rank: int, world: int):
-        self.corpus, self.rank, self.world = corpus, rank, world
+    def __init__(self, corpus: Corpus, micro_batches: list[int]):
+        """`micro_batches`: the global indices of those that this rank computes in every step."""
+        self.corpus, self.micro_batches = corpus, micro_batches
 
     def __getitem__(self, step: int) -> Batch:
-        return self.corpus.micro_batches(step, self.rank, self.world)
+        return self.corpus.micro_batches(step, self.micro_batches)
 
 
 class StepSampler(Sampler[int]):
@@ -43,8 +45,10 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         first = self.trainer.lightning_module.completed_steps
+        layout, data = self.trainer.strategy.layout, self.config.data
+        count = accumulation(data.global_batch_size, data.micro_batch_size, layout.degrees.dp)
         return DataLoader(
-            StepDataset(self.corpus, self.trainer.global_rank, self.trainer.world_size),
+            StepDataset(self.corpus, layout.micro_batches(count)),
             batch_size=None,
             sampler=StepSampler(first, self.config.trainer.max_steps),
             num_workers=self.config.data.num_workers,
@@ -52,8 +56,7 @@ class CorpusDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        batches = self.corpus.validation_batches(
-            self.config.data.micro_batch_size, self.trainer.global_rank, self.trainer.world_size
-        )
+        layout = self.trainer.strategy.layout
+        batches = self.corpus.validation_batches(self.config.data.micro_batch_size, layout.dp_rank, layout.degrees.dp)
         fixed: Any = list(batches)
         return DataLoader(fixed, batch_size=None)

@@ -1,8 +1,8 @@
 """A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all.
 
-    manifest.json           version, step, config hash, versions, the named slots and their files with sizes
-    model.safetensors       parameters by name, in the recipe's master dtype
-    optimizer.safetensors   optimizer tensors as "state.<parameter>.<moment>"
+    manifest.json           version, step, config hash, torch's version, every file with its size
+    tensors/                torch.distributed.checkpoint: "model.<parameter>" in the recipe's master dtype, and
+                            "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
     progress.json           what is not a tensor: counters, optimizer scalars, the loss scale
 
@@ -17,13 +17,10 @@ from pathlib import Path
 
 from lightning_llm.errors import ConfigError, Problem
 
-VERSION = 1
-SLOTS = {
-    "model": "model.safetensors",
-    "optimizer": "optimizer.safetensors",
-    "precision": "precision.safetensors",
-    "progress": "progress.json",
-}
+VERSION = 2
+TENSORS = "tensors"
+PRECISION = "precision.safetensors"
+PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,9 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
     if manifest.get("version") != VERSION:
         text = f"has version {manifest.get('version')}, this program reads {VERSION}. Use the program that wrote it."
         raise ConfigError(Problem(str(path / "manifest.json"), text))
-    for entry in manifest["slots"].values():
-        file = path / entry["file"]
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+    for name, size in manifest["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
             return None
     return Checkpoint(path, int(manifest["step"]), manifest["config_hash"])
 

@@ -6,22 +6,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
-from lightning_llm.parallel.apply import apply_parallel
+from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.grad_norm import clip_gradients
+from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LanguageModule(pl.LightningModule):
@@ -33,6 +31,7 @@ class LanguageModule(pl.LightningModule):
     """
 
     model: Decoder
+    gradient_sync: GradientSync
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -52,17 +51,15 @@ class LanguageModule(pl.LightningModule):
         self._validation_sums = torch.zeros(0)
 
     def configure_model(self) -> None:
-        """Build on the meta device, reshape, then materialise every parameter from (seed, name)."""
+        """Build on the meta device, swap linears, then shard and materialise as the strategy's layout says."""
         if hasattr(self, "model"):
             return
         with torch.device("meta"):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
-        device = self.trainer.strategy.root_device
+        strategy = self.trainer.strategy
+        device = strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
-        apply_parallel(model.blocks, self.config.parallel)
-        model.to_empty(device=device)
-        initialise(model, self.config.seed)
-        model.to(DTYPES[self.config.precision.master_dtype])
+        self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
         self.quantisation.watch_overflow(model)
         self.model = model
 
@@ -105,13 +102,13 @@ class LanguageModule(pl.LightningModule):
 
         Where a gradient overflowed, nothing is clipped and the plugin skips the update.
         """
-        parameters: list[nn.Parameter] = list(self.model.parameters())
+        parameters, layout = self.gradient_sync.parameters, self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
         if plugin.config is not None:
             self.step_record["loss_scale"] = plugin.loss_scale
-        plugin.overflow = plugin.unscale(parameters) | self.quantisation.take_overflow()
+        plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
-        self.step_record["grad_norm"] = clip_gradients(parameters, limit)
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout)
         if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
             raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
         if plugin.overflow:
@@ -135,7 +132,9 @@ class LanguageModule(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Add this batch's loss sums and target counts, per view and source, to the running ones."""
-        self.quantisation.begin_validation_batch(self.model, self.completed_steps, batch_idx)
+        layout = self.trainer.strategy.layout
+        index = batch_idx * layout.degrees.dp + layout.dp_rank  # over all ranks, as a single one would count
+        self.quantisation.begin_validation_batch(self.model, self.completed_steps, index)
         self._score(batch, self._validation_sums[0])
         if self.quantisation.changes_forward:
             with self.quantisation.high_precision(self.model):
@@ -151,7 +150,9 @@ class LanguageModule(pl.LightningModule):
             sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
+        # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
+        self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}
         for key, view in zip(self.VIEWS, sums, strict=True):

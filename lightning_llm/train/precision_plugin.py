@@ -5,9 +5,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.schema import PrecisionConfig
 
@@ -33,17 +36,22 @@ class TrainPrecision(Precision):
         """Whether a loss that is not finite may yet be cured by a smaller scale."""
         return self.config is not None and self.loss_scale > (self.config.min_scale or 0.0)
 
-    def unscale(self, parameters: list[nn.Parameter]) -> bool:
-        """Divide all gradients by the loss scale, once and before clipping; return whether one is not finite.
+    def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: bool) -> bool:
+        """Divide all gradients by the loss scale, once and before clipping; return whether any rank saw an overflow.
 
-        As torch.amp.GradScaler does: Inf and NaN are looked for in the unscaled gradients.
+        As torch.amp.GradScaler does, Inf and NaN are looked for in the unscaled gradients; `overflow` is what else this
+        rank has seen.
         """
         if self.state is None:
             return False
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.state.scale)
-        largest = torch._foreach_norm(gradients, float("inf"))
-        return not bool(torch.isfinite(torch.stack([norm.float() for norm in largest])).all())
+        found = torch.tensor(overflow, device=gradients[0].device)
+        filled = [gradient for gradient in gradients if gradient.numel()]  # a rank's shard may have no row
+        if filled:
+            largest = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
+            found |= ~torch.isfinite(largest).all()
+        return bool(layout.reduce(found.int(), dist.ReduceOp.MAX).item())
 
     def optimizer_step(
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -1,7 +1,7 @@
 """What a precision recipe needs from the training loop: keys, phases, delayed scales, a second view of validation."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -73,11 +73,12 @@ class Quantisation:
 
     def describe(self) -> str | None:
         """Return a line on which layers are cast and how that runs; None for a recipe without casts."""
-        if self.report is None:
+        if self.report is None or not self.report.converted:
             return None
+        how = f"emulated, {self.report.backend} (precision.casts={self.recipe.casts})"
         reasons = Counter(self.report.kept.values())
-        kept = "; ".join(f"{count} high ({why})" for why, count in reasons.items())
-        line = f"casts  {len(self.report.converted)} linear layers, emulated, {self.report.backend}; {kept}"
+        kept = [f"{count} high ({why})" for why, count in reasons.items()]
+        line = "; ".join([f"casts  {len(self.report.converted)} linear layers, {how}", *kept])
         return line if self.report.note is None else f"{line}\n       {self.report.note}"
 
     def begin_step(self, model: nn.Module, step: int) -> None:
@@ -95,9 +96,9 @@ class Quantisation:
         """Key the random bits of a validation batch's forward pass."""
         set_step_key(model, StepKey(self.seed, step, VALIDATION_KEY + index))
 
-    def end_step(self, model: nn.Module) -> None:
-        """Set the delayed scales of the next step."""
-        update_delayed(model)
+    def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Set the delayed scales of the next step; `reduce_max` takes amaxes to their maximum over all ranks."""
+        update_delayed(model, reduce_max)
 
     @property
     def changes_forward(self) -> bool:

@@ -3,30 +3,64 @@
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_llm.data.corpus import Batch
+from lightning_llm.parallel.fully_shard import reshard
+from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.checkpoint import restore
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.progress import set_completed_steps
 
 
-class SingleRankStrategy(SingleDeviceStrategy):
-    """One rank holds everything.
+class TrainStrategy(ModelParallelStrategy):
+    """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists.
 
     Lightning's loop calls training_step, zero_grad and backward in that order. Forward and backward of all
     micro-batches happen in `training_step` (as a pipeline schedule needs it), so `backward` only fires the hooks around
     it and the module's zero_grad does nothing.
     """
 
-    def __init__(self, device: torch.device, resume_from: Any = None):
-        """`resume_from`: the `Checkpoint` that the run continues from, or None."""
-        super().__init__(device=device)
+    def __init__(self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Any = None):
+        """`device` is this rank's; `resume_from` the `Checkpoint` that the run continues from, or None."""
+        super().__init__()
+        self.layout = layout
         self.resume_from = resume_from
+        self._asked_to_stop = self._agreed_to_stop = 0
+        self._device = device
+        self.cluster_environment = environment
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        return self._device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that share a micro-batch share the data."""
+        return {"num_replicas": self.layout.degrees.dp, "rank": self.layout.dp_rank}
+
+    def _configure_launcher(self) -> None:
+        """Have none: ranks are torch.distributed.run's, or Slurm's."""
+
+    def setup_environment(self) -> None:
+        if self.accelerator is None:
+            raise RuntimeError("the Trainer connects an accelerator before it sets the environment up")
+        self.accelerator.setup_device(self.root_device)
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's rank-zero helpers who this is; the environment knows by itself."""
+        rank_zero_only.rank = self.global_rank
 
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
+        if self.accelerator is None:
+            raise RuntimeError("the Trainer connects an accelerator before it sets the strategy up")
+        self.accelerator.setup(trainer)
+        self.setup_optimizers(trainer)
         if self.resume_from is not None:
             module = self.lightning_module
             module.completed_steps = restore(self.resume_from, module, self.optimizers[0], self.precision_plugin)
@@ -47,22 +81,45 @@ class SingleRankStrategy(SingleDeviceStrategy):
         return {"loss": loss}
 
     def _accumulate(self, batch: Batch) -> Tensor:
+        """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
         module = self.lightning_module
-        targets = (batch.labels != -100).sum().clamp(min=1)  # over the whole step, so uneven micro-batches weigh right
+        count = batch.tokens.shape[0]
+        targets = self.layout.reduce((batch.labels != -100).sum(), dist.ReduceOp.SUM).clamp(min=1)
         losses = []
-        for index in range(batch.tokens.shape[0]):
+        for turn, index in enumerate(self.layout.micro_batches(count)):
+            last = turn == count - 1
+            module.gradient_sync.before_backward(turn, last)
             module.quantisation.begin_micro_batch(module.model, module.completed_steps, index)
-            documents = batch.document_ids[index] if batch.document_ids is not None else None
-            loss = module.training_step(batch.tokens[index], batch.labels[index], documents) / targets
+            documents = batch.document_ids[turn] if batch.document_ids is not None else None
+            loss = module.training_step(batch.tokens[turn], batch.labels[turn], documents) / targets
             (loss * self.precision_plugin.loss_scale).backward()
+            module.gradient_sync.after_backward(turn, last)
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        module.gradient_sync.finish()
+        self._agree_on_stop()
+        return self.layout.gather_micro_batches(torch.stack(losses)).sum()
+
+    def ask_to_stop(self, signal_number: int) -> None:
+        """Note that this rank was sent a signal; all ranks stop after the same step."""
+        self._asked_to_stop = signal_number
+
+    @property
+    def stop_signal(self) -> int:
+        """The signal that all ranks have agreed to stop for, 0 if none; equal on every rank between two steps."""
+        return self._asked_to_stop if self.layout.mesh is None else self._agreed_to_stop
+
+    def _agree_on_stop(self) -> None:
+        if self.layout.mesh is None:
+            return
+        flag = torch.tensor(self._asked_to_stop, device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self._agreed_to_stop = int(flag.item())
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
         module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module.quantisation.end_step(module.model)
+        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX))
         module.completed_steps += 1
         return result
 
@@ -73,3 +130,21 @@ class SingleRankStrategy(SingleDeviceStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def reshard(self) -> None:
+        """Give back parameters that forward passes without a backward left gathered: after validating or sampling."""
+        reshard(self.lightning_module.model)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return `tensor` reduced over the data-parallel ranks; `reduce_op` is "sum", "mean" or a ReduceOp."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
+        reduced = self.layout.reduce(tensor, op)
+        return reduced / self.layout.degrees.dp if mean else reduced
+
+    def teardown(self) -> None:
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()

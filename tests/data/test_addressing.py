@@ -14,7 +14,6 @@ from lightning_llm.data.addressing import (
     interleave,
     largest_remainder,
     permute,
-    rows_of,
 )
 from lightning_llm.keyed_hash import hash_words
 
@@ -146,14 +145,11 @@ def test_known_answers() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
-def test_ranks_share_the_rows_in_order(world: int, micro: int, count: int) -> None:
+def test_accumulation(world: int, micro: int, count: int) -> None:
     size = world * micro * count
     assert accumulation(size, micro, world) == count
-    rows = [row for rank in range(world) for part in rows_of(rank, world, size, micro) for row in part]
-    assert rows == list(range(size))
-    assert all(part.start % micro == 0 and len(part) == micro for part in rows_of(world - 1, world, size, micro))
 
 
 def test_batches_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="no multiple"):
-        rows_of(0, 2, 6, 2)
+        accumulation(6, 2, 2)

@@ -80,8 +80,9 @@ def test_the_global_batch_is_the_same_in_every_layout(
     for step in (0, 1, 77):
         samples = [corpus.sample(step * 8 + row) for row in range(8)]
         expected = torch.tensor(np.stack([s.tokens for s in samples]))
-        batches = [corpus.micro_batches(step, rank, world) for rank in range(world)]
-        assert batches[0].tokens.shape == (accumulation(8, micro, world), micro, 16)
+        count = accumulation(8, micro, world)
+        batches = [corpus.micro_batches(step, range(rank * count, (rank + 1) * count)) for rank in range(world)]
+        assert batches[0].tokens.shape == (count, micro, 16)
         assert torch.equal(torch.cat([b.tokens.flatten(0, 1) for b in batches]), expected[:, :-1])
         assert torch.equal(torch.cat([b.labels.flatten(0, 1) for b in batches]), expected[:, 1:])
         ids = torch.cat([b.document_ids.flatten(0, 1) for b in batches if b.document_ids is not None])

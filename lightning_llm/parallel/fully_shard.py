@@ -1,0 +1,62 @@
+"""FSDP2 for ZeRO-1, 2 and 3 and their hybrids, and the one home of mixed precision where parameters are sharded.
+
+Masters are kept in shards in the recipe's master dtype. They are gathered in the compute dtype, which is the cast that
+the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023, arXiv 2304.11277; torchtitan does it
+so). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.tree import TreeReduceScatter
+
+
+def shard_decoder(
+    model: Decoder, layout: Layout, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> list[TreeReduceScatter]:
+    """Shard `model` in place, on the meta device: block by block, head and embedding by themselves, the rest as one.
+
+    Where embedding and head are one parameter it stays with the root, which is gathered for the whole of a step.
+    Returns the reductions of all groups, none for parallel.reduction=native.
+    """
+    if layout.mesh is None:
+        raise ValueError("sharding needs a process group, and this rank has joined none")
+    names = ("dp_shard",) if layout.tree else ("dp_replicate", "dp_shard")
+    mesh = layout.mesh[names]
+    kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    after_forward = layout.config.zero_stage == 3
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward)
+    if model.head is not None:
+        fully_shard(model.head, mesh=mesh, mp_policy=cast, reshard_after_forward=False)  # backward wants it at once
+        if model.embedding is not None:
+            fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
+            model.embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
+    fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
+    scatters: list[TreeReduceScatter] = []
+    for module in sharded_modules(model):
+        # The loss is a mean over the whole step's tokens already, so gradients are summed, never averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if layout.tree:
+            scatters.append(TreeReduceScatter())
+            own: Any = scatters[-1]
+            module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
+    return scatters
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return every module that FSDP2 shards as a group of its own."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back what a forward pass without a backward left gathered; parameters are shards again."""
+    for module in sharded_modules(model):
+        module.reshard()

@@ -1,0 +1,94 @@
+"""When and how the gradients of a step's micro-batches become one sum on every rank that needs it."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
+
+BUCKET_BYTES = 25 * 2**20
+"""How much is sent at once where replicas are summed after the last backward: DistributedDataParallel's default."""
+
+
+class GradientSync:
+    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here."""
+
+    def __init__(self, model: nn.Module, layout: Layout, scatters: list[TreeReduceScatter]):
+        """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
+        self.parameters = list(model.parameters())
+        self.layout = layout
+        self.scatters = scatters
+        self.root = model if isinstance(model, FSDPModule) else None
+        # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
+        self.once = layout.config.zero_stage == 1 and layout.degrees.dp_shard > 1
+        self._sum = TreeSum()
+
+    def before_backward(self, turn: int, last: bool) -> None:
+        """Set up for the backward pass of the rank's micro-batch number `turn`, before its forward pass."""
+        if self.root is None:
+            return
+        self.root.set_is_last_backward(last)
+        if self.layout.config.zero_stage < 3:
+            self.root.set_reshard_after_backward(last)  # what is gathered stays so until the step ends
+        if self.once:
+            hold = self.layout.tree and turn % 2 == 1 and not last
+            self.root.set_requires_gradient_sync(last or hold)
+            for scatter in self.scatters:
+                scatter.hold = hold
+        elif not self.layout.tree:
+            self.root.set_requires_all_reduce(last)
+
+    def after_backward(self, turn: int, last: bool) -> None:
+        """Keep or sum what the backward pass of micro-batch `turn` left in `.grad`."""
+        if not self.layout.tree or (self.once and last):
+            return
+        if self.once:
+            self._drop()  # zeros: the scatter holds the sum back
+        elif last:
+            self._sum.close(self._gradients())
+        elif turn % 2 == 1:  # autograd has added this micro-batch to the even one before it: a node of two
+            self._sum.push(self._gradients(), level=1)
+            self._drop()
+
+    def finish(self) -> None:
+        """Sum over replicas, after the last backward of the step; shards then hold the gradient of all micro-batches.
+
+        FSDP2 does so itself, within the backward pass, where parallel.reduction is native.
+        """
+        group = self.layout.group("dp_replicate")
+        if group is None or not self.layout.tree:
+            return
+        for bucket in _buckets(self._gradients()):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            tree_all_reduce_(flat, group)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that lies on this rank: a view of a DTensor's shard, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

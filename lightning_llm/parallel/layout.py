@@ -1,0 +1,88 @@
+"""One rank's place in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
+from lightning_llm.parallel.tree import all_gather
+from lightning_llm.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How this rank takes part. `mesh` is None where one rank runs alone, without any process group."""
+
+    config: ParallelConfig
+    degrees: Degrees
+    rank: int = 0
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, config: ParallelConfig, device: torch.device) -> "Layout":
+        """Return this rank's layout; collective where a process group was joined: every rank must call it."""
+        if not dist.is_initialized():
+            return cls(config, resolve_degrees(config, 1))
+        degrees = resolve_degrees(config, dist.get_world_size())
+        shape = tuple(getattr(degrees, axis) for axis in AXES)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+        if degrees.dp > 1:
+            mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        return cls(config, degrees, dist.get_rank(), mesh)
+
+    @property
+    def place(self) -> Degrees:
+        """This rank's coordinates on the mesh."""
+        return self.degrees.coordinates(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's number among those that train on different data."""
+        return self.place.dp_replicate * self.degrees.dp_shard + self.place.dp_shard
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are FSDP2's: sharded masters, cast and gathered for use."""
+        return self.config.zero_stage > 0 or (self.config.reduction == "native" and self.degrees.dp > 1)
+
+    @property
+    def tree(self) -> bool:
+        """Whether gradients are summed in the order of the tree."""
+        return self.config.reduction == "tree"
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """Return the process group of `axis` ("dp", "dp_shard", "dp_replicate", ...), None where it is one rank."""
+        degree = self.degrees.dp if axis == "dp" else getattr(self.degrees, axis)
+        return None if self.mesh is None or degree == 1 else self.mesh.get_group(axis)
+
+    def micro_batches(self, count: int) -> list[int]:
+        """Return the global indices of the `count` micro-batches that this rank computes in a step."""
+        return micro_batches_of(self.degrees, self.config.zero_stage, self.rank, count)
+
+    def gather_micro_batches(self, values: Tensor) -> Tensor:
+        """Return [dp * n] in the order of global micro-batches, on every rank, from this rank's `values` [n]."""
+        group = self.group("dp")
+        if group is None:
+            return values
+        gathered = values.new_empty(self.degrees.dp * len(values))
+        all_gather(gathered, values.contiguous(), group=group)
+        mine = next(ranks for ranks in self.degrees.groups("dp_replicate", "dp_shard") if self.rank in ranks)
+        order = [
+            index
+            for rank in mine
+            for index in micro_batches_of(self.degrees, self.config.zero_stage, rank, len(values))
+        ]
+        ordered = torch.empty_like(gathered)
+        ordered[torch.tensor(order, device=values.device)] = gathered
+        return ordered
+
+    def reduce(self, tensor: Tensor, op: Any, axis: str = "dp") -> Tensor:
+        """Return `tensor` reduced over the ranks of `axis`, in place; over one rank it is itself."""
+        group = self.group(axis)
+        if group is not None:
+            dist.all_reduce(tensor, op=op, group=group)
+        return tensor

@@ -1,0 +1,43 @@
+"""Joining the process group of a run's ranks."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_llm.errors import ConfigError, Problem
+
+
+def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
+    """Join the ranks that torchrun's variables name; a world of one needs none of them. Joined twice is joined once.
+
+    On CUDA, CPU tensors have a group too (gloo beside NCCL): checkpoints are written through it.
+
+    Raises:
+        ConfigError: rank 0's port is taken, or a peer did not come in time.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if world == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    except dist.DistNetworkError as error:
+        text = f"{where} cannot be used for the ranks to meet ({error}). Is the port taken? Set MASTER_PORT to another."
+        raise ConfigError(Problem("MASTER_PORT", text)) from error
+    except dist.DistStoreError as error:
+        text = (
+            f"not all of {world} ranks came to {where} within {timeout_seconds:g} s ({error}). Start the missing ones."
+        )
+        raise ConfigError(Problem("WORLD_SIZE", text)) from error
+
+
+def leave_process_group() -> None:
+    """Leave, where one was joined: other ranks then see an end, not a lost peer."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""A group of ranks that lives for many cases: forkserver children joined by gloo, called by function and arguments.
+
+A case that fails on one rank ends its whole group at once, since the others may wait for it; the next case gets a new
+group.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+CASE_SECONDS = 240
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "lightning.pytorch"]
+)
+
+
+class RankGroup:
+    """`world` ranks. `call(function, *arguments)` runs a module-level function on all, and returns rank 0's result."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._children: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Raise RuntimeError with the traceback of the rank that failed first."""
+        if not self._children:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < self.world:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, timeout=CASE_SECONDS)
+            if not ready:
+                self.close()
+                raise RuntimeError(f"no rank of {self.world} answered in {CASE_SECONDS} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    failure, results[rank] = pipe.recv()
+                except EOFError:
+                    failure = "it died"
+                if failure is not None:
+                    self.close()
+                    raise RuntimeError(f"rank {rank} of {self.world} failed:\n{failure}")
+        return results[0]
+
+    def close(self) -> None:
+        """End every rank."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.join()
+        self._children, self._pipes = [], []
+
+    def _start(self) -> None:
+        meeting = Path(tempfile.mkdtemp()) / "rendezvous"
+        for rank in range(self.world):
+            ours, theirs = _context.Pipe()
+            child = _context.Process(target=_serve, args=(rank, self.world, str(meeting), theirs), daemon=True)
+            child.start()
+            theirs.close()
+            self._children.append(child)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((None, function(*arguments)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,75 @@
+"""One run within a group of ranks, and all that must not depend on the layout."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from run_metrics import curve
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_llm.build import build_module, build_trainer
+from lightning_llm.check import check_config
+from lightning_llm.data.corpus import open_corpus
+from lightning_llm.run import decide_together, open_layout, prepare_folder, quiet_lightning
+from lightning_llm.schema import Config
+from lightning_llm.train.datamodule import CorpusDataModule
+
+Trace = dict[str, Any]
+
+
+class Gradients(pl.Callback):
+    """Keeps the first steps' clipped gradients, whole."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if len(self.kept) < self.steps:
+            named = pl_module.model.named_parameters()
+            self.kept.append({name: whole(parameter.grad) for name, parameter in named})
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, gathered over its shards."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def traced_run(config: Config) -> Trace:
+    """Train as `lightning-llm train` does; return losses and norms, the first gradients and the last parameters."""
+    check_config(config)
+    quiet_lightning()
+    device = torch.device("cpu")
+    layout = open_layout(config, device)
+    start = decide_together(config)
+    corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
+    prepare_folder(config, corpus, start)
+    module = build_module(config, corpus)
+    trainer = build_trainer(config, device, layout, start.checkpoint, [])
+    gradients = Gradients(steps=2)
+    trainer.callbacks.insert(0, gradients)
+    trainer.fit(module, CorpusDataModule(corpus, config))
+    parameters = {name: whole(parameter) for name, parameter in module.model.named_parameters()}
+    first = torch.distributed.get_rank() == 0
+    return {
+        "curve": curve(Path(config.run.dir)) if first else None,
+        "gradients": gradients.kept,
+        "parameters": parameters,
+    }
+
+
+def difference(one: Trace, other: Trace) -> str | None:
+    """Return the first thing that is not the same bits, None if everything is."""
+    for ours, theirs in zip(one["curve"], other["curve"], strict=True):
+        if ours != theirs:
+            return f"curve: {ours} is not {theirs}"
+    for step, (ours, theirs) in enumerate(zip(one["gradients"], other["gradients"], strict=True)):
+        for name, gradient in ours.items():
+            if not torch.equal(gradient, theirs[name]):
+                return f"gradient of {name} at step {step + 1}"
+    for name, parameter in one["parameters"].items():
+        if not torch.equal(parameter, other["parameters"][name]):
+            return f"parameter {name}"
+    return None
