@@ -54,7 +54,7 @@ lint: setup  ## ruff and mypy
 format: setup  ## let ruff reformat and mend what it can
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
-bench: setup  ## the benchmark suite; writes benchmarks/README.md
+bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); results go to benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove .venv and caches (outputs/ stays)

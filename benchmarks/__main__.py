@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import loader, peers, precision, startup, trainer_overhead
+from benchmarks.rotation import Row
 
 BENCHMARKS = {
     "startup": startup.measure,
@@ -27,11 +28,12 @@ def main() -> int:
     if unknown:
         print(f"there is no benchmark {sorted(unknown)}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    rows: list[tuple[str, float, str]] = []
+    rows: list[Row] = []
     for name in chosen:
         for what, value, target in BENCHMARKS[name]():
             rows.append((what, value, target))
-            print(f"{what:<72}{value:>12.4g}   {target}", flush=True)
+            number = "-" if value is None else f"{value:.4g}"
+            print(f"{what:<72}{number:>12}   {target}", flush=True)
     RESULTS.mkdir(exist_ok=True)
     machine = (
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -43,4 +45,5 @@ def main() -> int:
     return 0
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.rotation import interleaved_minima, stepping
+from benchmarks.rotation import Row, interleaved_minima, stepping
 from lightning_llm.compose import compose_config
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
@@ -14,7 +14,7 @@ from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.train.datamodule import StepDataset
 
 
-def measure() -> Iterator[tuple[str, float, str]]:
+def measure() -> Iterator[Row]:
     """Yield both rates and their ratio."""
     run = compose_config(["recipe=quickstart"])
     corpus = open_corpus(run.data, run.seed, run.model.vocab_size)

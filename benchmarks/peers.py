@@ -1,14 +1,15 @@
 """Tokens per second at one shape: our model, transformers' and litgpt's in a plain loop, and transformers' Trainer."""
 
-import importlib.util
 import tempfile
+import threading
 from collections.abc import Iterator
+from queue import Queue
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.rotation import interleaved_minima, stepping
+from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import BATCH, FFN, HEADS, HIDDEN, LAYERS, LENGTH, VOCAB, config, plain_step, random_batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
@@ -48,12 +49,14 @@ def hugging_face_model() -> nn.Module:
     )  # fmt: skip
 
 
-def litgpt_model() -> nn.Module | None:
-    """Return litgpt's Llama at the shape; None where litgpt is not installed."""
-    if importlib.util.find_spec("litgpt") is None:
-        return None
-    from litgpt.model import GPT, Config
-
+def litgpt_model() -> nn.Module | str:
+    """Return litgpt's Llama at the shape, or why there is none."""
+    try:
+        from litgpt.model import GPT, Config
+    except ModuleNotFoundError as error:
+        if error.name == "litgpt":
+            return "not measured: litgpt is not installed (pip install --no-deps litgpt)"
+        return f"not measured: litgpt needs {error.name} (pip install {error.name})"
     return GPT(
         Config(
             n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_query_groups=HEADS, intermediate_size=FFN, vocab_size=VOCAB,
@@ -73,9 +76,6 @@ def hugging_face_trainer_steps() -> Iterator[None]:
         tempfile.mkdtemp(), per_device_train_batch_size=BATCH, bf16=True, use_cpu=True, report_to=[], max_steps=4000,
         logging_steps=10, save_strategy="no", optim="adamw_torch_fused", disable_tqdm=True,
     )  # fmt: skip
-    import threading
-    from queue import Queue
-
     go: Queue[bool] = Queue()
     done: Queue[None] = Queue()
 
@@ -98,13 +98,22 @@ def hugging_face_trainer_steps() -> Iterator[None]:
         yield
 
 
-def measure() -> Iterator[tuple[str, float, str]]:
+def measure() -> Iterator[Row]:
     """Yield tokens per second of each, and our ratios to the fastest of the others."""
+    from transformers.utils import is_accelerate_available
+
     transformers_llama = hugging_face_model()
     theirs = {"transformers, plain loop": stepping(lambda: plain_step(transformers_llama, True))}
-    theirs["transformers, its Trainer"] = hugging_face_trainer_steps()
-    if (litgpt := litgpt_model()) is not None:
+    if is_accelerate_available():
+        theirs["transformers, its Trainer"] = hugging_face_trainer_steps()
+    else:
+        why = "not measured: accelerate is not installed (pip install -e '.[bench]')"
+        yield "transformers, its Trainer, bf16, tokens/s", None, why
+    litgpt = litgpt_model()
+    if isinstance(litgpt, nn.Module):
         theirs["litgpt, plain loop"] = stepping(lambda: plain_step(litgpt, True))
+    else:
+        yield "litgpt, plain loop, bf16, tokens/s", None, litgpt
     ours = {
         "ours, plain loop": stepping(our_step(False, torch.bfloat16)),
         "ours, plain loop, compiled": stepping(our_step(True, torch.bfloat16)),

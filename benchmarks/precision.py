@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from benchmarks.rotation import interleaved_minima, stepping
+from benchmarks.rotation import Row, interleaved_minima, stepping
 from lightning_llm.compose import compose_config
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.linear import Linear
@@ -39,7 +39,7 @@ def one_step(recipe: str, inputs: int, outputs: int) -> Callable[[], None]:
     return step
 
 
-def measure() -> Iterator[tuple[str, float, str]]:
+def measure() -> Iterator[Row]:
     """Yield each recipe's step over bf16's."""
     for inputs, outputs in SHAPES:
         contenders = {name: stepping(one_step(name, inputs, outputs)) for name in ("bf16", *TARGETS)}

@@ -3,6 +3,9 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+Row = tuple[str, float | None, str]
+"""What was measured, its value (None: it was not), and the target, or why there is no value."""
+
 
 def interleaved_minima(
     contenders: Mapping[str, Iterator[None]], rounds: int, steps: int, warmup: int = 3

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.rotation import interleaved_minima, stepping
+from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import config
 from lightning_llm.build import build_module, build_trainer
 from lightning_llm.data.corpus import open_corpus
@@ -75,7 +75,7 @@ def loop_steps(run: Any, corpus: Any) -> Iterator[None]:
         yield
 
 
-def measure() -> Iterator[tuple[str, float, str]]:
+def measure() -> Iterator[Row]:
     """Yield the ratio of fastest steps."""
     quiet_lightning()
     run = config()

@@ -1,0 +1,75 @@
+"""The READMEs' commands compose and pass the checks, their links and make targets exist. 6 seconds."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightning_llm.__main__ import _parser, main
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.recipes_catalog import recipe_files
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+
+
+def commands(file: Path, program: str) -> list[str]:
+    """Return every line of a code block, and all code within a line, that starts with `program`."""
+    text = file.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [each for each in [*lines, *inline] if each.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in commands(README, "lightning-llm") if not re.search(r" (--config|\.\.\.)", each)]
+)
+def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text('{"text": "mine"}\n')
+    words = shlex.split(command, comments=True)[1:]
+    arguments = _parser().parse_args(words)
+    if arguments.verb == "recipes":
+        assert main(words) == 0
+        return
+    if getattr(arguments, "multirun", False):
+        configs = [config for _, config in compose_sweep(arguments.overrides)]
+        assert len(configs) > 1
+    else:
+        configs = [compose_config(arguments.overrides)]
+    for config in configs:
+        check_config(config)
+    assert list(tmp_path.iterdir()) == [tmp_path / "my.jsonl"]
+
+
+def test_the_first_two_commands_are_the_whole_set_up():
+    first = re.search(r"^```\w*\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE).group(1)
+    assert [line.split("#")[0].split() for line in first.splitlines()] == [["make", "train"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("file", [README, BENCHMARKS], ids=["README", "benchmarks"])
+def test_make_targets_links_and_names_exist(file):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    recipes = {name for name, _ in recipe_files()}
+    for command in commands(file, "make"):
+        _, target, *variables = shlex.split(command, comments=True)
+        assert target in targets, command
+        for name in (each.removeprefix("RECIPE=") for each in variables if each.startswith("RECIPE=")):
+            assert name in recipes, command
+    text = file.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    assert [link for link in links if not (file.parent / link).exists()] == []
+    if file == README:
+        assert {"benchmarks/README.md", "docs/precision.md"} <= set(links)
+
+
+def test_every_benchmark_has_its_line():
+    listed = re.findall(r"^\| `(\w+)` \|.*`make bench ARGS=(\w+)`", BENCHMARKS.read_text(), re.MULTILINE)
+    program = (ROOT / "benchmarks" / "__main__.py").read_text()
+    assert [name for name, _ in listed] == re.findall(r'^    "(\w+)": \w+\.measure', program, re.MULTILINE)
+    assert all(name == argument for name, argument in listed)
