@@ -8,7 +8,9 @@ from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.linear_names import linear_names
 from lightning_llm.precision.lint import lint
+from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
@@ -117,10 +119,8 @@ def _precision_problems(config: Config) -> list[Problem]:
             "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false."
         )
         problems.append(Problem("parallel.compile", text))
-    high = recipe.modules.first_blocks_high + recipe.modules.last_blocks_high
-    if recipe.quantises and high >= config.model.num_layers:
-        text = f"first + last_blocks_high = {high} leave none of the model's {config.model.num_layers} blocks."
-        problems.append(Problem("precision.modules", f"{text} Lower them, or take precision={recipe.compute_dtype}."))
+    reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
+    problems += nothing_converted(recipe, reasons)
     return problems + _rotation_problems(config)
 
 

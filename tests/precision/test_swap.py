@@ -74,7 +74,7 @@ def test_first_and_last_blocks_and_the_head_stay_high():
     assert report.kept["head"].startswith("it lies outside the blocks")
     assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high=1"
     assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high=1"
-    assert "4 linear layers quantised, 5 kept high" in str(report)
+    assert len(report.kept) == 5
     assert summary(made) == {"quantised_layers": 4, "quantised_weights": 4 * 2 * WIDTH * WIDTH}
 
 

@@ -1,0 +1,12 @@
+"""The names of a decoder's linear layers, without building it: what `precision.modules` is checked against."""
+
+from lightning_llm.schema.model import ModelConfig
+
+
+def linear_names(config: ModelConfig) -> list[str]:
+    """Return the full name of every `nn.Linear` of `Decoder(config)`, in module order; a tied head is none."""
+    widen = ["gate_proj", "up_proj"] if config.activation == "swiglu" else ["up_proj"]
+    block = [f"attention.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    block += [f"feed_forward.{name}" for name in (*widen, "down_proj")]
+    inside = [f"layers.{index}.{name}" for index in range(config.num_layers) for name in block]
+    return inside if config.tie_embeddings else [*inside, "head"]

@@ -1,0 +1,74 @@
+"""What is refused before anything heavy is imported: a recipe that would convert nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.precision.swap import swap_linears
+
+ROOT = Path(__file__).parents[2]
+LATE = "precision.phases=[{start: 0.5, fprop: {x: {format: e4m3}, w: {format: e4m3}}}]"
+
+
+def problems_of(config):
+    try:
+        check_config(config)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["precision=mxfp8", "precision.modules.exclude=['*']"], "modules.exclude has '*'"),
+        (["precision=mxfp8", "precision.modules.include=['*.w1']"], "nothing in modules.include matches it"),
+        (["precision=mxfp8", "precision.modules.include=['head']"], "nothing in modules.include matches it"),
+        (["precision=fp8_current", "model.num_layers=2"], "first_blocks_high=1; modules.last_blocks_high=1"),
+        (["precision=mxfp8", "precision.modules.first_blocks_high=9"], "modules.first_blocks_high=9"),
+        (["precision=bf16", LATE, "precision.modules.exclude=['layers.*']"], "modules.exclude has 'layers.*'"),
+        (["precision=mxfp8", "model=gpt3_345m", "precision.modules.include=['*.gate_proj']"], "144 linear layers"),
+    ],
+)
+def test_a_recipe_that_would_convert_nothing_is_refused_as_the_swap_would(words, said):
+    config = compose_config([*words])
+    (problem,) = problems_of(config)
+    assert problem.key == "precision.modules"
+    assert said in problem.text
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    with pytest.raises(ConfigError) as error:
+        swap_linears(model, config.precision, config.model.num_layers, "cpu", "eager")
+    assert error.value.problems == [problem]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16", "precision.modules.exclude=['*']"],
+        ["precision=fp8_current", "model.num_layers=3"],
+        ["precision=mxfp8", "precision.modules.include=['layers.0.attention.q_proj']"],
+        ["precision=bf16", LATE],
+    ],
+)
+def test_a_recipe_that_converts_something_or_casts_nothing_passes(words):
+    assert problems_of(compose_config(words)) == []
+
+
+def test_it_is_found_before_torch_is_imported(tmp_path):
+    words = ["train", "precision=mxfp8", "precision.modules.exclude=['*']", f"run.root={tmp_path}"]
+    code = (
+        f"import sys\nfrom lightning_llm.__main__ import main\nprint(main({words!r}))\n"
+        "print(sorted({'torch', 'lightning', 'mlflow', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["2", "[]"]
+    assert "would quantise none of" in done.stderr
+    assert list(tmp_path.iterdir()) == []

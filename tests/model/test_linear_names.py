@@ -1,0 +1,23 @@
+"""The list of linear layers against every size built on the meta device. 2 seconds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.linear_names import linear_names
+from lightning_llm.schema.model import ModelConfig
+
+FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_names_are_those_of_the_model_built_on_meta(file, tied):
+    config = ModelConfig(**yaml.safe_load(file.read_text())).model_copy(update={"tie_embeddings": tied})
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
