@@ -9,13 +9,11 @@ from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names
+from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
-
-STATE_BYTES_PER_PARAMETER = 12
-"""In a checkpoint: the fp32 parameter and AdamW's two fp32 moments."""
 
 
 def check_config(config: Config) -> None:
@@ -51,7 +49,7 @@ def check_disk(config: Config, jobs: int = 1) -> None:
         )
     if not folder.is_dir():
         raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
-    each = count_parameters(config.model, padded=True).total * STATE_BYTES_PER_PARAMETER
+    each = state_bytes(count_parameters(config.model, padded=True).total, config.precision).checkpoint
     kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
     if each * kept > free:

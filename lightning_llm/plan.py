@@ -2,17 +2,19 @@
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.check import check_config
 from lightning_llm.compose import compose_config, load_config
+from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.schema import Config, PrecisionConfig
-from lightning_llm.schema.precision import slots_of
+from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
+from lightning_llm.precision.describe import precision_facts, precision_rows
+from lightning_llm.schema import Config
 
-EMULATED = "no native backend in this version: exact operands through a GEMM in high precision"
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+if TYPE_CHECKING:
+    import torch
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -48,54 +50,31 @@ def plan_facts(config: Config) -> dict[str, Any]:
     }
 
 
-def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
-    """Return the recipe as data: its identity, and for each operand slot its cast and how that runs here, and why."""
-    slots: dict[str, dict[str, Any]] = {}
-    for slot, cast in slots_of(recipe).items():
-        if not cast.quantises:
-            slots[slot] = {"format": recipe.compute_dtype, "runs": "native", "reason": "not quantised"}
-            continue
-        turned = f"H{cast.hadamard.size} {cast.hadamard.signs} signs" if cast.hadamard else None
-        details = {"format": cast.format, "block": cast.block, "scale": cast.scale, "rounding": cast.rounding}
-        slots[slot] = {**details, "hadamard": turned, "runs": "emulated", "reason": EMULATED}
-    high = recipe.modules.model_dump(exclude_defaults=True)
-    return {
-        "name": recipe.name,
-        "compute_dtype": recipe.compute_dtype,
-        "master_dtype": recipe.master_dtype,
-        "recipe_hash": recipe.recipe_hash,
-        "reference": recipe.reference,
-        "hardware": recipe.hardware,
-        "modules": high,
-        "slots": slots,
-        "phases": [phase.model_dump() for phase in recipe.phases],
-    }
-
-
 def memory_bytes(config: Config) -> dict[str, int]:
     """Return bytes on one rank by kind, for parallel=single.
 
-    Parameters, gradients and AdamW's two moments are fp32, 4 bytes each; `compute_copies` are the weights of one
-    forward in the compute dtype. Activations follow Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the
-    attention-score term, which SDPA does not store: 34 s b h per layer in 16 bit, 2 s b h with full recomputation;
-    logits are s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient).
+    `compute_copies` are the weights of one forward in the compute dtype, where that is not the master's. Activations
+    follow Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does not store:
+    34 s b h per layer in 16 bit, 2 s b h with full recomputation; logits are s b V in the compute dtype and twice in
+    fp32 (log-probabilities and their gradient).
     """
-    model, data = config.model, config.data
+    model, data, recipe = config.model, config.data, config.precision
     count = count_parameters(model, padded=True).total
-    width = BYTES[config.precision.compute_dtype]
+    state = state_bytes(count, recipe)
+    width = DTYPE_BYTES[recipe.compute_dtype]
     tokens = data.micro_batch_size * data.sequence_length
     per_layer = 2 if config.parallel.activation_checkpoint == "full" else 34
     return {
-        "parameters": 4 * count,
-        "gradients": 4 * count,
-        "optimizer": 8 * count,
-        "compute_copies": 0 if config.precision.compute_dtype == "fp32" else width * count,
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "compute_copies": 0 if recipe.compute_dtype == recipe.master_dtype else width * count,
         "activations": per_layer * tokens * model.hidden_size * model.num_layers * width // 2,
         "logits": tokens * model.padded_vocab_size * (width + 8),
     }
 
 
-def plan_line(config: Config, device: Any) -> str:
+def plan_line(config: Config, device: "torch.device") -> str:
     """Return the one line that `train` prints before it starts."""
     facts = plan_facts(config)
     parts = [
@@ -115,11 +94,7 @@ def render(facts: dict[str, Any]) -> str:
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
         ("layout", f"{facts['layout']['name']}, {facts['layout']['world']} rank(s)"),
-        (
-            "precision",
-            f"{facts['precision']['name']} ({facts['precision']['recipe_hash']}), {_high(facts['precision'])}",
-        ),
-        *((f"  {slot}", _cast(each)) for slot, each in facts["precision"]["slots"].items()),
+        *precision_rows(facts["precision"]),
         (
             "data",
             f"{facts['data']}, {facts['step_tokens']:,} tokens/step, {facts['accumulation']} micro-batch(es) per rank",
@@ -134,38 +109,7 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
-    if facts["precision"]["phases"]:
-        rows.append(("phases", _phases(facts["precision"])))
     return "\n".join(f"{name:<18}{text}" for name, text in rows)
-
-
-def _cast(slot: dict[str, Any]) -> str:
-    if "block" not in slot:
-        return str(slot["format"])
-    turned = f", {slot['hadamard']}" if slot["hadamard"] else ""
-    return f"{slot['format']} {slot['block']}, {slot['scale']} scale, {slot['rounding']}{turned}: {slot['runs']}"
-
-
-def _phases(facts: dict[str, Any]) -> str:
-    return "; ".join(
-        f"from {phase['start']:.0%} to {phase['end']:.0%} of the steps other slots" for phase in facts["phases"]
-    )
-
-
-def _high(facts: dict[str, Any]) -> str:
-    rules = ", ".join(f"{key}={value}" for key, value in facts["modules"].items())
-    return f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}" + (
-        f", {rules}" if rules else ""
-    )
-
-
-def describe_device(device: Any) -> str:
-    """Return e.g. "cpu, 2 threads" or "NVIDIA H100 80GB HBM3"."""
-    import torch
-
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return f"cpu, {torch.get_num_threads()} threads"
 
 
 def _count(number: int) -> str:

@@ -1,5 +1,6 @@
-"""What is refused before anything heavy is imported: a recipe that would convert nothing."""
+"""What is refused before anything heavy is imported: a recipe that would convert nothing, a disk that is too small."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_llm.check import check_config
+from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
@@ -72,3 +73,17 @@ def test_it_is_found_before_torch_is_imported(tmp_path):
     assert done.stdout.split() == ["2", "[]"]
     assert "would quantise none of" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_room_that_checkpoints_need_follows_the_master_dtype(tmp_path, monkeypatch):
+    words = ["model=llama_1b", f"run.root={tmp_path}", "checkpoint.keep_last=1"]
+    parameters = 1_235_814_400  # as published; 128,256 rows need no padding
+    for precision, each in (("bf16", 12 * parameters), ("bf16_true", 6 * parameters)):
+        config = compose_config([*words, f"precision={precision}"])
+        for free, fits in ((2 * each, True), (2 * each - 1, False)):
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: shutil._ntuple_diskusage(free, 0, free))
+            if fits:
+                check_disk(config)
+                continue
+            with pytest.raises(ConfigError, match=f"{each / 1e9:.2f} GB each"):
+                check_disk(config)

@@ -155,7 +155,7 @@ def test_the_plan_shows_the_six_slots(small_run, tmp_path, capsys):
     assert list(slots) == ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
     assert slots["fprop.x"]["format"] == "bf16"
     assert slots["dgrad.dy"]["runs"] == "emulated"
-    assert slots["dgrad.dy"]["hadamard"] == "H64 random signs"
+    assert slots["dgrad.dy"]["hadamard"] == {"size": 64, "signs": "random", "round_to": "bf16"}
     assert facts["parameters"] > 0
     assert facts["flops_per_token"] > 0
     assert facts["memory_bytes"]["optimizer"] == 2 * facts["memory_bytes"]["parameters"]

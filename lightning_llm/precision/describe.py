@@ -1,0 +1,99 @@
+"""What a precision recipe does, as plain data and as words, for `plan`. Pure: needs neither torch nor a model."""
+
+from typing import Any
+
+from lightning_llm.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
+
+EMULATED = "no native backend in this version: exact operands through a GEMM in high precision"
+ALWAYS = ("block", "scale", "rounding")
+"""Keys of a cast that are shown even where they have their default."""
+
+
+def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
+    """Return the recipe as data: its identity, what it sets beside the slots, and its slots.
+
+    Each slot has its `format`, how it `runs` here and the `reason`; casts also `block`, `scale`, `rounding`, and each
+    key that has not its default. A phase lists the slots that differ from the recipe's own.
+    """
+    slots = _slots(slots_of(recipe), recipe.compute_dtype)
+    phases = []
+    for phase in recipe.phases:
+        its = _slots(slots_of(phase), recipe.compute_dtype)
+        changed = {slot: facts for slot, facts in its.items() if facts != slots[slot]}
+        phases.append({"start": phase.start, "end": phase.end, "slots": changed})
+    return {
+        "name": recipe.name,
+        "compute_dtype": recipe.compute_dtype,
+        "master_dtype": recipe.master_dtype,
+        "main_grad_dtype": recipe.main_grad_dtype,
+        "reduce_dtype": recipe.reduce_dtype,
+        "recipe_hash": recipe.recipe_hash,
+        "reference": recipe.reference,
+        "hardware": recipe.hardware,
+        "modules": recipe.modules.model_dump(exclude_defaults=True),
+        "loss_scaling": recipe.loss_scaling.model_dump() if recipe.loss_scaling else None,
+        "optimizer": recipe.optimizer.model_dump(exclude_none=True),
+        "slots": slots,
+        "phases": phases,
+    }
+
+
+def _slots(casts: dict[str, CastConfig], compute_dtype: str) -> dict[str, dict[str, Any]]:
+    return {slot: _slot(slot, cast, compute_dtype) for slot, cast in casts.items()}
+
+
+def _slot(slot: str, cast: CastConfig, compute_dtype: str) -> dict[str, Any]:
+    if cast == HIGH:
+        return {"format": compute_dtype, "runs": "native", "reason": "not quantised"}
+    if not cast.quantises:
+        reason = f"what fprop.{slot.rpartition('.')[2]} quantised, not quantised again"
+        return {"format": compute_dtype, "source": cast.source, "runs": "emulated", "reason": reason}
+    defaults = HIGH.model_dump()
+    keys = cast.model_dump(exclude_none=True, exclude={"format"})
+    shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults[key]}
+    return {"format": cast.format, **shown, "runs": "emulated", "reason": EMULATED}
+
+
+def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return `precision_facts` as lines for a terminal, each a name and a text."""
+    dtypes = f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}"
+    others = {key: facts[key] for key in ("main_grad_dtype", "reduce_dtype") if facts[key] != "fp32"}
+    rules = "".join(f", {each}" for each in (_pairs(others), _pairs(facts["modules"])) if each)
+    rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}"), *_slot_rows(facts["slots"])]
+    if facts["loss_scaling"]:
+        rows.append(("  loss scaling", _pairs(facts["loss_scaling"])))
+    if facts["optimizer"]:
+        rows.append(("  optimizer", f"{_pairs(facts['optimizer'])}, in place of optim's"))
+    for phase in facts["phases"]:
+        span = f"from {100 * phase['start']:.4g}% to {100 * phase['end']:.4g}% of the steps"
+        rows.append(("  phase", f"{span}, {'these slots differ' if phase['slots'] else 'the same slots'}"))
+        rows += _slot_rows(phase["slots"], indent=4)
+    return rows
+
+
+def _slot_rows(slots: dict[str, dict[str, Any]], indent: int = 2) -> list[tuple[str, str]]:
+    return [(f"{'':{indent}}{slot}", _slot_text(facts)) for slot, facts in slots.items()]
+
+
+def _slot_text(facts: dict[str, Any]) -> str:
+    """Return e.g. "e2m1 1x32, e8m0_floor scale, stochastic, prescale=0.75: emulated"."""
+    if facts["runs"] == "native":
+        return str(facts["format"])
+    named = {"format", "runs", "reason", *ALWAYS}
+    parts = [str(facts["format"])]
+    if "block" in facts:
+        parts = [f"{facts['format']} {facts['block']}", f"{facts['scale']} scale", facts["rounding"]]
+    rest = _pairs({key: value for key, value in facts.items() if key not in named})
+    return f"{', '.join([*parts, rest] if rest else parts)}: {facts['runs']}"
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={_value(key, value)}" for key, value in values.items())
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"({_pairs(value)})"
+    if key == "vector":  # of signs
+        return "".join("+" if sign > 0 else "-" for sign in value)
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)

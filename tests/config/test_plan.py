@@ -1,0 +1,148 @@
+"""The plan against the recipe it describes, and its bytes against what a run holds in memory and writes. 10 seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
+from lightning_llm.hardware import describe_device
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.plan import memory_bytes, plan_facts, plan_line, render
+from lightning_llm.precision.describe import precision_facts
+from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
+from lightning_llm.train import checkpointing
+
+RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
+NOT_DEFAULT = {
+    "format": "e4m3", "scale": "delayed", "rounding": "stochastic", "noise_bits": 8, "amax_scope": "shard",
+    "delayed": {"history_length": 16, "algorithm": "most_recent", "margin": 2},
+}  # fmt: skip
+
+
+def cast_of(facts: dict) -> CastConfig:
+    """Read a slot of `plan --json` back."""
+    keys = {key: value for key, value in facts.items() if key not in ("runs", "reason")}
+    return CastConfig.model_validate(keys | {"format": keys["format"] if "block" in keys else "high"}, strict=False)
+
+
+def as_json(recipe: PrecisionConfig) -> dict:
+    return json.loads(json.dumps(precision_facts(recipe)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_cast_can_be_read_back_from_the_slot_table(name):
+    recipe = compose_config([f"precision={name}"]).precision
+    facts = as_json(recipe)
+    assert {slot: cast_of(each) for slot, each in facts["slots"].items()} == slots_of(recipe)
+    assert facts["phases"] == []
+    scaling = facts["loss_scaling"]
+    assert (scaling and LossScalingConfig(**scaling)) == recipe.loss_scaling
+    assert (facts["master_dtype"], facts["main_grad_dtype"]) == (recipe.master_dtype, recipe.main_grad_dtype)
+
+
+def own(**keys: object) -> PrecisionConfig:
+    return PrecisionConfig.model_validate({"name": "own", "compute_dtype": "bf16", **keys})
+
+
+def test_keys_that_no_shipped_recipe_sets_are_shown():
+    recipe = own(
+        fprop={"x": NOT_DEFAULT, "w": {"format": "e4m3"}},
+        dgrad={"w": {"source": "quantised"}},
+        optimizer={"eps": 1e-6, "beta2": 0.98},
+    )
+    facts = as_json(recipe)
+    slots = facts["slots"]
+    assert {slot: cast_of(each) for slot, each in slots.items()} == slots_of(recipe)
+    assert slots["dgrad.w"]["source"] == "quantised"
+    assert (slots["dgrad.w"]["runs"], slots["dgrad.dy"]["runs"]) == ("emulated", "native")
+    assert facts["optimizer"] == {"eps": 1e-6, "beta2": 0.98}
+    config = compose_config([]).model_copy(update={"precision": recipe})
+    lines = dict(line.split(maxsplit=1) for line in render(plan_facts(config)).splitlines())
+    assert lines["fprop.x"] == (
+        "e4m3 tensor, delayed scale, stochastic, noise_bits=8, amax_scope=shard, "
+        "delayed=(history_length=16, algorithm=most_recent, margin=2): emulated"
+    )
+    assert lines["dgrad.w"] == "bf16, source=quantised: emulated"
+    assert lines["dgrad.dy"] == "bf16"
+
+
+def test_the_text_has_loss_scaling_hints_and_rotations(small_run, tmp_path, capsys):
+    words = small_run(tmp_path, "precision=fp16_mxfp8", "precision.optimizer.beta2=0.97")
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert "growth_interval=2000, hysteresis=1, min_scale=1.0, detect=operands" in text
+    assert "beta2=0.97, in place of optim's" in text
+    assert main(["plan", *small_run(tmp_path, "precision=nvfp4", "model.ffn_hidden_size=64")]) == 0
+    text = capsys.readouterr().out
+    assert "noise_bits=8, hadamard=(size=16, signs=fixed, vector=+++-+------+-+--, round_to=bf16): emulated" in text
+
+
+def test_a_phase_shows_the_slots_that_differ_and_no_other():
+    e4m3 = {"format": "e4m3"}
+    both = {"x": e4m3, "w": e4m3}
+    recipe = own(
+        fprop=both,
+        phases=[{"start": 0.25, "end": 0.505, "fprop": both, "dgrad": {"dy": {"format": "e5m2"}}}, {"start": 0.9}],
+    )
+    first, last = as_json(recipe)["phases"]
+    assert (first["start"], first["end"], list(first["slots"])) == (0.25, 0.505, ["dgrad.dy"])
+    assert first["slots"]["dgrad.dy"]["format"] == "e5m2"
+    assert (last["end"], list(last["slots"])) == (1.0, ["fprop.x", "fprop.w"])
+    config = compose_config([]).model_copy(update={"precision": recipe})
+    lines = render(plan_facts(config)).splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("  phase"))
+    assert [line.split(maxsplit=1)[0] for line in lines[start : start + 5]] == [
+        "phase", "dgrad.dy", "phase", "fprop.x", "fprop.w",
+    ]  # fmt: skip
+    assert "from 25% to 50.5% of the steps, these slots differ" in lines[start]
+    assert lines[start + 4].split() == ["fprop.w", "bf16"]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_true"])
+def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkeypatch):
+    held: dict[str, int] = {}
+
+    def bytes_of(tensors):
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def measure_and_save(folder, module, optimizer, *rest):
+        if module.completed_steps != 2:  # a validation lets go of the gradients
+            return save(folder, module, optimizer, *rest)
+        parameters = list(module.model.parameters())
+        moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        held.update(
+            parameters=bytes_of(parameters),
+            gradients=bytes_of(parameter.grad for parameter in parameters),
+            optimizer=bytes_of(moments),
+        )
+        return save(folder, module, optimizer, *rest)
+
+    save = checkpointing.save
+    monkeypatch.setattr(checkpointing, "save", measure_and_save)
+    shape = ["model.hidden_size=128", "model.ffn_hidden_size=192"]
+    words = small_run(tmp_path, f"precision={name}", "trainer.max_steps=3", *shape)
+    assert main(["train", *words]) == 0
+    config = compose_config(words)
+    estimate = memory_bytes(config)
+    assert {kind: estimate[kind] for kind in held} == held
+    folder = tmp_path / "run" / "checkpoints" / "step=3"
+    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    state = state_bytes(count_parameters(config.model, padded=True).total, config.precision)
+    assert written == pytest.approx(state.checkpoint, rel=0.1)  # headers and step counts
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_weight"), [("fp32", 0), ("bf16", 2), ("bf16_true", 0), ("fp16", 2), ("mxfp8", 2)]
+)
+def test_weights_are_copied_only_into_another_dtype(name, bytes_per_weight):
+    config = compose_config(["model=llama_1b", f"precision={name}"])
+    assert memory_bytes(config)["compute_copies"] == bytes_per_weight * 1_235_814_400
+
+
+def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
+    cpu = torch.device("cpu")
+    assert plan_line(compose_config([]), cpu).endswith(f" | {describe_device(cpu)}")
