@@ -15,7 +15,7 @@ from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.run import prepare_folder, quiet_lightning, tracking_sinks
+from lightning_llm.run import open_layout, prepare_folder, quiet_lightning, tracking_sinks
 from lightning_llm.run_state import Start
 from lightning_llm.train.datamodule import CorpusDataModule
 
@@ -39,7 +39,8 @@ class Turnstile(pl.Callback):
 def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, threading.Thread]:
     """Return an iterator that lets a whole Trainer of ours take one step per `next`."""
     prepare_folder(run, corpus, Start())
-    trainer = build_trainer(run, torch.device("cpu"), None, tracking_sinks(run, corpus))
+    device = torch.device("cpu")
+    trainer = build_trainer(run, device, open_layout(run, device), None, tracking_sinks(run, corpus))
     # Signals can be handled in the main thread alone, and there is nothing here to save.
     trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
     turnstile = Turnstile()

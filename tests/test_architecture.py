@@ -22,6 +22,7 @@ LAYERS = {
         "conform",
         "launch",
         "plan",
+        "ranks",
         "recipes_catalog",
         "run",
         "run_state",

@@ -5,6 +5,7 @@ from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.precision import inductor
+from lightning_llm.train.manifest import TENSORS
 
 
 @pytest.mark.parametrize("first_steps", [2, 3])
@@ -21,7 +22,8 @@ def test_stop_and_resume_gives_the_same_bits(whole, tmp_path, small_run, first_s
 def test_a_torn_checkpoint_and_later_metrics_are_left_behind(whole, tmp_path, small_run):
     assert main(["train", *small_run(tmp_path)]) == 0
     run = tmp_path / "run"
-    (run / "checkpoints" / "step=6" / "optimizer.safetensors").write_bytes(b"torn")
+    (tensors,) = (run / "checkpoints" / "step=6" / TENSORS).glob("*.distcp")
+    tensors.write_bytes(tensors.read_bytes()[:-1])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss": 1.0}\n{"step": 8, "lo')
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
