@@ -10,6 +10,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.parallel.degrees import layout_problems, resolve_degrees
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
 from lightning_llm.schema import Config, ModelConfig
@@ -23,14 +24,16 @@ def check_config(config: Config) -> None:
         ConfigError: with every rule that is broken.
     """
     world = config.world or config.trainer.devices
+    unfit = list(layout_problems(config.parallel, world))
+    ranks = world if unfit else resolve_degrees(config.parallel, world).dp
     problems = [
         *shape_problems(config.model),
         *_length_problems(config),
         *_schedule_problems(config),
-        *_layout_problems(config),
+        *unfit,
         *lint(config.precision),
         *_precision_problems(config),
-        *check_data(config.data, config.model.vocab_size, world),
+        *check_data(config.data, config.model.vocab_size, ranks),
     ]
     if problems:
         raise ConfigError(problems)
@@ -149,10 +152,3 @@ def _rotation_problems(config: Config) -> list[Problem]:
         )
         for axis, length, slot, size in sorted(found)
     ]
-
-
-def _layout_problems(config: Config) -> list[Problem]:
-    world = config.world or config.trainer.devices
-    if config.parallel.name == "single" and world != 1:
-        return [Problem("trainer.devices", f"is {world}, and parallel=single runs on one. Set trainer.devices=1.")]
-    return []

@@ -1,10 +1,15 @@
 """Which rank this process is, where torchrun or Slurm started it. Imports no torch."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema import Config
+
+if TYPE_CHECKING:
+    from lightning_llm.schema import Config  # pydantic, which --help does without
 
 TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world": "WORLD_SIZE", "local_world": "LOCAL_WORLD_SIZE"}
 FIRST_SPECIAL_STEP = 0xFFFFFFF0

@@ -75,7 +75,7 @@ def _arithmetic(given: dict[str, int | None], known: int, world: int, has_rest: 
     wanted = f"a multiple of {known}" if has_rest else f"{known}"
     return (
         f"has {product_of or 'every degree 1'}, which needs {wanted} ranks, and there are {world}. "
-        f"Set trainer.devices (or world) to {wanted}, or change a degree."
+        f"Set trainer.devices (or world) to {wanted}, change a degree, or take a layout that spreads: ddp, zero3, ..."
     )
 
 

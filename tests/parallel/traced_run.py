@@ -37,8 +37,8 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def traced_run(config: Config) -> Trace:
-    """Train as `lightning-llm train` does; return losses and norms, the first gradients and the last parameters."""
+def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
+    """Train as `lightning-llm train` does on one of its ranks, with more callbacks before its own."""
     check_config(config)
     quiet_lightning()
     device = torch.device("cpu")
@@ -48,15 +48,19 @@ def traced_run(config: Config) -> Trace:
     prepare_folder(config, corpus, start)
     module = build_module(config, corpus)
     trainer = build_trainer(config, device, layout, start.checkpoint, [])
-    gradients = Gradients(steps=2)
-    trainer.callbacks.insert(0, gradients)
+    trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))
-    parameters = {name: whole(parameter) for name, parameter in module.model.named_parameters()}
-    first = torch.distributed.get_rank() == 0
+    return trainer
+
+
+def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
+    """Return the curve (rank 0 has it), the first two steps' gradients and the last parameters of a run."""
+    gradients = Gradients(steps=2)
+    model = run_with(config, *callbacks, gradients).lightning_module.model
     return {
-        "curve": curve(Path(config.run.dir)) if first else None,
+        "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
-        "parameters": parameters,
+        "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
     }
 
 
