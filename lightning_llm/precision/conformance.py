@@ -65,7 +65,9 @@ def run_conformance(folder: str | Path, compiled: bool) -> list[Verdict]:
     folder = Path(folder)
     manifest = _manifest(folder)
     if compiled and (reason := inductor.why_not("cpu")) is not None:
-        raise ConfigError(Problem("conformance", f"compiled checks need a C++ compiler: {reason}"))
+        raise ConfigError(
+            Problem("conformance", f"compiled checks need a C++ compiler: {reason}. --eager does without.")
+        )
     runner, files = Runner(compiled), _Files(folder)
     cases = [Case(spec, files.arrays(spec), runner) for spec in manifest]
     shared = {case.spec["file"]: case for case in cases if set(case.spec["arrays"]) <= INPUTS}

@@ -11,11 +11,6 @@ from lightning_llm.precision.formats import FLOAT_MAX
 from lightning_llm.schema.precision import DelayedConfig
 
 
-def merge(history: Tensor, amax: Tensor) -> Tensor:
-    """Return `history` with `amax` [T] (of the unscaled tensors) max-merged into row 0; NaN is ignored."""
-    return torch.cat([torch.fmax(history[:1], amax[None]), history[1:]])
-
-
 def update(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:
     """Return (history, scale) after an optimizer step; `largest` [T]: each format's largest number.
 

@@ -12,7 +12,9 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed
 
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import quantize
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
@@ -25,8 +27,8 @@ Backend = Literal["eager", "compiled"]
 
 
 @functools.cache
-def why_not(device_type: str) -> str | None:
-    """Return why quantisers cannot be compiled on this kind of device here, or None where they can."""
+def no_compiler(device_type: str) -> str | None:
+    """Return why there is no compiler for this kind of device, or None where there is one; it may still fail."""
     if device_type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -36,8 +38,36 @@ def why_not(device_type: str) -> str | None:
     try:
         cpp_builder.get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError) as error:
-        return str(error).splitlines()[0]
+        return f"no C++ compiler was found ({_first_error(error)})"
     return None
+
+
+@functools.cache
+def why_not(device_type: str) -> str | None:
+    """Return why quantisers cannot be compiled on this kind of device here, or None where a small one was.
+
+    The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers.
+    """
+    reason = no_compiler(device_type)
+    if reason is not None:
+        return reason
+    # Between 1 and the next bf16 number: gives 1 only if the compiled code rounds where `_trial` does.
+    probe = torch.full((2, 8), 1 + 2.0**-12, device=device_type)
+    try:
+        result = _compile(_trial)(probe).item()
+    except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
+        return f"the compiler fails ({_first_error(error)})"
+    return None if result == 1 else f"compiled code does not round as it should ({result} for 1)"
+
+
+def _trial(x: Tensor) -> Tensor:
+    return quantize.tensor_amax(x.to(torch.bfloat16))
+
+
+def _first_error(error: Exception) -> str:
+    """Return the line of a compiler's message that says what is wrong, or else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if "error: " in line), lines[0])
 
 
 _numbers = itertools.count()
@@ -45,6 +75,24 @@ _numbers = itertools.count()
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function`, a plain one or a closure, compiled whole, for every shape of its tensors at once.
+
+    It is compiled at its first call, which raises ConfigError where that fails.
+    """
+    inner = _compile(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return inner(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            text = f"compiling '{function.__name__}' failed: {_first_error(error)}. Mend that, or set"
+            raise ConfigError(Problem("precision.casts", f"{text} precision.casts=eager: the same bits.")) from error
+
+    return call
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` compiled whole under a name of its own.
 
     Dynamo counts recompilations per code object, and closures made by one line share theirs: each gets its own.
     """

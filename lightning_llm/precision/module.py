@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -208,9 +207,3 @@ def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
     for layer in quantised_layers(model):
         if not layer.plan.fixed:
             layer.plan = replace(layer.plan, casts=slots_of(recipe))
-
-
-def summary(model: nn.Module) -> dict[str, Any]:
-    """Return how many layers and weights are quantised, for a run's record."""
-    layers = quantised_layers(model)
-    return {"quantised_layers": len(layers), "quantised_weights": sum(layer.weight.numel() for layer in layers)}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_llm.errors import ConfigError
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan
@@ -23,12 +23,22 @@ class SwapReport:
     note: str | None
 
 
-def choose_backend(device_type: str) -> tuple[Backend, str | None]:
-    """Return how casts run on this kind of device, and, where that is slow, a note that says why."""
+def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:
+    """Return how casts run on this kind of device by `recipe.casts`, and, where that is slow, a note that says why.
+
+    Raises ConfigError where they are to be compiled and cannot be.
+    """
+    if not recipe.quantises:
+        return "eager", None
+    if recipe.casts == "eager":
+        return "eager", "casts run eagerly, some ten times slower, since precision.casts=eager asks for it"
     reason = inductor.why_not(device_type)
     if reason is None:
         return "compiled", None
-    return "eager", f"casts run eagerly, some ten times slower: no compiler was found ({reason})"
+    if recipe.casts == "compiled":
+        text = f"'compiled' cannot be had here: {reason}. Mend that, or set eager or auto: the same bits, slower."
+        raise ConfigError(Problem("precision.casts", text))
+    return "eager", f"casts run eagerly, some ten times slower: {reason}"
 
 
 def swap_linears(
@@ -36,13 +46,13 @@ def swap_linears(
 ) -> SwapReport:
     """Replace the layers that `recipe` quantises; parameters stay the same objects under the same names.
 
-    `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: compiled where
-    there is a compiler for `device_type`. A recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated.
-    Raises ConfigError where a recipe that quantises converts nothing.
+    `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
+    `choose_backend` says. A recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises
+    ConfigError where a recipe that quantises converts nothing, or casts are to be compiled and cannot be.
     """
     note = None
     if backend is None:
-        backend, note = choose_backend(device_type)
+        backend, note = choose_backend(recipe, device_type)
     quantising = LinearPlan.of(recipe.at(0, 1), backend)
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))

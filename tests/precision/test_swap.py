@@ -6,16 +6,16 @@ from torch import nn
 
 from lightning_llm.errors import ConfigError
 from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision import inductor
 from lightning_llm.precision.module import (
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
-    summary,
     update_delayed,
 )
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.swap import choose_backend, swap_linears
 from tests.precision.recipes import RECIPES, load
 
 LAYERS, WIDTH = 4, 128
@@ -75,7 +75,6 @@ def test_first_and_last_blocks_and_the_head_stay_high():
     assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high=1"
     assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high=1"
     assert len(report.kept) == 5
-    assert summary(made) == {"quantised_layers": 4, "quantised_weights": 4 * 2 * WIDTH * WIDTH}
 
 
 def test_names_and_parameters_stay():
@@ -130,6 +129,26 @@ def test_the_high_precision_view_is_the_unquantised_model():
     with high_precision_forward(made):
         assert torch.equal(layer(x), wanted)
     assert not torch.equal(layer(x), wanted)
+
+
+@pytest.mark.parametrize(("casts", "reason", "chosen"), [
+    ("auto", None, ("compiled", None)),
+    ("auto", "it is broken", ("eager", "casts run eagerly, some ten times slower: it is broken")),
+    ("compiled", None, ("compiled", None)),
+    ("eager", None, ("eager", "casts run eagerly, some ten times slower, since precision.casts=eager asks for it")),
+])  # fmt: skip
+def test_casts_run_as_the_recipe_says_and_the_machine_allows(casts, reason, chosen, monkeypatch):
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: reason)
+    recipe = load("mxfp8").model_copy(update={"casts": casts})
+    assert choose_backend(recipe, "cpu") == chosen
+    assert swap_linears(model(), recipe, LAYERS, "cpu").backend == chosen[0]
+
+
+def test_casts_that_must_be_compiled_need_a_compiler(monkeypatch):
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: "it is broken")
+    with pytest.raises(ConfigError, match=r"precision\.casts: 'compiled' cannot be had here: it is broken"):
+        choose_backend(load("mxfp8").model_copy(update={"casts": "compiled"}), "cpu")
+    assert choose_backend(load("fp16").model_copy(update={"casts": "compiled"}), "cpu") == ("eager", None)
 
 
 def test_a_phase_changes_the_casts_of_what_was_swapped():

@@ -1,6 +1,10 @@
 """Every shipped precision recipe through whole runs: it learns, it is not fp32, and it resumes to the same bits."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from safetensors.torch import load_file
 from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
+from lightning_llm.train.checkpoint import read_tensors
 from lightning_llm.train.quantisation import Quantisation
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
@@ -20,18 +25,13 @@ SHAPE = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Run casts eagerly: the same bits as compiled ones (tested in tests/precision), without minutes of compiling."""
-    monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")
-
-
 def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder) if "loss" in record]
 
 
 def train(small_run, folder: Path, *words: str) -> int:
-    return main(["train", *small_run(folder, *SHAPE, *words)])
+    """Train with eager casts unless `words` say otherwise: the same bits, without minutes of compiling."""
+    return main(["train", *small_run(folder, *SHAPE, "precision.casts=eager", *words)])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +59,9 @@ def stop_and_resume(small_run, tmp_path: Path, *words: str) -> None:
     assert train(small_run, tmp_path / "parts", *common, "trainer.max_steps=3") == 0
     assert train(small_run, tmp_path / "parts", *common, "trainer.max_steps=5", "resume=auto") == 0
     assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "whole" / "run")
-    for slot in ("model", "precision"):
-        whole, parts = (
-            load_file(tmp_path / k / "run/checkpoints/step=5" / f"{slot}.safetensors") for k in ("whole", "parts")
-        )
+    folders = [tmp_path / part / "run/checkpoints/step=5" for part in ("whole", "parts")]
+    for read in (read_tensors, lambda folder: load_file(folder / "precision.safetensors")):
+        whole, parts = (read(folder) for folder in folders)
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
     if "precision=fp8_delayed" in words:
@@ -81,13 +80,55 @@ def test_recomputation_gives_the_same_bits(recipe, small_run, tmp_path):
     assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
 
 
-def test_validation_has_two_views_where_the_forward_pass_is_quantised(small_run, tmp_path):
+@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr"])
+def test_compiled_casts_train_to_eagers_bits(recipe, small_run, tmp_path, capsys):
+    words = [f"precision={recipe}", "trainer.max_steps=5", "trainer.validate_every_steps=null"]
+    seen = []
+    for casts in ("eager", "compiled"):
+        assert train(small_run, tmp_path / casts, *words, f"precision.casts={casts}") == 0
+        assert f"emulated, {casts} (precision.casts={casts})" in capsys.readouterr().out
+        records = read_metrics(tmp_path / casts / "run")
+        seen.append([(each["loss"], each["grad_norm"]) for each in records if "loss" in each])
+    assert len(seen[0]) == 5
+    assert seen[0] == seen[1]
+
+
+def broken_compiler(folder: Path) -> dict[str, str]:
+    """Return an environment whose C++ compiler says its version, and fails at anything else."""
+    folder.mkdir()
+    script = folder / "g++"
+    asked = f'case "$1" in --version|-dumpversion) exec {shutil.which("g++")} "$@";; esac'
+    script.write_text(f'#!/bin/sh\n{asked}\necho "x.h: error: broken" >&2\nexit 1\n')
+    script.chmod(0o755)
+    return {**os.environ, "CXX": str(script), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_compiler_that_fails_is_told_of_and_not_used(small_run, tmp_path):
+    words = small_run(tmp_path, *SHAPE, "precision=mxfp8", "trainer.max_steps=3")
+    command = [sys.executable, "-m", "lightning_llm", "train", *words]
+    done = subprocess.run(command, env=broken_compiler(tmp_path / "bin"), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "emulated, eager (precision.casts=auto)" in done.stdout
+    assert "the compiler fails (x.h: error: broken)" in done.stdout
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_casts_that_must_be_compiled_and_cannot_be_are_an_error(small_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: "planted")
+    assert train(small_run, tmp_path, "precision=mxfp8", "precision.casts=compiled") == 2
+    assert "precision.casts: 'compiled' cannot be had here: planted" in capsys.readouterr().err
+
+
+def test_validation_of_a_quantising_recipe_has_two_views(small_run, tmp_path):
     assert train(small_run, tmp_path / "a", "precision=mxfp8") == 0
     record = [each for each in read_metrics(tmp_path / "a" / "run") if "val_loss" in each][-1]
     assert record["val_loss"] != record["val_loss_high_precision"]
     assert record["val_loss"] == pytest.approx(record["val_loss_high_precision"], rel=0.02)
     assert train(small_run, tmp_path / "b", "precision=mxfp4_sr") == 0  # its forward pass is bf16's
-    assert "val_loss_high_precision" not in read_metrics(tmp_path / "b" / "run")[-1]
+    record = [each for each in read_metrics(tmp_path / "b" / "run") if "val_loss" in each][-1]
+    assert record["val_loss"] == record["val_loss_high_precision"]
 
 
 def test_an_fp16_overflow_skips_the_update_and_holds_the_schedule(small_run, tmp_path):
@@ -105,7 +146,9 @@ def test_an_fp16_overflow_skips_the_update_and_holds_the_schedule(small_run, tmp
 
 
 def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
-    config = compose_config(["precision=fp16_mxfp8"]).precision
+    # A scale per tensor is 1 beside an Inf, which then becomes 448. (MXFP8's is 2^127, and 448 * 2^127 is Inf again.)
+    dy = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for key in ("block=tensor", "scale=fp32")]
+    config = compose_config(["precision=fp16_mxfp8", "precision.casts=eager", *dy]).precision
     layer = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
     quantisation = Quantisation(config, seed=0, max_steps=1)
     layer = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": layer})})

@@ -1,0 +1,57 @@
+"""Whether casts can be compiled here: a compiler that is missing, one that fails, and code that does not round."""
+
+import pytest
+import torch
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+from lightning_llm.errors import ConfigError
+from lightning_llm.precision import inductor
+
+MESSAGE = "CppCompileError: C++ compile error\n\nOutput:\n a.h:1:2: fatal error: bits/b.h: No such file\nmore"
+
+
+def fails(*_):
+    raise InductorError(RuntimeError(MESSAGE), None)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """What is found out is kept for the process: not from one test to the next."""
+    inductor.why_not.cache_clear()
+    inductor.no_compiler.cache_clear()
+    yield
+    inductor.why_not.cache_clear()
+    inductor.no_compiler.cache_clear()
+
+
+@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
+def test_a_compiler_that_works():
+    assert inductor.why_not("cpu") is None
+
+
+def test_no_compiler(monkeypatch):
+    def missing():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    assert "no C++ compiler was found (" in inductor.why_not("cpu")
+
+
+def test_a_compiler_that_fails(monkeypatch):
+    monkeypatch.setattr(inductor, "no_compiler", lambda device_type: None)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
+    assert "the compiler fails (" in inductor.why_not("cpu")
+    assert "a.h:1:2: fatal error: bits/b.h: No such file" in inductor.why_not("cpu")
+
+
+def test_compiled_code_that_rounds_otherwise(monkeypatch):
+    monkeypatch.setattr(inductor, "no_compiler", lambda device_type: None)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: x.amax())
+    assert inductor.why_not("cpu") == "compiled code does not round as it should (1.000244140625 for 1)"
+
+
+def test_a_cast_that_fails_to_compile_names_the_way_out(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
+    with pytest.raises(ConfigError, match=r"compiling 'fails' failed: .*b\.h: No such file.* precision\.casts=eager"):
+        inductor.compiled(fails)(torch.ones(2))
