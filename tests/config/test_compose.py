@@ -161,7 +161,7 @@ def test_cross_group_rules():
         check_config(config)
     keys = {problem.key for problem in error.value.problems}
     assert {"model.hidden_size", "model.num_kv_heads", "data.sequence_length", "schedule.warmup_steps"} <= keys
-    assert {"trainer.devices", "data.global_batch_size"} <= keys
+    assert {"parallel=single", "data.global_batch_size"} <= keys
 
 
 def command(*words: str, cwd: Path | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
