@@ -6,6 +6,7 @@ typo on the command line, behind `+` or inside a file arrives at the same check 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     register_recipes()
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
     GlobalHydra.instance().clear()
+    _options_behind.cache_clear()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         yield [f"hydra.searchpath=[file://{config_dir.absolute()}]"] if config_dir else []
 
@@ -128,11 +130,16 @@ def _quoted(word: str) -> str:
 
 
 def _group_options(group: str, search: list[str]) -> list[str]:
+    return _options_behind(group, tuple(search))
+
+
+@cache
+def _options_behind(group: str, search: tuple[str, ...]) -> list[str]:
     """Return the names that `group=` takes, recipes in subfolders as "sub/name"; empty where there is no such group."""
     loader = GlobalHydra.instance().config_loader()
-    options = list(loader.get_group_options(group, config_name="config", overrides=search))
+    options = list(loader.get_group_options(group, config_name="config", overrides=list(search)))
     for child in loader.list_groups(group):
-        names = loader.get_group_options(f"{group}/{child}", config_name="config", overrides=search)
+        names = loader.get_group_options(f"{group}/{child}", config_name="config", overrides=list(search))
         options += [f"{child}/{name}" for name in names]
     return options
 

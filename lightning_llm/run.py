@@ -35,13 +35,13 @@ def run(config: Config) -> int:
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop_before_training)
-    quiet_lightning()
-    device = choose_device(config)
-    if config.trainer.threads:
-        torch.set_num_threads(config.trainer.threads)
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _stop_before_training)
+        quiet_lightning()
+        device = choose_device(config)
+        if config.trainer.threads:
+            torch.set_num_threads(config.trainer.threads)
         layout = open_layout(config, device)
         start = decide_together(config)
         if start.finished:

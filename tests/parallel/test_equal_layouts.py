@@ -78,7 +78,7 @@ def words(small_run, tmp_path_factory):
             tmp_path_factory.mktemp("run"),
             f"parallel={layout}", f"trainer.devices={world}", f"precision={precision}", "precision.casts=eager",
             "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}", "data.sequence_length=64",
-            "model.hidden_size=64", "model.ffn_hidden_size=96", "model.num_layers=3",
+            "model.hidden_size=64", "model.num_heads=1", "model.ffn_hidden_size=128", "model.num_layers=3",
             "trainer.max_steps=20", "trainer.validate_every_steps=10", "checkpoint.every_steps=null",
             "optim.gradient_clip_norm=0.5", *more,
         )  # fmt: skip

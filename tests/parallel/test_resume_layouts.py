@@ -1,0 +1,66 @@
+"""A run that is killed, or stopped, goes on under another layout and number of ranks to the same bits."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from traced_run import Trace, difference, run_with, traced_run
+
+from lightning_llm.compose import compose_config
+
+STEPS = 12
+
+
+class KilledAfter(pl.Callback):
+    """Kills this rank without warning after a step; the other ranks lose their peer."""
+
+    def __init__(self, step: int, rank: int):
+        self.step, self.rank = step, rank
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if pl_module.completed_steps == self.step and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_run(config: Any, step: int, rank: int) -> None:
+    run_with(config, KilledAfter(step, rank))
+
+
+@pytest.fixture(scope="module")
+def words(small_run):
+    def run(folder: Path, layout: str, world: int, precision: str, *more: str) -> list[str]:
+        return small_run(
+            folder, f"parallel={layout}", f"trainer.devices={world}", f"precision={precision}",
+            "precision.casts=eager", "data.micro_batch_size=1", "data.global_batch_size=4",
+            "model.hidden_size=64", "model.num_heads=1", "model.ffn_hidden_size=128", "data.sequence_length=64",
+            f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=5", "checkpoint.every_steps=4",
+            *more,
+        )  # fmt: skip
+
+    return run
+
+
+CHAINS = [
+    ("fp8_delayed", [("zero3", 2), ("hsdp", 4), ("single", 1)]),
+    ("mxfp4_sr", [("single", 1), ("zero2", 4), ("ddp", 2)]),
+    ("fp16", [("zero1", 4), ("single", 1), ("zero3", 4)]),
+    ("bf16_true", [("hsdp", 2), ("zero2", 2), ("zero1", 2)]),
+]
+
+
+@pytest.mark.parametrize(("precision", "chain"), CHAINS, ids=lambda value: value if isinstance(value, str) else "")
+def test_killed_twice_and_resumed_under_other_layouts(precision, chain, ranks, words, tmp_path):
+    reference = compose_config(words(tmp_path / "whole", "single", 1, precision))
+    whole: Trace = ranks(1).call(traced_run, reference)
+    for (layout, world), killed_at in zip(chain, (6, 10, None), strict=True):
+        config = compose_config(words(tmp_path / "parts", layout, world, precision, "resume=auto"))
+        if killed_at is not None:
+            with pytest.raises(RuntimeError, match="failed"):
+                ranks(world).call(killed_run, config, killed_at, world - 1)
+        else:
+            parts = ranks(world).call(traced_run, config)
+    whole["gradients"] = parts["gradients"] = []  # those of a run's own first steps
+    assert difference(whole, parts) is None
