@@ -69,12 +69,28 @@ def _is_srun() -> bool:
 
 
 def _from_slurm() -> RankEnvironment:
+    """Read srun's variables (https://slurm.schedmd.com/srun.html, output environment variables)."""
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
-    slurm = SLURMEnvironment(auto_requeue=False)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
-    local_world = int(os.environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0])
-    found = RankEnvironment(slurm.global_rank(), slurm.local_rank(), slurm.world_size(), local_world)
+    node, nodes = int(os.environ["SLURM_NODEID"]), os.environ.get("SLURM_STEP_NODELIST", os.environ["SLURM_NODELIST"])
+    os.environ.setdefault("MASTER_ADDR", SLURMEnvironment.resolve_root_node_address(nodes))
+    # Free on the first node of this job, and the same on all: jobs that share a node have other numbers.
+    os.environ.setdefault("MASTER_PORT", str(15000 + int(os.environ["SLURM_JOB_ID"]) % 10000))
+    found = RankEnvironment(
+        rank=int(os.environ["SLURM_PROCID"]),
+        local_rank=int(os.environ["SLURM_LOCALID"]),
+        world=int(os.environ["SLURM_NTASKS"]),
+        local_world=_tasks_per_node(os.environ["SLURM_STEP_TASKS_PER_NODE"])[node],
+    )
     os.environ.update({name: str(getattr(found, field)) for field, name in TORCHRUN.items()})
-    os.environ["GROUP_RANK"] = str(slurm.node_rank())
+    os.environ["GROUP_RANK"] = str(node)
     return found
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return [4, 4, 3] for "4(x2),3"."""
+    counts = []
+    for part in text.split(","):
+        tasks, _, repeat = part.partition("(x")
+        counts += [int(tasks)] * int(repeat.rstrip(")") or 1)
+    return counts

@@ -116,7 +116,7 @@ def restore(
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return every tensor of the checkpoint `folder`, whole, on the CPU, in one process: "model.<parameter>", ..."""
     reader = dcp.FileSystemReader(folder / TENSORS)
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     with _without_its_warning():
         dcp.load(tensors, storage_reader=reader, no_dist=True)

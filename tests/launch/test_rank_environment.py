@@ -1,0 +1,59 @@
+"""torchrun's and Slurm's variables, as their documentation gives them."""
+
+import os
+
+import pytest
+
+from lightning_llm.compose import compose_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.ranks import RankEnvironment, adopt_world, rank_environment
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_NTASKS": "9", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "3,4,1(x2)", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in (*TORCHRUN, *SRUN, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_torchrun(monkeypatch):
+    assert rank_environment() is None
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert rank_environment() == RankEnvironment(rank=5, local_rank=1, world=8, local_world=4)
+
+
+def test_srun_is_put_under_torchruns_names(monkeypatch):
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    expected = RankEnvironment(rank=5, local_rank=1, world=9, local_world=4)
+    assert rank_environment() == expected
+    assert os.environ["MASTER_ADDR"] == "node07"
+    assert os.environ["MASTER_PORT"] == "19567"
+    assert {name: os.environ[name] for name in TORCHRUN} == {**TORCHRUN, "WORLD_SIZE": "9"}
+
+
+@pytest.mark.parametrize("step", [None, str(0xFFFFFFFB), str(0xFFFFFFFA)])
+def test_a_batch_script_or_a_shell_of_slurm_is_no_rank(monkeypatch, step):
+    for name, value in SRUN.items():
+        if name != "SLURM_STEP_ID":
+            monkeypatch.setenv(name, value)
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+    assert rank_environment() is None
+
+
+def test_ranks_that_were_started_are_taken_over_or_refused(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    config = adopt_world(compose_config(["recipe=quickstart"]))
+    assert (config.trainer.devices, config.world) == (4, 8)
+    with pytest.raises(ConfigError, match=r"trainer\.devices.*is 2, and 4 ranks were started on this machine"):
+        adopt_world(compose_config(["recipe=quickstart", "trainer.devices=2"]))

@@ -1,0 +1,124 @@
+"""Several ranks, started as a user starts them: by one flag, by torchrun on two nodes; stopped, failing, in the way."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_metrics import curve, read_metrics, same_weights, steps_saved
+
+from lightning_llm.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+TIMES = ["schedule.total_steps=300", "checkpoint.every_steps=null", "data.micro_batch_size=1"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    here = str(Path(__file__).parent)
+    return {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(words: list[str], program: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, *program, "-m", "lightning_llm", "train", *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=pipe, stderr=pipe, text=True)
+
+
+def alone(small_run, folder: Path, steps: int) -> Path:
+    assert main(["train", *small_run(folder, *TIMES, f"trainer.max_steps={steps}")]) == 0
+    return folder / "run"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
+)
+def test_two_ranks_by_one_flag_stop_on_a_signal_and_go_on_alone_to_the_same_bits(small_run, tmp_path, number, code):
+    run = tmp_path / "two" / "run"
+    words = small_run(tmp_path / "two", *TIMES, "trainer.max_steps=300")
+    with start([*words, "parallel=zero3", "trainer.devices=2"]) as process:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + 90
+        while not (metrics.is_file() and metrics.read_text().count("\n") >= 4) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        told, complained = process.communicate(timeout=90)
+    assert process.returncode == code, complained
+    assert told.count("plan ") == told.count("data ") == 1, "more than one rank spoke"
+    assert "2 ranks" in told
+    assert f"stopped by {number.name}, state saved at step" in complained
+    assert "Traceback" not in complained
+    stopped_at = read_metrics(run)[-1]["step"]
+    assert steps_saved(run) == [stopped_at]
+    assert not list((tmp_path / "two").glob(".*starting*"))
+    assert main(["train", *words, "resume=auto", f"trainer.max_steps={stopped_at + 2}"]) == 0
+    whole = alone(small_run, tmp_path / "one", stopped_at + 2)
+    assert curve(run) == curve(whole)
+    assert same_weights(run, whole, stopped_at + 2)
+
+
+@pytest.mark.parametrize(
+    ("kill", "reason"),
+    [(False, "RuntimeError: planted failure"), pytest.param(True, "SIGKILL", marks=pytest.mark.full)],
+)
+def test_one_rank_that_fails_ends_the_run_and_is_named_first(small_run, tmp_path, kill, reason):
+    fault = f"+callbacks.fault={{_target_: faults.Fail, rank: 1, step: 3, kill: {str(kill).lower()}}}"
+    words = small_run(tmp_path, *TIMES, "trainer.max_steps=300", "parallel=ddp", "trainer.devices=2", fault)
+    began = time.monotonic()
+    with start(words) as process:
+        _, complained = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert time.monotonic() - began < 60
+    last = complained.strip().splitlines()[-1]
+    assert last.startswith("error: rank 1 failed first")
+    assert reason in last
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "rank 1 failed first" in summary["detail"]
+
+
+def test_torchrun_on_two_nodes_is_recognised(small_run, tmp_path):
+    words = small_run(tmp_path / "nodes", *TIMES, "trainer.max_steps=4", "parallel=zero2")
+    port = free_port()
+    agents = [
+        start(
+            words,
+            ("-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
+             "--master-addr=127.0.0.1", f"--master-port={port}"),
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum(told.count("plan ") for told, _ in outputs) == 1
+    assert curve(tmp_path / "nodes" / "run") == curve(alone(small_run, tmp_path / "one", 4))
+
+
+def test_a_missing_peer_and_a_taken_port_are_said(small_run, tmp_path):
+    words = [*TIMES, "parallel=ddp", "trainer.max_steps=300", "parallel.timeout_seconds=3"]
+    torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    taken = socket.socket()
+    taken.bind(("0.0.0.0", 0))
+    taken.listen()
+    ports = {"missing": free_port(), "taken": taken.getsockname()[1]}
+    found = {}
+    runs = {
+        case: start(small_run(tmp_path / case, *words), RANK="0", LOCAL_RANK="0", MASTER_PORT=str(port), **torchrun)
+        for case, port in ports.items()
+    }
+    for case, process in runs.items():
+        found[case] = process.communicate(timeout=90)[1]
+        assert process.returncode == 2, found[case]
+    taken.close()
+    assert "not all of 2 ranks came to 127.0.0.1" in found["missing"]
+    assert "Is the port taken? Set MASTER_PORT to another." in found["taken"]
+    assert not (tmp_path / "missing" / "run").exists()
