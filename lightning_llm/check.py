@@ -10,30 +10,31 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import layout_problems, resolve_degrees
+from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees, untrained
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
 
-def check_config(config: Config) -> None:
-    """Return quietly if the run can start.
+def check_config(config: Config, to_train: bool = True) -> None:
+    """Return quietly if the run can start; without `to_train`, if it can be planned.
 
     Raises:
         ConfigError: with every rule that is broken.
     """
     world = config.world or config.trainer.devices
     unfit = list(layout_problems(config.parallel, world))
-    ranks = world if unfit else resolve_degrees(config.parallel, world).dp
+    degrees = Degrees(dp_replicate=world) if unfit else resolve_degrees(config.parallel, world)
     problems = [
         *shape_problems(config.model),
         *_length_problems(config),
         *_schedule_problems(config),
         *unfit,
+        *(untrained(degrees) if to_train else ()),
         *lint(config.precision),
         *_precision_problems(config),
-        *check_data(config.data, config.model.vocab_size, ranks),
+        *check_data(config.data, config.model.vocab_size, degrees.dp),
     ]
     if problems:
         raise ConfigError(problems)

@@ -9,7 +9,7 @@ from lightning_llm.compose import compose_config, load_config
 from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
+from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.schema import Config
 
@@ -23,63 +23,46 @@ def plan(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
     else:
         config = compose_config(arguments.overrides, arguments.config_dir)
-    check_config(config)
+    check_config(config, to_train=False)
     facts = plan_facts(config)
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
 
 
 def plan_facts(config: Config) -> dict[str, Any]:
-    """Return the plan as plain data: choices, `parameters`, `memory_bytes` per rank by kind, `flops_per_token`."""
+    """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
+
+    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step; both are None for a layout that this
+    version does not train.
+    Raises ConfigError where the degrees do not multiply to the world.
+    """
     tokens = config.data.global_batch_size * config.data.sequence_length
-    world = config.world or config.trainer.devices
+    layout = layout_facts(config)
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
-        "layout": {"name": config.parallel.name, "world": world, "compile": config.parallel.compile},
+        "layout": layout,
         "precision": precision_facts(config.precision),
         "data": config.data.name,
         "step_tokens": tokens,
-        "accumulation": config.data.global_batch_size // (config.data.micro_batch_size * world),
+        "accumulation": layout["micro_batches_per_rank"],
         "total_tokens": tokens * config.trainer.max_steps,
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
-        "memory_bytes": memory_bytes(config),
+        **cost_facts(config),
         "config_hash": config_hash(config),
         "run_dir": config.run.dir,
-    }
-
-
-def memory_bytes(config: Config) -> dict[str, int]:
-    """Return bytes on one rank by kind, for parallel=single.
-
-    `compute_copies` are the weights of one forward in the compute dtype, where that is not the master's. Activations
-    follow Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does not store:
-    34 s b h per layer in 16 bit, 2 s b h with full recomputation; logits are s b V in the compute dtype and twice in
-    fp32 (log-probabilities and their gradient).
-    """
-    model, data, recipe = config.model, config.data, config.precision
-    count = count_parameters(model, padded=True).total
-    state = state_bytes(count, recipe)
-    width = DTYPE_BYTES[recipe.compute_dtype]
-    tokens = data.micro_batch_size * data.sequence_length
-    per_layer = 2 if config.parallel.activation_checkpoint == "full" else 34
-    return {
-        "parameters": state.parameters,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "compute_copies": 0 if recipe.compute_dtype == recipe.master_dtype else width * count,
-        "activations": per_layer * tokens * model.hidden_size * model.num_layers * width // 2,
-        "logits": tokens * model.padded_vocab_size * (width + 8),
     }
 
 
 def plan_line(config: Config, device: "torch.device") -> str:
     """Return the one line that `train` prints before it starts."""
     facts = plan_facts(config)
+    layout = facts["layout"]
+    ranks = f" on {layout['world']} ranks" if layout["world"] > 1 else ""
     parts = [
         f"{facts['model']} {_count(facts['parameters'])} parameters",
-        f"{facts['layout']['name']}{' compiled' if facts['layout']['compile'] else ''}",
+        f"{layout['name']}{ranks}{' compiled' if layout['compile'] else ''}",
         facts["precision"]["name"],
         f"{facts['data']}",
         f"{facts['step_tokens']:,} tokens/step x {facts['max_steps']:,} steps",
@@ -90,22 +73,21 @@ def plan_line(config: Config, device: "torch.device") -> str:
 
 def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
-    memory = facts["memory_bytes"]
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
-        ("layout", f"{facts['layout']['name']}, {facts['layout']['world']} rank(s)"),
+        *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),
         (
             "data",
-            f"{facts['data']}, {facts['step_tokens']:,} tokens/step, {facts['accumulation']} micro-batch(es) per rank",
+            f"{facts['data']}, {facts['step_tokens']:,} tokens/step, micro-batches per rank: {facts['accumulation']}",
         ),
         ("length", f"{facts['max_steps']:,} steps, {facts['total_tokens']:,} tokens"),
         (
             "FLOPs",
             f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all",
         ),
-        ("memory", f"{sum(memory.values()) / 1e9:.3f} GB per rank, estimated"),
-        *((f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in memory.items()),
+        *byte_rows("memory", "per rank, estimated", facts["memory_bytes"]),
+        *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]

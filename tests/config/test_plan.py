@@ -11,7 +11,8 @@ from lightning_llm.compose import compose_config
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.plan import memory_bytes, plan_facts, plan_line, render
+from lightning_llm.parallel.memory import memory_bytes
+from lightning_llm.plan import plan_facts, plan_line, render
 from lightning_llm.precision.describe import precision_facts
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.train import checkpointing

@@ -1,0 +1,107 @@
+"""What a layout does, as plain data and as words, for `plan`. Imports no torch."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees, untrained
+from lightning_llm.parallel.memory import memory_bytes
+from lightning_llm.parallel.traffic import bytes_sent
+from lightning_llm.parallel.units import micro_batches_per_rank
+from lightning_llm.schema import Config, ParallelConfig
+
+SHOWN_RANKS, SHOWN_GROUPS = 64, 4
+"""Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks."""
+
+
+def layout_facts(config: Config) -> dict[str, Any]:
+    """Return the layout as data: its keys, its degrees, who shares which group, what a rank does in a step.
+
+    `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
+    them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
+    `bitwise_problem` says why not. `refused` lists what `train` refuses because this version does not train it yet.
+    Raises ConfigError where the degrees do not multiply to the world.
+    """
+    parallel, world = config.parallel, config.world or config.trainer.devices
+    degrees = resolve_degrees(parallel, world)
+    micro_batches = micro_batches_per_rank(config, degrees)
+    problem = difference_to_one_rank(parallel, degrees, micro_batches)
+    return {
+        "name": parallel.name,
+        "world": world,
+        **asdict(degrees),
+        "zero_stage": parallel.zero_stage,
+        "reduction": parallel.reduction,
+        "activation_checkpoint": parallel.activation_checkpoint,
+        "activation_checkpoint_every": parallel.activation_checkpoint_every,
+        "compile": parallel.compile,
+        "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
+        "micro_batches_per_rank": micro_batches,
+        "bitwise": problem is None,
+        "bitwise_problem": problem,
+        "refused": [str(each) for each in untrained(degrees)],
+    }
+
+
+def cost_facts(config: Config) -> dict[str, dict[str, int] | None]:
+    """Return `memory_bytes` and `bytes_sent` of a rank; None for a layout that this version does not train."""
+    known = not any(untrained(resolve_degrees(config.parallel, config.world or config.trainer.devices)))
+    return {
+        "memory_bytes": memory_bytes(config) if known else None,
+        "bytes_sent": bytes_sent(config) if known else None,
+    }
+
+
+def difference_to_one_rank(parallel: ParallelConfig, degrees: Degrees, micro_batches: int) -> str | None:
+    """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
+    for axis in ("tp", "cp", "pp"):
+        if getattr(degrees, axis) > 1:
+            return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
+    if parallel.reduction == "native" and degrees.dp * micro_batches > 1:
+        return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
+    return bitwise_problem(degrees, parallel.zero_stage, micro_batches)
+
+
+def _group_facts(degrees: Degrees, axis: str) -> dict[str, Any]:
+    groups = degrees.groups(axis)
+    shown = groups if degrees.world <= SHOWN_RANKS else [group[:SHOWN_RANKS] for group in groups[:SHOWN_GROUPS]]
+    return {"count": len(groups), "size": len(groups[0]), "stride": groups[0][1] - groups[0][0], "ranks": shown}
+
+
+def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return `layout_facts` as lines for a terminal, each a name and a text."""
+    world = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
+    degrees = " x ".join(f"{axis}={facts[axis]}" for axis in AXES if facts[axis] > 1)
+    words = [f"{world}: {degrees}" if degrees else world]
+    words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
+    words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []
+    if facts["activation_checkpoint"] != "none":
+        every = facts["activation_checkpoint_every"]
+        words.append(f"{facts['activation_checkpoint']} checkpointing{f' of 1 block in {every}' if every > 1 else ''}")
+    words += ["compiled"] if facts["compile"] else []
+    differ = f"may differ from one rank's: {facts['bitwise_problem']}"
+    return [
+        ("layout", ", ".join([facts["name"], *words])),
+        *((f"  {axis}", _group_text(group)) for axis, group in facts["groups"].items()),
+        ("  bits", "equal one rank's" if facts["bitwise"] else differ),
+        *(("  not trained", text) for text in facts["refused"]),
+    ]
+
+
+def _group_text(group: dict[str, Any]) -> str:
+    """Return e.g. "512 groups of 2: [0 512] [1 513] [2 514] [3 515] ..."."""
+    stride, size = group["stride"], group["size"]
+    shown = []
+    for ranks in group["ranks"][:SHOWN_GROUPS]:
+        first = ranks[0]
+        few = ranks if size <= 8 else [first, first + stride, "..", first + (size - 1) * stride]
+        shown.append(f"[{' '.join(map(str, few))}]")
+    more = " ..." if group["count"] > len(shown) else ""
+    return f"{group['count']} group{'s' if group['count'] > 1 else ''} of {size}: {' '.join(shown)}{more}"
+
+
+def byte_rows(name: str, text: str, kinds: dict[str, int] | None) -> list[tuple[str, str]]:
+    """Return bytes by kind as lines, their sum first; kinds without any are left out."""
+    if kinds is None:
+        return [(name, "not estimated: this version does not train this layout")]
+    parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
+    return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]

@@ -1,0 +1,128 @@
+"""Bytes that a rank holds, by formula, for data-parallel layouts. Imports no torch."""
+
+from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
+from lightning_llm.parallel.degrees import Degrees, resolve_degrees
+from lightning_llm.parallel.units import Unit, Units, micro_batches_per_rank, reduces_once, units_of, uses_fsdp
+from lightning_llm.schema import Config
+
+REPLICA_BUCKET_BYTES = 25 * 2**20
+"""How much gradient_sync sends at once where replicas are summed."""
+
+
+def memory_bytes(config: Config) -> dict[str, int]:
+    """Return bytes on rank 0, which holds the most, by kind; kinds peak at different times, so the sum is a bound.
+
+    - `parameters`, `gradients`, `optimizer`: what persists, in shards or whole (ZeRO, arXiv 1910.02054, section 5; here
+      masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
+    - `unsharded_gradients`: ZeRO-1's, which wait for the last micro-batch of a step.
+    - `tree_gradients`: partial sums that wait for their partner in the tree (`tree_buffers`).
+    - `gathered`: weights that FSDP2 has put together: of the whole model in ZeRO-1 and 2; in ZeRO-3 of the root with
+      head and two blocks, or with embedding and one block where that is more.
+    - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
+    - `communication`: the largest thing reduced at once, as it is sent and as it is received.
+    - `activations`: Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does
+      not store: 34 s b h per layer in 16 bit. Of a recomputed layer its input stays, and with selective checkpointing
+      `selective_bytes_per_token`; one layer at a time is whole again.
+    - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient).
+    """
+    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
+    units, ranks = units_of(config.model), degrees.dp_shard
+    gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
+    state = state_bytes(units.shard(ranks), config.precision)
+    turns, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
+    buffers = tree_buffers(turns) if config.parallel.reduction == "tree" else 0
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    return {
+        "parameters": state.parameters,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "unsharded_gradients": gradient * units.shard(1) if once and turns > 1 else 0,
+        "tree_gradients": buffers * gradient * units.shard(ranks) * (ranks if once else 1),
+        "gathered": gathered_bytes(config, units, degrees),
+        "compute_copies": _compute_copies(config, units, degrees),
+        "communication": _communication_bytes(config, units, degrees),
+        "activations": activation_bytes(config),
+        "logits": tokens * config.model.padded_vocab_size * (DTYPE_BYTES[config.precision.compute_dtype] + 8),
+    }
+
+
+def tree_buffers(turns: int) -> int:
+    """Return how many sums wait at most beside the running one while `turns` micro-batches are added by the tree.
+
+    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(turns) - 1 for powers
+    of two.
+    """
+    return ((turns + 1) // 2).bit_length() - 1
+
+
+def gathered_bytes(config: Config, units: Units, degrees: Degrees) -> int:
+    """Return the bytes of gathered weights at their peak, 0 where no FSDP2 keeps them."""
+    if not uses_fsdp(config.parallel, degrees):
+        return 0
+
+    def size(unit: Unit) -> int:
+        dtype = config.precision.compute_dtype if unit.cast else config.precision.master_dtype
+        return DTYPE_BYTES[dtype] * unit.whole(degrees.dp_shard)
+
+    if config.parallel.zero_stage < 3:
+        return sum(map(size, units.each()))
+    two_blocks = min(2, units.num_blocks) * size(units.block)  # the next one is gathered ahead
+    return size(units.root) + max(size(units.head) + two_blocks, size(units.embedding) + size(units.block))
+
+
+def recomputed_layers(config: Config) -> int:
+    """Return how many blocks recompute their forward pass."""
+    if config.parallel.activation_checkpoint == "none":
+        return 0
+    return -(-config.model.num_layers // config.parallel.activation_checkpoint_every)
+
+
+def activation_bytes(config: Config) -> int:
+    """Return the bytes that the blocks' forward passes of one micro-batch leave for the backward pass."""
+    model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    again = recomputed_layers(config)
+    kept = width * model.hidden_size
+    if config.parallel.activation_checkpoint == "selective":
+        kept += selective_bytes_per_token(config)
+    whole = 34 * model.hidden_size * width // 2
+    return tokens * ((model.num_layers - again + bool(again)) * whole + again * kept)
+
+
+def selective_bytes_per_token(config: Config) -> int:
+    """Return the bytes of the outputs that `activation.checkpoint_blocks` keeps of one token in one block.
+
+    Those are every matrix product's in the compute dtype: q, k, v, o, the feed-forward network's two or three; and
+    attention's, with one fp32 log-sum-exp per head.
+    """
+    model = config.model
+    query, key = model.num_heads * model.attention_head_dim, model.num_kv_heads * model.attention_head_dim
+    widen = 2 if model.activation == "swiglu" else 1
+    outputs = 2 * query + 2 * key + 2 * model.hidden_size + widen * model.ffn_hidden_size
+    return DTYPE_BYTES[config.precision.compute_dtype] * outputs + 4 * model.num_heads
+
+
+def _compute_copies(config: Config, units: Units, degrees: Degrees) -> int:
+    """Return the bytes of weights that the model casts on use. Embeddings are looked up in the master dtype."""
+    model, recipe = config.model, config.precision
+    if recipe.compute_dtype == recipe.master_dtype:
+        return 0
+    positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
+    elements = units.root.shard(1) - positions  # a tied embedding is cast to project
+    if not uses_fsdp(config.parallel, degrees):
+        again = recomputed_layers(config)
+        blocks = units.num_blocks - again + bool(again)  # a recomputed block casts its weights again, too
+        elements += units.head.shard(1) + blocks * units.block.shard(1)
+    return DTYPE_BYTES[recipe.compute_dtype] * elements
+
+
+def _communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
+    gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], degrees.dp_shard
+    largest = 0
+    if uses_fsdp(config.parallel, degrees):
+        largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
+    if degrees.dp_replicate > 1 and config.parallel.reduction == "tree":
+        tensors = [-(-rows // ranks) * width for unit in units.each() for rows, width in unit.shapes]
+        bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
+        largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received
+    return largest

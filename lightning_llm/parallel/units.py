@@ -1,0 +1,84 @@
+"""What FSDP2 gathers and reduces as one, by shape: the ground of memory and traffic. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_llm.parallel.degrees import Degrees
+from lightning_llm.schema import Config, ModelConfig, ParallelConfig
+
+Shapes = tuple[tuple[int, int], ...]
+"""Parameters as (rows, elements per row): rows are what is sharded."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are one group of FSDP2; `cast` says whether they are gathered in the compute dtype."""
+
+    shapes: Shapes
+    cast: bool
+
+    def shard(self, ranks: int) -> int:
+        """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
+        return sum(-(-rows // ranks) * width for rows, width in self.shapes)
+
+    def whole(self, ranks: int) -> int:
+        """Return the elements of all shards together, padding included."""
+        return ranks * self.shard(ranks)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The groups that `fully_shard.shard_decoder` makes; one without parameters is empty."""
+
+    block: Unit
+    num_blocks: int
+    head: Unit
+    embedding: Unit
+    root: Unit
+
+    def each(self) -> Iterator[Unit]:
+        """Yield every group, each block by itself."""
+        yield from [self.block] * self.num_blocks
+        yield from (self.head, self.embedding, self.root)
+
+    def shard(self, ranks: int) -> int:
+        """Return the elements of the model on each of `ranks`."""
+        return sum(unit.shard(ranks) for unit in self.each())
+
+
+def units_of(model: ModelConfig) -> Units:
+    """Return the groups of a decoder of this shape: blocks, head and embedding by themselves, the rest as the root.
+
+    A tied embedding belongs to the root, and so does a table of positions.
+    """
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    query, key = model.num_heads * model.attention_head_dim, model.num_kv_heads * model.attention_head_dim
+    widen = [(ffn, hidden)] * (2 if model.activation == "swiglu" else 1)
+    linears = [(query, hidden), (key, hidden), (key, hidden), (hidden, query), *widen, (hidden, ffn)]
+    biases = [(rows, 1) for rows, _ in linears] if model.bias else []
+    norm = [(hidden, 1)] * (2 if model.norm == "layernorm" and model.bias else 1)
+    table = [(model.padded_vocab_size, hidden)]
+    tied = model.tie_embeddings
+    positions = [(model.max_sequence_length, hidden)] if model.position == "learned" else []
+    return Units(
+        block=Unit((*linears, *biases, *norm, *norm), cast=True),
+        num_blocks=model.num_layers,
+        head=Unit(() if tied else tuple(table), cast=True),
+        embedding=Unit(() if tied else tuple(table), cast=False),
+        root=Unit((*norm, *positions, *(table if tied else [])), cast=False),
+    )
+
+
+def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
+    """Return whether FSDP2 keeps the parameters: where anything is sharded, and wherever the library sums."""
+    return parallel.zero_stage > 0 or (parallel.reduction == "native" and degrees.dp > 1)
+
+
+def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
+    """Return whether gradients wait, whole, for the last micro-batch of a step: ZeRO-1."""
+    return parallel.zero_stage == 1 and degrees.dp_shard > 1
+
+
+def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
+    """Return how many micro-batches each rank computes in one optimizer step."""
+    return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)
