@@ -39,10 +39,10 @@ ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
 
 test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
-	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" $(ARGS)
 
 test-full: setup  ## all tests
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff and mypy

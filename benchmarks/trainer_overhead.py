@@ -24,10 +24,12 @@ class Turnstile(pl.Callback):
     """Lets the trainer take one step at a time: `fit` runs in a thread that waits here between steps."""
 
     def __init__(self) -> None:
+        self.ready = threading.Event()
         self.go: Queue[bool] = Queue()
         self.done: Queue[BaseException | None] = Queue()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.ready.set()
         self.go.get()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -50,6 +52,7 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
         target=trainer.fit, args=(build_module(run, corpus), CorpusDataModule(corpus, run)), daemon=True
     )
     thread.start()
+    turnstile.ready.wait()  # another trainer's collectives must not come between those of this one's start
 
     def step() -> None:
         turnstile.go.put(True)

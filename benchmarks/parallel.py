@@ -1,0 +1,95 @@
+"""FSDP2 under our Strategy, on one rank and on two, against loops written by hand over torch's own FSDP2."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.rotation import Row, interleaved_minima, stepping
+from benchmarks.shape import config
+from benchmarks.trainer_overhead import loop_steps, trainer_steps
+from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.run import quiet_lightning
+from lightning_llm.schema import Config
+
+REDUCTIONS = ("native", "tree")
+
+
+def plain_fsdp_steps(run: Config, corpus: Corpus, rank: int) -> Iterator[None]:
+    """Yield after each step of a plain loop over torch's FSDP2: bf16 compute, fp32 reduction, its own clipping."""
+    model = Decoder(run.model, torch.bfloat16)
+    initialise(model, run.seed)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks.values():
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        batch = corpus.micro_batches(taken, [rank])
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss_sum(model(batch.tokens[0]), batch.labels[0]) / batch.labels.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss.item()
+        taken += 1
+
+    return stepping(step)
+
+
+def _rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in names.items()})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    quiet_lightning()
+    words = [f"trainer.devices={world}", "logger=none", "trainer.threads=1"]
+    runs = {
+        name: config(*words, "parallel=zero3", f"parallel.reduction={name}", f"data.global_batch_size={8 * world}")
+        for name in REDUCTIONS
+    }
+    corpus = open_corpus(runs["tree"].data, 0, runs["tree"].model.vocab_size)
+    ours = {name: trainer_steps(run, corpus) for name, run in runs.items()}
+    variants: dict[str, Any] = {name: steps for name, (steps, _, _) in ours.items()}
+    if world == 1:
+        variants["loop"] = loop_steps(runs["tree"], corpus)
+    variants["fsdp"] = plain_fsdp_steps(runs["tree"], corpus, rank)
+    best = interleaved_minima(variants, rounds=10, steps=3)
+    for _, turnstile, thread in ours.values():
+        turnstile.go.put(False)
+        thread.join(timeout=60)
+    if rank == 0:
+        Path(folder, "best.json").write_text(json.dumps(best))
+
+
+def minima(world: int) -> dict[str, float]:
+    """Return the fastest step of each variant on `world` ranks of one thread each, seconds."""
+    folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
+    multiprocessing.start_processes(_rank, args=(world, folder), nprocs=world, start_method="spawn")
+    found: dict[str, float] = json.loads(Path(folder, "best.json").read_text())
+    return found
+
+
+def measure() -> Iterator[Row]:
+    """Yield the ratios."""
+    one = minima(1)
+    yield "hand-written bf16 loop on one rank, seconds per step", one["loop"], ""
+    yield "our Strategy, FSDP2 at degree 1 (zero3), ratio to it", one["tree"] / one["loop"], "<= 1.03"
+    two = minima(2)
+    yield "plain loop over torch's FSDP2 on two ranks, seconds per step", two["fsdp"], ""
+    yield "our Strategy, zero3 with reduction=native, ratio to it", two["native"] / two["fsdp"], "<= 1.05"
+    yield "our Strategy, zero3 with reduction=tree, ratio to it", two["tree"] / two["fsdp"], "<= 1.15"
