@@ -116,6 +116,12 @@ def _precision_problems(config: Config) -> list[Problem]:
             f"is {recipe.main_grad_dtype}, and gradients here take master_dtype={recipe.master_dtype}. Set them alike."
         )
         problems.append(Problem("precision.main_grad_dtype", text))
+    if recipe.reduce_dtype != recipe.main_grad_dtype:
+        text = (
+            f"is {recipe.reduce_dtype}, and main_grad_dtype is {recipe.main_grad_dtype}: one tree sums gradients over "
+            "micro-batches and ranks, so that a step's bits do not tell how many ranks made it. Set them alike."
+        )
+        problems.append(Problem("precision.reduce_dtype", text))
     if recipe.quantises and config.parallel.compile:
         text = (
             "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false."

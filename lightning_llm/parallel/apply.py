@@ -27,7 +27,7 @@ def apply_parallel(
         compile_blocks(model.blocks)
     scatters = []
     if layout.shards:
-        compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.main_grad_dtype]
+        compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
         scatters = shard_decoder(model, layout, compute, reduce)
     materialise(model, seed, device)
     return GradientSync(model, layout, scatters)

@@ -87,3 +87,10 @@ def test_the_room_that_checkpoints_need_follows_the_master_dtype(tmp_path, monke
                 continue
             with pytest.raises(ConfigError, match=f"{each / 1e9:.2f} GB each"):
                 check_disk(config)
+
+
+def test_gradients_have_one_dtype_through_the_whole_sum():
+    config = compose_config(["recipe=quickstart", "precision.reduce_dtype=bf16"])
+    assert [problem.key for problem in problems_of(config)] == ["precision.reduce_dtype"]
+    config = compose_config(["recipe=quickstart", "precision.main_grad_dtype=bf16"])
+    assert {problem.key for problem in problems_of(config)} == {"precision.main_grad_dtype", "precision.reduce_dtype"}
