@@ -1,0 +1,52 @@
+"""docs/parallel.md: its commands compose, its tables have every layout and key. 4 seconds."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_llm.__main__ import _parser
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config
+from lightning_llm.schema import ParallelConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")
+LAYOUTS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "conf" / "parallel").glob("*.yaml")}
+
+
+def commands():
+    """Every command in a code block or within a line, as the words after `lightning-llm`, however it is started."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    for line in [*lines, *re.findall(r"`(lightning-llm [^`\n]+)`", TEXT)]:
+        _, starts, words = re.sub("lightning_llm", "lightning-llm", line).partition("lightning-llm ")
+        assert starts, line
+        yield words, "torchrun" in line or "srun" in line
+
+
+@pytest.mark.parametrize(("command", "started_from_outside"), commands())
+def test_commands_compose_and_pass_the_checks(command, started_from_outside):
+    arguments = _parser().parse_args(shlex.split(command, comments=True))
+    config = compose_config(arguments.overrides)
+    if started_from_outside:
+        assert "run.name" in command  # the default has the time in it, and ranks start one after the other
+        config = config.model_copy(update={"world": 4})
+    check_config(config, to_train=arguments.verb == "train")
+
+
+def test_the_tables_have_every_layout_and_key():
+    rows = {
+        cells[0].strip(" `"): cells
+        for cells in (line.split("|")[1:-1] for line in TEXT.splitlines() if line[:2] == "| ")
+    }
+    assert rows.keys() >= LAYOUTS.keys()
+    for name, keys in LAYOUTS.items():
+        assert rows[name][4].strip() == str(keys.get("zero_stage", 0))
+        rest = [axis for axis in ("dp_replicate", "dp_shard") if axis in keys and keys[axis] is None]
+        assert [axis for axis in ("dp_replicate", "dp_shard") if f"`{axis}` = the rest" in rows[name][5]] == rest
+    explained = {key for row in rows for key in re.findall(r"\w+", row)}
+    assert explained >= ParallelConfig.model_fields.keys() - {"name", "cp", "tp", "pp"}
+    assert all(f"`{axis}`" in TEXT for axis in ("tp", "pp", "cp"))
