@@ -16,7 +16,8 @@ from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
-from lightning_llm.errors import ConfigError
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
@@ -43,6 +44,7 @@ def run(config: Config) -> int:
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         layout = open_layout(config, device)
+        config = agree_on_config(config)
         start = decide_together(config)
         if start.finished:
             say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
@@ -80,6 +82,25 @@ def open_layout(config: Config, device: torch.device) -> Layout:
     if world > 1 or config.parallel.zero_stage > 0:
         join_process_group(device, world, config.parallel.timeout_seconds)
     return Layout.of(config.parallel, device)
+
+
+def agree_on_config(config: Config) -> Config:
+    """Return rank 0's config: where each rank composes its own, a run.name made of the time may differ.
+
+    Raises:
+        ConfigError: on every rank, where one was started with something else.
+    """
+    if not dist.is_initialized():
+        return config
+    hashes: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hashes, config_hash(config))
+    others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    if others:
+        text = f"of rank(s) {', '.join(map(str, others))} differs from rank 0's. Start all with the same words."
+        raise ConfigError(Problem("the config", text))
+    first = [config]
+    dist.broadcast_object_list(first, src=0)
+    return first[0]
 
 
 def decide_together(config: Config) -> Start:

@@ -8,10 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.memory import REPLICA_BUCKET_BYTES
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
-
-BUCKET_BYTES = 25 * 2**20
-"""How much is sent at once where replicas are summed after the last backward: DistributedDataParallel's default."""
+from lightning_llm.parallel.units import reduces_once
 
 
 class GradientSync:
@@ -24,7 +23,7 @@ class GradientSync:
         self.scatters = scatters
         self.root = model if isinstance(model, FSDPModule) else None
         # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
-        self.once = layout.config.zero_stage == 1 and layout.degrees.dp_shard > 1
+        self.once = reduces_once(layout.config, layout.degrees)
         self._sum = TreeSum()
 
     def before_backward(self, turn: int, last: bool) -> None:
@@ -85,7 +84,7 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+        if bucket and (size + tensor.nbytes > REPLICA_BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
 from lightning_llm.parallel.tree import all_gather
+from lightning_llm.parallel.units import uses_fsdp
 from lightning_llm.schema import ParallelConfig
 
 
@@ -47,7 +48,7 @@ class Layout:
     @property
     def shards(self) -> bool:
         """Whether parameters are FSDP2's: sharded masters, cast and gathered for use."""
-        return self.config.zero_stage > 0 or (self.config.reduction == "native" and self.degrees.dp > 1)
+        return uses_fsdp(self.config, self.degrees)
 
     @property
     def tree(self) -> bool:
