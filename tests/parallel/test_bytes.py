@@ -200,9 +200,6 @@ def test_the_tree_needs_so_many_buffers(turns):
     assert most <= max(0, math.ceil(math.log2(turns)) - 1)
 
 
-def test_buckets_are_as_large_as_planned():
-
-
 @pytest.mark.parametrize("keys", [{}, {"zero_stage": 2, "dp_shard": 2}, {"dp_replicate": 2}, {"zero_stage": 1}])
 @pytest.mark.parametrize("reduction", ["tree", "native"])
 def test_fsdp_is_used_where_planned(keys, reduction):
