@@ -22,6 +22,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.plan import plan_line
+from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import is_first_rank
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.schema import Config
@@ -43,6 +44,7 @@ def run(config: Config) -> int:
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
+        choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
         start = decide_together(config)
