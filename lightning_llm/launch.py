@@ -38,6 +38,8 @@ def train(arguments: argparse.Namespace) -> int:
         print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
         return 0
     if config.trainer.devices > 1:
+        if note := crowd_note(config, os.cpu_count() or 1):
+            print(note, flush=True)
         return start_ranks(config)
     from lightning_llm.run import run  # torch and Lightning: seconds
 
@@ -51,6 +53,16 @@ def _run_rank(config: Config) -> int:
     from lightning_llm.run import run
 
     return int(record(run)(config) or 0)
+
+
+def crowd_note(config: Config, cores: int) -> str | None:
+    """Return what to say of more ranks than CPU cores, which is allowed; None where ranks do not share cores.
+
+    Ranks on CUDA find out by themselves whether there are enough devices.
+    """
+    if config.trainer.accelerator == "cuda" or config.trainer.devices <= cores:
+        return None
+    return f"note   {config.trainer.devices} ranks on {cores} CPU cores: on CPU they take turns, to the same bits"
 
 
 def start_ranks(config: Config) -> int:

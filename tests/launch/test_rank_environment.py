@@ -6,6 +6,7 @@ import pytest
 
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
+from lightning_llm.launch import crowd_note
 from lightning_llm.ranks import RankEnvironment, adopt_world, rank_environment
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -57,3 +58,9 @@ def test_ranks_that_were_started_are_taken_over_or_refused(monkeypatch):
     assert (config.trainer.devices, config.world) == (4, 8)
     with pytest.raises(ConfigError, match=r"trainer\.devices.*is 2, and 4 ranks were started on this machine"):
         adopt_world(compose_config(["recipe=quickstart", "trainer.devices=2"]))
+
+
+def test_more_ranks_than_cores_are_said():
+    config = compose_config(["recipe=quickstart", "parallel=zero3", "trainer.devices=4"])
+    assert crowd_note(config, cores=4) is None
+    assert "4 ranks on 2 CPU cores" in crowd_note(config, cores=2)
