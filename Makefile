@@ -42,7 +42,7 @@ test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" $(ARGS)
 
 test-full: setup  ## all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff and mypy

@@ -29,9 +29,11 @@ class Layout:
         if not dist.is_initialized():
             return cls(config, resolve_degrees(config, 1))
         degrees = resolve_degrees(config, dist.get_world_size())
-        shape = tuple(getattr(degrees, axis) for axis in AXES)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        if degrees.dp > 1:
+        # Every axis costs a group and its threads; FSDP2 wants dp_shard even where it is one rank.
+        axes = tuple(axis for axis in AXES if getattr(degrees, axis) > 1 or axis == "dp_shard")
+        shape = tuple(getattr(degrees, axis) for axis in axes)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
+        if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
         return cls(config, degrees, dist.get_rank(), mesh)
 
@@ -57,6 +59,10 @@ class Layout:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of `axis` ("dp", "dp_shard", "dp_replicate", ...), None where it is one rank."""
+        if axis == "dp" and self.degrees.dp_replicate == 1:
+            axis = "dp_shard"
+        elif axis == "dp" and self.degrees.dp_shard == 1:
+            axis = "dp_replicate"
         degree = self.degrees.dp if axis == "dp" else getattr(self.degrees, axis)
         return None if self.mesh is None or degree == 1 else self.mesh.get_group(axis)
 

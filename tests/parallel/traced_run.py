@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_llm.build import build_module, build_trainer
 from lightning_llm.check import check_config
 from lightning_llm.data.corpus import open_corpus
+from lightning_llm.parallel.layout import Layout
 from lightning_llm.run import decide_together, open_layout, prepare_folder, quiet_lightning
 from lightning_llm.schema import Config
 from lightning_llm.train.datamodule import CorpusDataModule
@@ -53,15 +54,30 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     return trainer
 
 
+def leave_groups(layout: Layout) -> None:
+    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs."""
+    if layout.mesh is None:
+        return
+    groups = [layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ()]
+    if layout.degrees.dp_replicate > 1 and layout.degrees.dp_shard > 1:
+        groups.append(layout.group("dp"))
+    for group in groups:
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+
+
 def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
     """Return the curve (rank 0 has it), the first two steps' gradients and the last parameters of a run."""
     gradients = Gradients(steps=2)
-    model = run_with(config, *callbacks, gradients).lightning_module.model
-    return {
+    trainer = run_with(config, *callbacks, gradients)
+    model = trainer.lightning_module.model
+    trace = {
         "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
         "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
     }
+    leave_groups(trainer.strategy.layout)
+    return trace
 
 
 def difference(one: Trace, other: Trace) -> str | None:
