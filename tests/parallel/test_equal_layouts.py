@@ -84,7 +84,7 @@ def words(small_run, tmp_path_factory):
             tmp_path_factory.mktemp("run"),
             f"parallel={layout}", f"trainer.devices={world}", f"precision={precision}", "precision.casts=eager",
             "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}", "data.sequence_length=64",
-            "model.hidden_size=64", "model.num_heads=1", "model.ffn_hidden_size=128", "model.num_layers=2",
+            "model.hidden_size=64", "model.num_heads=1", "model.ffn_hidden_size=128", "model.num_layers=3",
             f"trainer.max_steps={steps_of(precision)}", "trainer.validate_every_steps=4", "checkpoint.every_steps=null",
             "optim.gradient_clip_norm=0.5", *more,
         )  # fmt: skip
