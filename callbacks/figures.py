@@ -1,6 +1,7 @@
 """What a run's records come to: final figures for `summary.json`, and the curves of `loss.png`."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
@@ -18,9 +19,13 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
     """
     steps: list[Record] = []
     validations: list[Record] = []
+    events: Counter[str] = Counter()
     for record in records:
-        (validations if "val_loss" in record else steps).append(record)
-    figures: dict[str, Any] = {}
+        if "event" in record:
+            events[f"event/{record['event']}"] += 1
+        if record.get("event_action") != "stop":  # that step was not made
+            (validations if "val_loss" in record else steps).append(record)
+    figures: dict[str, Any] = dict(sorted(events.items()))
     if steps:
         figures |= {key: steps[-1][key] for key in ("step", "tokens", "loss") if key in steps[-1]}
         figures["train_seconds"] = sum(record.get("step_seconds", 0.0) for record in steps)

@@ -167,6 +167,12 @@ class RunFolder(pl.Callback):
             self.close("stopped", f"after step {steps} of {max_steps}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the folder: failed for an error, stopped for what is none (a signal, an exit)."""
+        """Close the folder: failed for an error, stopped for what is none (a signal, an exit).
+
+        An error that ended the run within a step may bring the record of that step.
+        """
+        record = getattr(exception, "record", None)
+        if record and self._file is not None and not self._file.closed:
+            self.write(record)
         status: Status = "failed" if isinstance(exception, Exception) else "stopped"
         self.close(status, f"{type(exception).__name__}: {exception}"[:2000])

@@ -5,7 +5,15 @@ from lightning_llm.schema.data import DataConfig
 from lightning_llm.schema.model import ModelConfig
 from lightning_llm.schema.optim import OptimConfig, ScheduleConfig
 from lightning_llm.schema.precision import PrecisionConfig
-from lightning_llm.schema.run import Callbacks, CheckpointConfig, LoggerConfig, ParallelConfig, RunConfig, TrainerConfig
+from lightning_llm.schema.run import (
+    Callbacks,
+    CheckpointConfig,
+    LoggerConfig,
+    ParallelConfig,
+    RunConfig,
+    SpikesConfig,
+    TrainerConfig,
+)
 
 
 class Config(Group):
@@ -18,6 +26,7 @@ class Config(Group):
     precision: PrecisionConfig
     parallel: ParallelConfig
     trainer: TrainerConfig
+    spikes: SpikesConfig = SpikesConfig()
     checkpoint: CheckpointConfig
     callbacks: Callbacks
     logger: LoggerConfig
@@ -39,5 +48,6 @@ __all__ = [
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
+    "SpikesConfig",
     "TrainerConfig",
 ]
