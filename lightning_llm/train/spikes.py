@@ -6,7 +6,7 @@
   noise, of which differences keep the noise and drop the trend.
 - `plateau_shift`: the loss stays above the median of `window_steps`: a one-sided CUSUM (Page 1954) of its excess in
   sigmas, each step's part bounded by `SHIFT_BOUND`, so that one spike is no shift. The level starts anew from there.
-- `divergence`: the level has lost `divergence_share` of what was learned, first level to lowest, and not by noise.
+- `divergence`: the level has lost `divergence_share` of what was learned, first loss to lowest level, and not by noise.
 
 The numbers are the same on every rank, so every rank finds the same, without a word between them.
 """
@@ -55,7 +55,7 @@ class SpikeState:
     """The CUSUM, in sigmas."""
     shift_steps: int = 0
     """Steps since the CUSUM was last 0."""
-    first_level: float | None = None
+    first_loss: float | None = None
     lowest_level: float | None = None
     diverged: bool = False
     skips_in_a_row: int = 0
@@ -85,6 +85,7 @@ class SpikeState:
         kept = config.window_steps - 1
         return replace(
             self,
+            first_loss=loss if self.first_loss is None else self.first_loss,
             losses=(*self.losses[-kept:], loss),
             log_norms=(*self.log_norms[-kept:], log_norm),
             regime_steps=min(self.regime_steps + 1, config.window_steps),
@@ -94,12 +95,11 @@ class SpikeState:
         self, loss: float, log_norm: float, loss_sigma: float, moved: "SpikeState", config: SpikesConfig
     ) -> "tuple[Finding | None, SpikeState]":
         level = median(moved.losses[-config.level_steps :])
-        first = level if self.first_level is None else self.first_level
         lowest = level if self.lowest_level is None else min(self.lowest_level, level)
-        lost = level - lowest
-        allowed = max(config.divergence_share * (first - lowest), config.loss_threshold * loss_sigma)
+        lost, learned = level - lowest, (self.first_loss or lowest) - lowest
+        allowed = max(config.divergence_share * learned, config.loss_threshold * loss_sigma)
         diverged = lost > (0.5 * allowed if self.diverged else allowed)
-        moved = replace(moved, first_level=first, lowest_level=lowest, diverged=diverged)
+        moved = replace(moved, lowest_level=lowest, diverged=diverged)
         scores = self._scores(loss, log_norm, loss_sigma, config)
         shifted, moved = self._shifted(loss, loss_sigma, moved, config)
         if diverged and not self.diverged:
