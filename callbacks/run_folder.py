@@ -53,7 +53,8 @@ class RunFolder(pl.Callback):
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
     holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
-    first status stays.
+    first status stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever
+    passed between a stop and the next start included, that went into steps that were kept.
     """
 
     def __init__(self, run_dir: Path, sinks: Sequence[RecordSink] = (), resumed_from_step: int | None = None):
@@ -93,6 +94,7 @@ class RunFolder(pl.Callback):
             "pid": os.getpid(),
             "host": platform.node(),
             "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
+            **self._earlier_starts(),
             "resumed_from_step": self.resumed_from_step,
             "device": device,
             "versions": versions(),
@@ -101,6 +103,15 @@ class RunFolder(pl.Callback):
         self._write_summary()
         for sink in self.sinks:
             sink.open(self._summary, self.resumed_from_step)
+
+    def _earlier_starts(self) -> dict[str, Any]:
+        """Return `starts`, this one included, and `first_started_at`, seconds since the epoch."""
+        file = self.run_dir / "summary.json"
+        earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return {
+            "starts": earlier.get("starts", 0) + 1,
+            "first_started_at": earlier.get("first_started_at", round(self._started, 3)),
+        }
 
     def write(self, record: Record) -> None:
         """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours."""
@@ -116,6 +127,8 @@ class RunFolder(pl.Callback):
         self._file.close()
         figures = final_figures(read_records(self.metrics_path))
         ended = time.time()
+        if figures.get("useful_seconds"):
+            figures["goodput"] = figures["useful_seconds"] / (ended - self._summary["first_started_at"])
         self._summary |= {
             "status": status,
             "detail": detail,
