@@ -20,7 +20,7 @@ TREND_STEPS = 41
 
 
 def read_curve() -> tuple[np.ndarray, np.ndarray]:
-    """Return the losses and the logarithms of the gradient norms of the quickstart, each [480]."""
+    """Return the losses and the logarithms of the gradient norms of the quickstart, each [600]."""
     losses, norms = np.loadtxt(CURVE, unpack=True)
     return losses, np.log(norms)
 
