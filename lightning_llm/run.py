@@ -33,7 +33,7 @@ from lightning_llm.train.nonfinite import StepNotMadeError
 
 
 def run(config: Config) -> int:
-    """Train; return 0, 1 where the loss stopped being finite or spikes.policy ended the run, or 128 + the signal that stopped it.
+    """Train; return 0, 1 where a step was not finite or spikes.policy ended the run, or 128 + the signal that did.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """

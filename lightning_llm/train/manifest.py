@@ -4,7 +4,7 @@
     tensors/                torch.distributed.checkpoint: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
-    progress.json           what is not a tensor: counters, optimizer scalars, the loss scale, the spike detector's windows
+    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n).

@@ -118,7 +118,9 @@ def test_the_steps_asked_for_are_traced(
         return
     assert marked == list(range(first - 1, min(first + steps, 7)))
     trace = Path(config.run.dir, "profile", f"rank=0.steps={name}.json.gz")
-    found = [event["name"] for event in json.loads(gzip.open(trace).read())["traceEvents"] if "name" in event]
+    found = [
+        event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if "name" in event
+    ]
     assert found.count("Optimizer.step#AdamW.step") == int(name[2]) - first + 1
     assert "aten::addmm" in trace.with_name(f"rank=0.steps={name}.txt").read_text()
 

@@ -1,7 +1,6 @@
 """Every shipped precision recipe takes its first steps to the recorded bits. 20 seconds at one thread."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch

@@ -115,7 +115,10 @@ def trajectory(recipe: str, folder: Path) -> str:
     lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]
     width = max(map(len, norms.norms[0]))
     steps = range(1, GRADIENT_STEPS + 1)
-    lines += ["", "  ".join([f"{'gradient of':<{width}}", *(f"{f'norm at step {step}':<22}" for step in steps)]).rstrip()]
+    lines += [
+        "",
+        "  ".join([f"{'gradient of':<{width}}", *(f"{f'norm at step {step}':<22}" for step in steps)]).rstrip(),
+    ]
     for name in norms.norms[0]:
         lines.append("  ".join([f"{name:<{width}}", *(f"{each[name]!r:<22}" for each in norms.norms)]).rstrip())
     return "\n".join(lines) + "\n"

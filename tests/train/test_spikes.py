@@ -95,7 +95,6 @@ def test_skipping_leaves_the_update_out_and_survives_a_stop(whole_runs, tmp_path
     before, after = (read_tensors(run / "checkpoints" / f"step={step}") for step in (BAD - 1, BAD))
     assert before.keys() == after.keys()  # weights and moments
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    assert progress(run, BAD)["optimizer"] == progress(run, BAD - 1)["optimizer"]
     assert main(["train", *skipping, "resume=auto"]) == 0
     assert curve(run) == curve(whole)
     assert events(run) == events(whole)
