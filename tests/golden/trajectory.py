@@ -114,13 +114,9 @@ def trajectory(recipe: str, folder: Path) -> str:
     lines = ["step  loss                grad_norm"]
     lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]
     width = max(map(len, norms.norms[0]))
-    steps = range(1, GRADIENT_STEPS + 1)
-    lines += [
-        "",
-        "  ".join([f"{'gradient of':<{width}}", *(f"{f'norm at step {step}':<22}" for step in steps)]).rstrip(),
-    ]
-    for name in norms.norms[0]:
-        lines.append("  ".join([f"{name:<{width}}", *(f"{each[name]!r:<22}" for each in norms.norms)]).rstrip())
+    rows = [["gradient of", *(f"norm at step {step + 1}" for step in range(GRADIENT_STEPS))]]
+    rows += [[name, *(repr(each[name]) for each in norms.norms)] for name in norms.norms[0]]
+    lines += ["", *("  ".join([f"{name:<{width}}", *(f"{each:<22}" for each in row)]).rstrip() for name, *row in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +132,7 @@ def recorded(recipe: str) -> tuple[dict[str, str], str]:
     """Return (kernels, curve) as recorded."""
     head, _, body = (HERE / f"{recipe}.txt").read_text(encoding="utf-8").partition("\n\n")
     pairs = [line.removeprefix("# ").split(": ", 1) for line in head.splitlines()[2:]]
-    return {key: value for key, value in pairs}, body
+    return dict(pairs), body
 
 
 def first_difference(then: str, now: str) -> str | None:
