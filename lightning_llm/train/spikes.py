@@ -65,7 +65,7 @@ class SpikeState:
     def from_json(cls, values: Mapping[str, Any]) -> "SpikeState":
         """Return the state that `dataclasses.asdict` and JSON made `values` of."""
         known = {field.name for field in fields(cls)}
-        made = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        made: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in values.items()}
         return cls(**{key: value for key, value in made.items() if key in known})
 
     def after(self, loss: float, grad_norm: float, config: SpikesConfig) -> "tuple[Finding | None, SpikeState]":
