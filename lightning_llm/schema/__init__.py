@@ -8,6 +8,7 @@ from lightning_llm.schema.precision import PrecisionConfig
 from lightning_llm.schema.run import (
     Callbacks,
     CheckpointConfig,
+    LauncherConfig,
     LoggerConfig,
     ParallelConfig,
     RunConfig,
@@ -31,6 +32,7 @@ class Config(Group):
     callbacks: Callbacks
     logger: LoggerConfig
     run: RunConfig
+    launcher: LauncherConfig = LauncherConfig()
     recipe: str | None = None
     seed: int = 0
     resume: str | None = None
@@ -41,6 +43,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "LauncherConfig",
     "LoggerConfig",
     "ModelConfig",
     "OptimConfig",
