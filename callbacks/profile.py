@@ -34,7 +34,8 @@ class Profile(pl.Callback):
         self.first_step = max(2, first_step)
         self.steps = steps
         self.all_ranks = all_ranks
-        self.options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": profile_memory}
+        self.options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
+        self.options["profile_memory"] = profile_memory
         self.written: list[Path] = []
         self._profiler: profile | None = None
         self._traced = 0

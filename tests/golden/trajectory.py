@@ -23,7 +23,7 @@ from traced_run import run_with  # noqa: E402
 from lightning_llm.compose import compose_config  # noqa: E402
 
 RECIPES = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
-STEPS = 6
+STEPS = 4
 GRADIENT_STEPS = 2
 WORDS = [
     "model=llama_tiny", "model.num_layers=3", "model.hidden_size=64", "model.num_heads=1", "model.num_kv_heads=1",
