@@ -1,6 +1,7 @@
 """Losses and gradient norms like those of a real run without a spike, as many as asked.
 
-`python tests/train/noise.py STEPS` prints how often the detector is wrong about them.
+`python tests/train/noise.py STEPS [metrics.jsonl]` prints how often the detector is wrong about them, fitted to the
+quickstart or to a run of one's own.
 """
 
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from scipy import signal, stats
 
+from lightning_llm.callbacks.records import read_records
 from lightning_llm.schema import SpikesConfig
 from lightning_llm.train.spikes import SpikeState
 
@@ -19,9 +21,12 @@ WARMUP = 60
 TREND_STEPS = 41
 
 
-def read_curve() -> tuple[np.ndarray, np.ndarray]:
-    """Return the losses and the logarithms of the gradient norms of the quickstart, each [600]."""
-    losses, norms = np.loadtxt(CURVE, unpack=True)
+def read_curve(file: Path = CURVE) -> tuple[np.ndarray, np.ndarray]:
+    """Return the losses and the logarithms of the gradient norms of a run, each [steps]; the quickstart's are 600."""
+    if file.suffix == ".jsonl":
+        records = [record for record in read_records(file) if "grad_norm" in record]
+        return np.array([each["loss"] for each in records]), np.log([each["grad_norm"] for each in records])
+    losses, norms = np.loadtxt(file, unpack=True)
     return losses, np.log(norms)
 
 
@@ -40,14 +45,14 @@ def fitted_noise(values: np.ndarray, tail: stats.rv_continuous, steps: int, gene
     return signal.lfilter([1.0], [1.0, -phi], drawn), phi, shape
 
 
-def clean_steps(steps: int, seed: int) -> Iterator[tuple[float, float]]:
-    """Yield (loss, gradient norm): the quickstart's trend, then its last level held, with noise fitted to its own.
+def clean_steps(steps: int, seed: int, file: Path = CURVE) -> Iterator[tuple[float, float]]:
+    """Yield (loss, gradient norm): the run's trend, then its last level held, with noise fitted to its own.
 
     Tails reach beyond what the run itself showed: Student's t for the loss, a normal with an exponential tail for the
     logarithm of the norm.
     """
     generator = np.random.default_rng(seed)
-    losses, norms = read_curve()
+    losses, norms = read_curve(file)
     columns = []
     for values, tail in ((losses, stats.t), (norms, stats.exponnorm)):
         noise, _, _ = fitted_noise(values, tail, steps, generator)
@@ -56,10 +61,10 @@ def clean_steps(steps: int, seed: int) -> Iterator[tuple[float, float]]:
     yield from zip(columns[0].tolist(), np.exp(columns[1]).tolist(), strict=True)
 
 
-def false_alarms(steps: int, seed: int) -> Counter[str]:
+def false_alarms(steps: int, seed: int, file: Path = CURVE) -> Counter[str]:
     """Return how many of `steps` clean steps the detector calls what."""
     state, config, found = SpikeState(), SpikesConfig(), Counter()
-    for loss, norm in clean_steps(steps, seed):
+    for loss, norm in clean_steps(steps, seed, file):
         finding, state = state.after(loss, norm, config)
         if finding is not None:
             found[finding.kind] += 1
@@ -67,10 +72,11 @@ def false_alarms(steps: int, seed: int) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    for name, values, tail in zip(("loss", "log norm"), read_curve(), (stats.t, stats.exponnorm), strict=True):
+    source = Path(sys.argv[2]) if len(sys.argv) > 2 else CURVE
+    for name, values, tail in zip(("loss", "log norm"), read_curve(source), (stats.t, stats.exponnorm), strict=True):
         noise, phi, shape = fitted_noise(values, tail, 10**5, np.random.default_rng(0))
         parameters = ", ".join(f"{value:.3g}" for value in shape)
         print(f"{name}: sigma {noise.std():.3f}, autocorrelation {phi:+.2f}, {tail.name}({parameters})")
     count = int(sys.argv[1])
-    found = false_alarms(count, seed=0)
+    found = false_alarms(count, 0, source)
     print(f"{sum(found.values())} in {count:,} steps, {sum(found.values()) / count * 1e4:.2f} in 10,000: {dict(found)}")
