@@ -53,13 +53,20 @@ class RunFolder(pl.Callback):
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
     holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
-    first status stays.
+    first status stays. `facts` go into `summary.json` as they are.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[RecordSink] = (), resumed_from_step: int | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[RecordSink] = (),
+        resumed_from_step: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ):
         self.run_dir = Path(run_dir)
         self.sinks = list(sinks)
         self.resumed_from_step = resumed_from_step
+        self.facts = dict(facts or {})
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._file: Any = None
         self._summary: dict[str, Any] = {}
@@ -97,6 +104,7 @@ class RunFolder(pl.Callback):
             "device": device,
             "versions": versions(),
             "git": git_state(),
+            **self.facts,
         }
         self._write_summary()
         for sink in self.sinks:

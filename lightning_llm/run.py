@@ -15,6 +15,7 @@ from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.config_file import write_config
+from lightning_llm.check import native_decision
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
@@ -44,7 +45,11 @@ def run(config: Config) -> int:
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
-        choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
+        decision = native_decision(config)
+        if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+            raise ConfigError(decision.refusals())
+        if decision.runs == "emulated":
+            choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
         start = decide_together(config)
@@ -157,7 +162,8 @@ def tracking_sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
     if config.logger.name == "none" or not is_first_rank():
         return []
     parameters = {"parameters": count_parameters(config.model).total}
-    return [MLflowTracker(config, Path(config.run.dir), parameters, {"data_hash": corpus.fingerprint})]
+    tags = {"data_hash": corpus.fingerprint, "precision.runs": native_decision(config).runs}
+    return [MLflowTracker(config, Path(config.run.dir), parameters, tags)]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,7 @@ LAYERS = {
         "config_file",
         "conform",
         "launch",
+        "matrix",
         "plan",
         "ranks",
         "recipes_catalog",
