@@ -17,7 +17,7 @@ Matrix = dict[str, dict[str, Decision]]
 
 def shipped_recipes() -> list[PrecisionConfig]:
     """Return the recipes of conf/precision, by name."""
-    files = [file for file in resources.files("lightning_llm.conf").joinpath("precision").iterdir()]
+    files = list(resources.files("lightning_llm.conf").joinpath("precision").iterdir())
     texts = [file.read_text(encoding="utf-8") for file in files if file.name.endswith(".yaml")]
     made = [PrecisionConfig.model_validate(yaml.safe_load(text)) for text in texts]
     return sorted(made, key=lambda recipe: recipe.name)
@@ -51,7 +51,7 @@ def matrix_facts(made: Matrix) -> dict[str, Any]:
 
 
 def numbered(made: Matrix) -> tuple[list[list[str]], list[str]]:
-    """Return (rows, reasons): a header and a row per recipe, whose cells say "native", or "emulated (n)" by reason n."""
+    """Return (rows, reasons): a header and a row per recipe; a cell is "native", or "emulated (n)" for reason n."""
     devices = list(next(iter(made.values())))
     reasons: dict[str, int] = {}
     rows = [["recipe", *devices]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run, or with --matrix how every recipe would run where, as text or, with --json, as data."""
+    """Print the plan of one run, with --matrix how every recipe would run where; as text or, with --json, as data."""
     if arguments.config:
         config = load_config(arguments.config, arguments.overrides)
     else:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
-from lightning_llm.config_file import write_config
 from lightning_llm.check import native_decision
+from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash

@@ -44,7 +44,7 @@ DEVICES = {
         *(Capability.of_gpu(major, minor) for major, minor in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
     )
 }
-"""The devices of the matrix: CPU, A100 (8.0), L4, L40, RTX 4090 (8.9), H100, H200 (9.0), B200 (10.0), RTX 5090 (12.0)."""
+"""The matrix's devices: CPU, A100 (8.0), L4 and L40 (8.9), H100 and H200 (9.0), B200 (10.0), RTX 5090 (12.0)."""
 
 
 def version_tuple(text: str) -> tuple[int, int]:

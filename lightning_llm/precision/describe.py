@@ -12,8 +12,9 @@ ALWAYS = ("block", "scale", "rounding")
 def precision_facts(recipe: PrecisionConfig, decision: Decision) -> dict[str, Any]:
     """Return the recipe as data: its identity, what it sets beside the slots, how it runs, and its slots.
 
-    `decision` is how its casts run where it would train: `runs` and `reason`, also of each slot, whose cast has `block`, `scale`, `rounding`, and each
-    key that has not its default. A phase lists the slots that differ from the recipe's own.
+    `decision` is how its casts run where it would train; each slot has its `format`, how it `runs` and the `reason`;
+    casts also `block`, `scale`, `rounding`, and each key that has not its default. A phase lists the slots that differ
+    from the recipe's own.
     """
     slots = _slots(slots_of(recipe), recipe.compute_dtype, decision)
     phases = []

@@ -42,7 +42,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @dataclass(frozen=True)
 class NativeRecipe:
-    """One configuration of Transformer Engine. `gradient`: format of dY, or "high" for a backward pass in compute_dtype.
+    """One configuration of Transformer Engine. `gradient`: the format of dY; "high": a backward pass in compute_dtype.
 
     `square`: one scale for both directions of the weight (32x32, 16x16); `rotated`, `stochastic`: NVFP4's switches.
     """
@@ -290,4 +290,3 @@ def decide(
     if here.compute_capability is None:  # what else stands in the way matters where there is a GPU
         return Decision("emulated", problems=(Problem("precision.backend", here.problem or "no CUDA device"),))
     return Decision("emulated", None, tuple(problems)) if problems else Decision("native", native, library=here.library)
-

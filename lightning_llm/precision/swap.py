@@ -13,7 +13,6 @@ from lightning_llm.precision.module_rules import nothing_converted, reasons_to_s
 from lightning_llm.precision.native import Decision
 from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
-
 EMULATED = Decision("emulated")
 
 
@@ -82,7 +81,8 @@ def swap_linears(
     for name, module in linears.items():
         if reasons[name] is None or emulate:
             plan = quantising if reasons[name] is None else high
-            _replace(model, name, _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan))
+            made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
+            _replace(model, name, made)
     kept = {name: why for name, why in reasons.items() if why is not None}
     return SwapReport(tuple(name for name in reasons if name not in kept), kept, backend, note, decision)
 

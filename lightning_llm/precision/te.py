@@ -8,9 +8,10 @@ What differs from its plain use, and why:
 - The kernel object is no submodule: it owns no parameter, and its extra state is in no checkpoint.
 - Every argument that an environment variable (NVTE_...) gives a default is passed, so that none changes a recipe.
 - Delayed scales are ours, in the layer as the emulation keeps them: the kernels read the scale and merge the amax in
-  place, and `update_delayed` rolls the history once per optimizer step. Transformer Engine's own DelayedScaling rolls at
-  the end of every autocast and takes the maximum over the whole job.
-- All GEMMs accumulate in full fp32 (`use_split_accumulator`); its default for fprop of per-tensor FP8 keeps some 14 bits.
+  place, and `update_delayed` rolls the history once per optimizer step. Transformer Engine's own DelayedScaling rolls
+  at the end of every autocast and takes the maximum over the whole job.
+- All GEMMs accumulate in full fp32 (`use_split_accumulator`); its default for fprop of per-tensor FP8 keeps about 14
+  bits of a sum.
 """
 
 import functools
@@ -64,7 +65,7 @@ def import_problem() -> str | None:
 
 
 def recipe_object(native: NativeRecipe) -> Any:
-    """Return Transformer Engine's recipe for `native`, every switch given; not for delayed scaling, see `NativeLinear`."""
+    """Return the library's recipe for `native`, every switch given; `DelayedQuantizers` has delayed scaling's."""
     own, e = engine().recipe, native
     common = {"backward_override": "high_precision" if e.gradient == "high" else None}
     wide = own.Format.HYBRID if e.gradient == "e5m2" else own.Format.E4M3
@@ -174,7 +175,7 @@ class NativeLinear(QuantisedLinear):
         return y
 
     def _follow_plan(self, device: torch.device) -> None:
-        """Take up another plan, at the first call and where a phase begins. A kernel keeps the quantisers it began with."""
+        """Take up another plan: at the first call, and where a phase begins. A kernel keeps its first quantisers."""
         if self._known is self.plan:
             return
         self._known = self.plan

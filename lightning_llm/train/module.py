@@ -38,9 +38,7 @@ class LanguageModule(pl.LightningModule):
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
 
-    def __init__(
-        self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED
-    ):
+    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
