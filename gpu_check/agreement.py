@@ -1,4 +1,4 @@
-"""G2: what Transformer Engine quantises and multiplies against our emulation, operand by operand, product by product."""
+"""G2: what Transformer Engine quantises and multiplies against our emulation: every operand, every product."""
 
 import copy
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu_check import setting
 from gpu_check.library import layer_of, relative
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
-from lightning_llm.precision.capability import capability_here
 from lightning_llm.precision.module import delayed_state, update_delayed
 from lightning_llm.precision.native import decide, native_recipe
 from lightning_llm.precision.quantize import quantise
@@ -32,10 +32,10 @@ class Stored(NamedTuple):
 
 def check(clock: Clock) -> Iterator[Row]:
     """Yield agreement for every native recipe, then what becomes of those that this GPU lacks."""
-    here = capability_here("cuda")
+    here = setting.here()
     if here.library_problem is not None:
         yield missing("native recipes", here.library_problem)
-    for name, (recipe, _) in native_recipes(here).items():
+    for name, (recipe, _) in native_recipes().items():
         if not clock.allows(6):
             yield missing(name, "out of time")
             continue
@@ -51,8 +51,9 @@ def check(clock: Clock) -> Iterator[Row]:
             yield from guarded(name, lambda recipe=recipe: fallback(recipe))
 
 
-def tensors(device: str = "cuda") -> dict[str, Tensor]:
+def tensors() -> dict[str, Tensor]:
     """Return x [M, K], w [N, K] and dy [M, N] in bf16, with rows of very different size, outliers and zeros."""
+    device = setting.DEVICE
     generator = torch.Generator(device).manual_seed(0)
     made = {}
     for role, (rows, columns) in {"x": (TOKENS, INPUTS), "w": (OUTPUTS, INPUTS), "dy": (TOKENS, OUTPUTS)}.items():
@@ -144,7 +145,7 @@ def products(recipe: PrecisionConfig) -> Iterator[Row]:
         layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
         with torch.no_grad():
             layer.weight.copy_(given["w"])
-        layer.keys = torch.arange(9, device="cuda")
+        layer.keys = torch.arange(9, device=setting.DEVICE)
         x = given["x"].clone().requires_grad_()
         y = layer(x)
         y.backward(given["dy"])
@@ -180,10 +181,10 @@ def history(recipe: PrecisionConfig) -> Iterator[Row]:
 
 def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
     """Yield that a recipe this GPU lacks is refused as native, with the reason, and runs emulated."""
-    here = capability_here("cuda")
+    here = setting.here()
     asked = decide(recipe.model_copy(update={"backend": "native"}), here)
     layer = layer_of(recipe.model_copy(update={"casts": "eager"}), INPUTS, OUTPUTS)
-    layer.keys = torch.arange(9, device="cuda")
+    layer.keys = torch.arange(9, device=setting.DEVICE)
     given = tensors()
     x = given["x"].clone().requires_grad_()
     layer(x).backward(given["dy"])

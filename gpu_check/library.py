@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_check import setting
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import milliseconds, native_recipes, recipes
-from lightning_llm.precision.capability import capability_here
 from lightning_llm.precision.native import Kind, decide, device_problems, native_recipe
 from lightning_llm.precision.te import engine
 from lightning_llm.schema.precision import PrecisionConfig
@@ -29,7 +29,7 @@ ASKS: dict[Kind, str] = {
 
 def check(clock: Clock) -> Iterator[Row]:
     """Yield what the library is, what it admits, how exact it is, and how fast one product is."""
-    here = capability_here("cuda")
+    here = setting.here()
     if here.library_problem is not None:
         yield missing("Transformer Engine", here.library_problem)
         return
@@ -37,7 +37,7 @@ def check(clock: Clock) -> Iterator[Row]:
     yield from guarded("what it admits", admits)
     yield from guarded("bf16", lambda: exactness("bf16", recipes()["bf16"]))
     base: dict[str, float] = {}
-    for name, (recipe, _) in {"bf16": (recipes()["bf16"], None), **native_recipes(here)}.items():
+    for name, (recipe, _) in {"bf16": (recipes()["bf16"], None), **native_recipes()}.items():
         if not clock.allows(4):
             yield missing(name, "out of time")
             continue
@@ -48,7 +48,7 @@ def check(clock: Clock) -> Iterator[Row]:
 
 def admits() -> Iterator[Row]:
     """Yield whether the library's own checks say what ours say."""
-    here = capability_here("cuda")
+    here = setting.here()
     seen = set()
     for recipe in recipes().values():
         native, _ = native_recipe(recipe)
@@ -65,16 +65,16 @@ def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
     from lightning_llm.model.linear import Linear
     from lightning_llm.precision.swap import swap_linears
 
-    linear = Linear(inputs, outputs, bias=False, device="cuda")
+    linear = Linear(inputs, outputs, bias=False, device=setting.DEVICE)
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"linear": linear})})})
     if recipe.quantises:
-        swap_linears(model, recipe, 3, "cuda", decision=decide(recipe, capability_here("cuda")))
+        swap_linears(model, recipe, 3, setting.DEVICE, decision=decide(recipe, setting.here()))
     return model["layers"]["1"]["linear"]  # type: ignore[index]
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return |found - wanted| / |wanted|, by norms in fp64."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((found.detach().double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
@@ -82,8 +82,10 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
     formats = [cast.format for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for _, cast in gemm]
     limit = max((LIMITS[each] for each in formats if each in LIMITS), default=0.01)
     for tokens, inputs, outputs in SHAPES:
-        generator = torch.Generator("cuda").manual_seed(1)
-        x, dy = (torch.randn(tokens, n, device="cuda", generator=generator).bfloat16() for n in (inputs, outputs))
+        generator = torch.Generator(setting.DEVICE).manual_seed(1)
+        x, dy = (
+            torch.randn(tokens, n, device=setting.DEVICE, generator=generator).bfloat16() for n in (inputs, outputs)
+        )
         layer = layer_of(recipe, inputs, outputs)
         with torch.no_grad():
             layer.weight.normal_(std=inputs**-0.5, generator=generator)
@@ -106,8 +108,8 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
 def speed(name: str, recipe: PrecisionConfig, base: dict[str, float]) -> Iterator[Row]:
     """Yield the speed of one square layer, forward and backward, and its ratio to bf16's."""
     layer = layer_of(recipe, SIZE, SIZE)
-    x = torch.randn(SIZE, SIZE, device="cuda").bfloat16().requires_grad_()
-    dy = torch.randn(SIZE, SIZE, device="cuda").bfloat16()
+    x = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16().requires_grad_()
+    dy = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16()
 
     def both() -> None:
         x.grad = layer.weight.grad = None
@@ -116,6 +118,8 @@ def speed(name: str, recipe: PrecisionConfig, base: dict[str, float]) -> Iterato
     taken = milliseconds(both, repeats=5)
     base.setdefault("bf16", taken)
     flops = 6 * SIZE**3 / (taken * 1e-3) / 1e12
-    yield Row(f"{name}, {SIZE} cubed, fp32 masters, forward and backward", flops, "TFLOP/s", "measured", f"{taken:.3f} ms")
+    yield Row(
+        f"{name}, {SIZE} cubed, fp32 masters, forward and backward", flops, "TFLOP/s", "measured", f"{taken:.3f} ms"
+    )
     if name != "bf16":
         yield Row(f"{name}, the same, bf16's time over it", base["bf16"] / taken, "")

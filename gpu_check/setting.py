@@ -14,6 +14,8 @@ from lightning_llm.precision.native import Decision, decide
 from lightning_llm.schema.model import ModelConfig
 from lightning_llm.schema.precision import PrecisionConfig
 
+DEVICE = "cuda"
+
 
 def recipes() -> dict[str, PrecisionConfig]:
     """Return the shipped recipes by name."""
@@ -29,23 +31,33 @@ def model_config(name: str, **keys: Any) -> ModelConfig:
     return ModelConfig.model_validate(values)
 
 
-def native_recipes(here: Capability | None = None) -> dict[str, tuple[PrecisionConfig, Decision]]:
+def here() -> Capability:
+    """Return what this machine has."""
+    return capability_here("cuda")
+
+
+def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
     """Return the quantising recipes that run natively on this machine, with the decision."""
-    here = here or capability_here("cuda")
-    made = {name: (recipe, decide(recipe, here)) for name, recipe in recipes().items() if recipe.quantises}
+    made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantises}
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
+
+
+def synchronise() -> None:
+    """Wait until the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def milliseconds(work: Callable[[], object], warmup: int = 3, repeats: int = 10, rounds: int = 3) -> float:
     """Return the milliseconds of one call on the GPU: the median of `rounds`, each a mean over `repeats`."""
     for _ in range(warmup):
         work()
-    torch.cuda.synchronize()
+    synchronise()
     found = []
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(repeats):
             work()
-        torch.cuda.synchronize()
+        synchronise()
         found.append((time.perf_counter() - began) / repeats * 1e3)
     return sorted(found)[rounds // 2]
