@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md: the recipe tables and the lint's rules, from what the program reads.
+"""Write the generated sections of docs/*.md: recipes, rules, what runs natively, from what the program reads.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from lightning_llm.matrix import matrix, numbered
 from lightning_llm.precision.lint import RULES
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 
@@ -112,6 +113,13 @@ def lint_rules() -> str:
     return "\n".join(items) + "\n"
 
 
+def native_matrix() -> str:
+    """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
+    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
+    body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
+    return _table(rows[0], body) + "\n" + "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -126,6 +134,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
+    "native-matrix": native_matrix,
 }
 
 
