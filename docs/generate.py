@@ -117,7 +117,8 @@ def native_matrix() -> str:
     """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
     rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
     body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
-    return _table(rows[0], body) + "\n" + "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    return f"{_table(rows[0], body)}\n{listed}"
 
 
 def _line(text: str) -> str:

@@ -144,7 +144,8 @@ def _native_problems(config: Config, to_train: bool) -> list[Problem]:
     problems = decision.refusals() if to_train else []
     if config.parallel.compile and decision.runs != "native":
         text = (
-            "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false. "
+            "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false, "
+            "which it follows, or itself. "
             f"They do not run natively: {decision.reason}."
         )
         problems.append(Problem("parallel.compile", text))
