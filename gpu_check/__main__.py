@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,9 +113,14 @@ def run_here(name: str, seconds: float, rows: Path) -> int:
     text = f"{properties.name}, {properties.major}.{properties.minor}, torch {torch.__version__}"
     append(rows, Row("device", None, "", "measured", text))
     clock = Clock(seconds)
-    for row in guarded(check.title, lambda: importlib.import_module(f"gpu_check.{check.module}").check(clock)):
+    for row in guarded(check.title, rows_of, check, clock):
         append(rows, row)
     return 0
+
+
+def rows_of(check: Check, clock: Clock) -> Iterator[Row]:
+    """Import the check and yield its rows."""
+    yield from importlib.import_module(f"gpu_check.{check.module}").check(clock)
 
 
 def write(found: dict[str, list[Row]], machine: dict[str, Any], folder: Path) -> Path:
@@ -123,7 +129,7 @@ def write(found: dict[str, list[Row]], machine: dict[str, Any], folder: Path) ->
     name = "-".join((devices or ["no GPU"])[0].lower().split())
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{date.today()}-{name}.json"
-    file.write_text(json.dumps(as_data(found, {**machine, "device": (devices or [None])[0]}), indent=1) + "\n")
+    file.write_text(json.dumps(as_data(found, {**machine, "device": devices[0] if devices else None}), indent=1) + "\n")
     return file
 
 

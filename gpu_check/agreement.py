@@ -39,16 +39,16 @@ def check(clock: Clock) -> Iterator[Row]:
         if not clock.allows(6):
             yield missing(name, "out of time")
             continue
-        yield from guarded(f"{name}: operands", lambda recipe=recipe: operands(recipe))
-        yield from guarded(f"{name}: products", lambda recipe=recipe: products(recipe))
+        yield from guarded(f"{name}: operands", operands, recipe)
+        yield from guarded(f"{name}: products", products, recipe)
         if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
-            yield from guarded(f"{name}: history", lambda recipe=recipe: history(recipe))
+            yield from guarded(f"{name}: history", history, recipe)
     for name, recipe in recipes().items():
         if recipe.quantises and decide(recipe, here).runs == "emulated":
             if not clock.allows(2):
                 yield missing(name, "out of time")
                 continue
-            yield from guarded(name, lambda recipe=recipe: fallback(recipe))
+            yield from guarded(name, fallback, recipe)
 
 
 def tensors() -> dict[str, Tensor]:
@@ -85,7 +85,9 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
         role = slot.split(".")[1]
         axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
         scale = None if layer.scale is None else layer.scale[("x", "w", "dy").index(role)]
-        theirs = stored(quantised_by(by_role[role], given[role]), cast, axis, tuple(given[role].shape))
+        theirs = stored(
+            quantised_by(by_role[role], given[role]), cast, axis, (given[role].shape[0], given[role].shape[1])
+        )
         ours = emulated(given[role], cast, axis, scale)
         yield from compare(f"{recipe.name} {slot}", theirs, ours)
 

@@ -39,7 +39,7 @@ def check(clock: Clock) -> Iterator[Row]:
         if problem := finish(start("bf16", folder), clock.left):
             yield Row("bf16", None, "", "error", problem)
             return
-        yield from guarded("trainer over a plain loop", lambda: overhead(folder))
+        yield from guarded("trainer over a plain loop", overhead, folder)
         names = list(native_recipes())
         if not names:
             yield missing("native recipes", "this machine runs none natively")
@@ -48,7 +48,7 @@ def check(clock: Clock) -> Iterator[Row]:
             if problem := finish(run, clock.left):
                 yield missing(name, problem)
                 continue
-            yield from guarded(name, lambda name=name: gap(name, folder))
+            yield from guarded(name, gap, name, folder)
 
 
 def start(recipe: str, folder: Path) -> subprocess.Popen[str]:

@@ -35,15 +35,15 @@ def check(clock: Clock) -> Iterator[Row]:
         return
     yield Row("Transformer Engine", None, "", "ok", f"{here.library}, CUDA {here.cuda}, {here.device}")
     yield from guarded("what it admits", admits)
-    yield from guarded("bf16", lambda: exactness("bf16", recipes()["bf16"]))
+    yield from guarded("bf16", exactness, "bf16", recipes()["bf16"])
     base: dict[str, float] = {}
     for name, (recipe, _) in {"bf16": (recipes()["bf16"], None), **native_recipes()}.items():
         if not clock.allows(4):
             yield missing(name, "out of time")
             continue
         if recipe.quantises:
-            yield from guarded(name, lambda name=name, recipe=recipe: exactness(name, recipe))
-        yield from guarded(name, lambda name=name, recipe=recipe: speed(name, recipe, base))
+            yield from guarded(name, exactness, name, recipe)
+        yield from guarded(name, speed, name, recipe, base)
 
 
 def admits() -> Iterator[Row]:

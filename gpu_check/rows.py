@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
+P = ParamSpec("P")
 Status = Literal["ok", "off", "measured", "not available", "error"]
 """ok, off: within its target, or not; measured: it has none; not available: why in `note`; error: the check broke."""
 
@@ -48,10 +49,10 @@ class Clock:
         return self.left >= seconds
 
 
-def guarded(what: str, work: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Yield the rows of `work`; where it raises, one that says so: what comes after it is still checked."""
+def guarded(what: str, work: Callable[P, Iterator[Row]], *args: P.args, **kwargs: P.kwargs) -> Iterator[Row]:
+    """Yield the rows of `work(...)`; where it raises, one that says so: what comes after it is still checked."""
     try:
-        yield from work()
+        yield from work(*args, **kwargs)
     except Exception as error:  # a report must survive whatever a device or a library does
         text = " ".join(str(error).split())[:300]
         yield Row(what, None, "", "error", f"{type(error).__name__}: {text}")

@@ -34,20 +34,18 @@ def check(clock: Clock) -> Iterator[Row]:
         for name in sorted(native, key=lambda n: (n not in ORDER, ORDER.index(n) if n in ORDER else 0))
     }
     base: dict[str, float] = {}
-    yield from guarded("layers in bf16", lambda: layers("bf16, compiled", recipes()["bf16"], base, compiled=True))
+    yield from guarded("layers in bf16", layers, "bf16, compiled", recipes()["bf16"], base, compiled=True)
     for name, recipe in native.items():
         if not clock.allows(5):
             yield missing(f"layers under {name}", "out of time")
             continue
-        yield from guarded(
-            f"layers under {name}", lambda name=name, recipe=recipe: layers(f"{name}, native", recipe, base)
-        )
+        yield from guarded(f"layers under {name}", layers, f"{name}, native", recipe, base)
     steps: dict[str, float] = {}
     for name in ("bf16", *native):
         if not clock.allows(25):
             yield missing(f"llama_1b under {name}", "out of time")
             continue
-        yield from guarded(f"llama_1b under {name}", lambda name=name: training(recipes()[name], steps))
+        yield from guarded(f"llama_1b under {name}", training, recipes()[name], steps)
         torch.cuda.empty_cache()
     if not native:
         yield missing("native recipes", setting.here().library_problem or "this GPU has none")
@@ -56,8 +54,7 @@ def check(clock: Clock) -> Iterator[Row]:
             yield missing(f"layers under {name}, emulated", "out of time")
             continue
         recipe = recipes()[name].model_copy(update={"backend": "emulated"})
-        work = lambda name=name, recipe=recipe: layers(f"{name}, emulated", recipe, base)  # noqa: E731
-        yield from guarded(f"layers under {name}, emulated", work)
+        yield from guarded(f"layers under {name}, emulated", layers, f"{name}, emulated", recipe, base)
 
 
 def layers(name: str, recipe: PrecisionConfig, base: dict[str, float], compiled: bool = False) -> Iterator[Row]:

@@ -35,8 +35,8 @@ def check(clock: Clock) -> Iterator[Row]:
         if not clock.allows(3):
             yield missing(name, "out of time")
             continue
-        yield from guarded(name, lambda name=name: one_recipe(recipes()[name], losses))
-    yield from guarded("tests marked gpu", lambda: marked_tests(clock))
+        yield from guarded(name, one_recipe, recipes()[name], losses)
+    yield from guarded("tests marked gpu", marked_tests, clock)
 
 
 def one_recipe(recipe: PrecisionConfig, losses: dict[str, float]) -> Iterator[Row]:

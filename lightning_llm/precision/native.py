@@ -274,8 +274,8 @@ def decide(
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
         decision = decide(high, here, widths, bias) if recipe.quantises else Decision("emulated")
-        problems = decision.problems or (Problem("precision.backend", software),)
-        return replace(decision, problems=problems, software=software)
+        why = decision.problems or (Problem("precision.backend", software),)
+        return replace(decision, problems=why, software=software)
     if not recipe.quantises:
         return Decision("native")
     native, found = native_recipe(recipe)
