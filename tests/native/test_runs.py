@@ -25,13 +25,12 @@ def train(small_run, folder, *words):
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("fp8_current", ()),
         ("fp8_delayed", ("parallel.activation_checkpoint=full",)),
         ("fp8_subchannel", ("parallel=zero3",)),
     ],
 )
 def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hopper, capsys):
-    words = [f"precision={recipe}", *more]
+    words = [f"precision={recipe}", "checkpoint.every_steps=6", *more]
     assert train(small_run, tmp_path / "native", *words) == 0
     said = capsys.readouterr().out
     assert f"{recipe} native |" in said
