@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SeenCast(NamedTuple):
-    """One cast as it ran: what `slot` was `given` [R, C], what was rounded after the rotation, by which scales, to what."""
+    """One cast as it ran: what `slot` was `given` [R, C], what was `rounded` after the rotation, and to what."""
 
     slot: str
     given: Tensor

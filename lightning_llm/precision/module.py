@@ -22,8 +22,9 @@ class QuantisedLinear(nn.Linear):
     """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
 
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
-    backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and `amax_history` are delayed scaling's
-    state: plain attributes, neither parameters nor buffers, since sharding frameworks overlook those.
+    backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
+    `amax_history` are delayed scaling's state: plain attributes, neither parameters nor buffers, since sharding
+    frameworks overlook those.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
