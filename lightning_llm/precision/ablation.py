@@ -1,6 +1,6 @@
 """Recipes made of a recipe: one slot alone quantised, or all but one. Pure: needs neither torch nor a model."""
 
-from lightning_llm.schema.precision import CastConfig, PrecisionConfig, slots_of
+from lightning_llm.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
 
 
 def without_rounding(cast: CastConfig) -> CastConfig:
@@ -23,6 +23,9 @@ def all_but_slot(recipe: PrecisionConfig, slot: str) -> PrecisionConfig:
 
 
 def _with_slots(recipe: PrecisionConfig, casts: dict[str, CastConfig], name: str) -> PrecisionConfig:
+    for slot, forward in (("dgrad.w", "fprop.w"), ("wgrad.x", "fprop.x")):
+        if casts[forward] == HIGH:  # which now leaves the tensor as it is
+            casts[slot] = casts[slot].model_copy(update={"source": "high_precision"})
     values = recipe.model_dump(exclude={"fprop", "dgrad", "wgrad", "phases"}) | {"name": name}
     for slot, cast in casts.items():
         gemm, operand = slot.split(".")
