@@ -124,7 +124,7 @@ class QuantisationHealth(pl.Callback):
             self._warn()
 
     def _by_slot(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
-        record = {}
+        record: dict[str, float] = {}
         for s, slot in enumerate(SLOT_NAMES):
             of_layers = [made for (_, its), made in self._tensors.items() if its == slot]
             if not of_layers:

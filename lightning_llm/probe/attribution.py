@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_llm.precision.ablation import all_but_slot, only_slot
 from lightning_llm.precision.linear import SLOT_NAMES, LinearPlan
-from lightning_llm.probe.model import Pass, ProbedModel
+from lightning_llm.probe.model import Casts, Pass, ProbedModel
 from lightning_llm.schema.precision import slots_of
 
 TARGET = 0.8
@@ -66,7 +66,7 @@ def slot_shares(
     return {slot: found[slot] for slot in SLOT_NAMES if slot in found}
 
 
-def _mean_error(model: ProbedModel, reference: Pass, casts: dict, keys: int) -> tuple[float, float]:  # type: ignore[type-arg]
+def _mean_error(model: ProbedModel, reference: Pass, casts: Casts, keys: int) -> tuple[float, float]:
     count = keys if LinearPlan(casts, "eager").random else 1
     made = [model.quantised(key, casts) for key in range(count)]
     return fmean(gradient_error(each, reference) for each in made), fmean(each.loss for each in made)

@@ -32,6 +32,11 @@ class TokenBatch(NamedTuple):
     labels: Tensor
     document_ids: Tensor | None
 
+    def to(self, device: torch.device) -> "TokenBatch":
+        """Return the batch on `device`."""
+        ids = self.document_ids
+        return TokenBatch(self.tokens.to(device), self.labels.to(device), None if ids is None else ids.to(device))
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -71,7 +76,7 @@ class ProbedModel:
     ):
         """Raises ConfigError where the recipe converts nothing, or its casts are to be compiled and cannot be."""
         self.recipe, self.seed, self.device = recipe, seed, device
-        self.batches = [TokenBatch(*(None if each is None else each.to(device) for each in b)) for b in batches]
+        self.batches = [batch.to(device) for batch in batches]
         self.targets = sum(int((batch.labels != -100).sum()) for batch in self.batches)
         with torch.device("meta"):
             self.model = Decoder(shape, compute_dtype=DTYPES[recipe.compute_dtype])

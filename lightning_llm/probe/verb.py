@@ -85,7 +85,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], d
 def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the recipes' names, the overrides of their keys, and those of everything else."""
     names: list[str] = []
-    own, others = [], []
+    own: list[str] = []
+    others: list[str] = []
     for word in overrides:
         if word.startswith("precision="):
             names += [name for name in word.removeprefix("precision=").split(",") if name]

@@ -40,7 +40,7 @@ class _Watch:
         key = (self.micro_batches[self.turn] << 44) | (self.order << 22) | (layer * len(PLACES) + place)
         self.first = min(self.first, key)
 
-    def after_forward(self, layer: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def after_forward(self, layer: int, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Look at what a linear layer's GEMMs take, in the order in which they run."""
         self.look(layer, 0, inputs[0].detach())
         self.look(layer, 1, module.weight.detach())

@@ -25,7 +25,8 @@ def test_two_ranks_measure_what_one_does(layout, ranks, small_run, tmp_path):
         config = compose_config(
             small_run(
                 tmp_path / name, f"parallel={layout}", f"trainer.devices={world}", "precision=nvfp4",
-                "precision.casts=eager", "trainer.max_steps=2", "schedule.warmup_steps=1", "checkpoint.every_steps=null",
+                "precision.casts=eager", "trainer.max_steps=2", "schedule.warmup_steps=1",
+                "checkpoint.every_steps=null",
             )
         )  # fmt: skip
         ranks(world).call(healthy_run, config)

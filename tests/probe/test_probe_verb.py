@@ -1,4 +1,4 @@
-"""`lightning-llm probe` on a run of ours, its checkpoint and its Hugging Face export; and all that can be asked wrongly."""
+"""`lightning-llm probe` on a run, its checkpoint and its Hugging Face export; and all that can be asked wrongly."""
 
 import json
 import shutil
