@@ -116,8 +116,11 @@ class QuantisationHealth(pl.Callback):
             (layer.name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
             for i, layer in enumerate(self._layers)
             for s, slot in enumerate(SLOT_NAMES)
-            if layer.plan.casts[slot].quantises
+            if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
         }
+        if not self._tensors and trainer.is_global_zero and not self._warned:
+            self._warned = True
+            log.warning("quantisation health saw no cast: it looks at emulated ones, and these layers run natively")
         pl_module.step_record.update(self._by_slot(sums, lowest, highest))
         if trainer.is_global_zero:
             self._append(Path(pl_module.config.run.dir, HEALTH_FILE))

@@ -75,6 +75,8 @@ class ProbedModel:
         seed: int,
     ):
         """Raises ConfigError where the recipe converts nothing, or its casts are to be compiled and cannot be."""
+        # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.recipe, self.seed, self.device = recipe, seed, device
         self.batches = [batch.to(device) for batch in batches]
         self.targets = sum(int((batch.labels != -100).sum()) for batch in self.batches)

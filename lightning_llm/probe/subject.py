@@ -17,7 +17,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import from_huggingface, model_config_of
 from lightning_llm.probe.model import TokenBatch
-from lightning_llm.schema import Config
+from lightning_llm.schema import Config, PrecisionConfig
 from lightning_llm.train.checkpoint import read_tensors
 from lightning_llm.train.manifest import PRECISION, Checkpoint, find_checkpoint, last_checkpoint
 
@@ -195,14 +195,17 @@ def read_batches(place: Place, count: int) -> tuple[list[TokenBatch], str]:
     return batches, "the text itself"
 
 
-def with_recipe(place: Place, words: Sequence[str], name: str) -> Config:
-    """Return the place's config under the recipe `name`; `words` are overrides within `precision`.
+def with_recipe(place: Place, recipe: PrecisionConfig | None) -> Config:
+    """Return the place's config under `recipe`, emulated; None: the run's own.
 
     Raises ConfigError with all that keeps the recipe from being probed here.
     """
-    recipe = compose_config([f"precision={name}", *words]).precision
-    if not recipe.quantises:
-        raise ConfigError(Problem("precision", f"'{name}' quantises nothing, so there is nothing to probe."))
-    config = place.config.model_copy(update={"precision": recipe})
+    own = place.config.precision
+    if not (recipe or own).quantises:
+        which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
+        text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
+        raise ConfigError(Problem("precision", text))
+    emulated = (recipe or own).model_copy(update={"backend": "emulated"})
+    config = place.config.model_copy(update={"precision": emulated})
     check_config(config, to_train=False)
     return config

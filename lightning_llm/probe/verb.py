@@ -51,28 +51,23 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], d
         problems.append(Problem("--device", f"is 'cuda', and torch {torch.__version__} finds no CUDA device."))
     place = None
     try:
-        place = find_place(arguments.path, words, arguments.text)
+        place = find_place(arguments.path, words if names else [*words, *own_words], arguments.text)
     except ConfigError as error:
         problems += error.problems
-    wanted = _shipped() if ALL in names else names
-    if not wanted and place is not None:
-        name = place.config.precision.name
-        if not place.config.precision.quantises:
-            text = f"the run's own, '{name}', quantises nothing. Say precision=NAME[,NAME...] or precision=all."
-            problems.append(Problem("precision", text))
-        elif not own_words:
-            return place, {name: place.config}, {}
-        wanted = [name]
-    configs, skipped = {}, {}
+    wanted: list[str | None] = [*(_shipped() if ALL in names else names)]
+    if not names:
+        wanted = [None]  # the run's own
+    configs: dict[str, Config] = {}
+    skipped: dict[str, str] = {}
     for name in dict.fromkeys(wanted):
         try:
-            if place is None:
-                compose_config([f"precision={name}", *own_words])
-            else:
-                configs[name] = with_recipe(place, own_words, name)
+            recipe = None if name is None else compose_config([f"precision={name}", *own_words]).precision
+            if place is not None:
+                config = with_recipe(place, recipe)
+                configs[config.precision.name] = config
         except ConfigError as error:
             if ALL in names:
-                skipped[name] = "; ".join(map(str, error.problems))
+                skipped[str(name)] = "; ".join(map(str, error.problems))
             else:
                 problems += error.problems
     if problems or place is None:

@@ -138,7 +138,10 @@ def test_everything_that_is_wrong_is_said_at_once(run_folder, tmp_path, capsys):
 
 def test_a_run_without_casts_wants_a_recipe_named(run_folder, capsys):
     assert main(["probe", str(run_folder)]) == 2
-    assert "the run's own, 'bf16', quantises nothing. Say precision=NAME" in capsys.readouterr().err
+    assert (
+        "the run's own, 'bf16', quantises nothing, so there is nothing to probe. Say precision=NAME"
+        in capsys.readouterr().err
+    )
 
 
 def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
