@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.precision.ablation import all_but_slot, only_slot
-from lightning_llm.precision.linear import SLOT_NAMES, LinearPlan
-from lightning_llm.probe.model import Casts, Pass, ProbedModel
+from lightning_llm.probe.model import Pass, ProbedModel
 from lightning_llm.schema.precision import slots_of
 
 TARGET = 0.8
@@ -44,32 +43,28 @@ class SlotShare:
     loss_gap_only: float
 
 
-def slot_shares(
-    model: ProbedModel, reference: Pass, high: Pass, whole: float, floor: float, keys: int
-) -> dict[str, SlotShare]:
-    """Return every quantised slot's share of the gap, `whole` - `floor`; passes with random numbers take `keys`."""
+def slot_shares(model: ProbedModel, reference: Pass, high: Pass, whole: float, floor: float) -> dict[str, SlotShare]:
+    """Return every quantised slot's share of the gap, `whole` - `floor`; two passes each, under one key.
+
+    An error is a sum over millions of elements, so that another key moves it by little.
+    """
     found = {}
     gap = whole - floor
     for slot, cast in slots_of(model.recipe).items():
         if not cast.quantises:
             continue
-        only, losses = _mean_error(model, reference, slots_of(only_slot(model.recipe, slot)), keys)
-        without, _ = _mean_error(model, reference, slots_of(all_but_slot(model.recipe, slot)), keys)
+        alone = model.quantised(0, slots_of(only_slot(model.recipe, slot)))
+        only = gradient_error(alone, reference)
+        without = gradient_error(model.quantised(0, slots_of(all_but_slot(model.recipe, slot))), reference)
         measurable = gap > MEASURABLE * floor
         found[slot] = SlotShare(
             only,
             without,
             (only - floor) / gap if measurable else None,
             1 - (without - floor) / gap if measurable else None,
-            losses - high.loss,
+            alone.loss - high.loss,
         )
-    return {slot: found[slot] for slot in SLOT_NAMES if slot in found}
-
-
-def _mean_error(model: ProbedModel, reference: Pass, casts: Casts, keys: int) -> tuple[float, float]:
-    count = keys if LinearPlan(casts, "eager").random else 1
-    made = [model.quantised(key, casts) for key in range(count)]
-    return fmean(gradient_error(each, reference) for each in made), fmean(each.loss for each in made)
+    return found
 
 
 @dataclass(frozen=True)

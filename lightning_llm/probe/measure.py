@@ -61,10 +61,9 @@ def measure(
     }
     if attribute:
         progress("one slot at a time")
-        few = min(count, 2)
-        shares = slot_shares(model, reference, high, error, floor, few)
+        shares = slot_shares(model, reference, high, error, floor)
         found["slots"] = {slot: asdict(share) for slot, share in shares.items()}
-        kept = layers_to_keep(model, reference, error, floor, few, progress)
+        kept = layers_to_keep(model, reference, error, floor, min(count, 2), progress)
         parameters = {name: layer.weight.numel() for name, layer in model.layers.items()}
         share = sum(parameters[name] for name in kept.layers) / sum(parameters.values())
         found["keep_high"] = {"target": TARGET, **asdict(kept), "parameter_share": share}

@@ -139,7 +139,7 @@ def shares_of(weights, recipe):
     model = probed(weights, recipe)
     reference, high = model.reference(), model.high()
     whole, floor = gradient_error(model.quantised(0), reference), gradient_error(high, reference)
-    return slot_shares(model, reference, high, whole, floor, keys=1)
+    return slot_shares(model, reference, high, whole, floor)
 
 
 def test_the_only_quantised_slot_carries_all_of_the_gap(weights):
