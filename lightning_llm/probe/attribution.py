@@ -98,7 +98,7 @@ def layers_to_keep(
         contributions[name] = gradient_error(model.quantised(0, kept=others), reference) - floor
     ordered = sorted(names, key=lambda name: -contributions[name])
     contributions = {name: contributions[name] for name in ordered}
-    if gap <= MEASURABLE * floor:
+    if not gap > MEASURABLE * floor:  # nor where the recipe's gradient is not finite
         return Kept([], None, contributions, None)
 
     def won_back(count: int, trial: Sequence[int]) -> float:

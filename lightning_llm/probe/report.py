@@ -1,5 +1,6 @@
 """What was measured, as a table for a terminal, a picture, and recipes to go on with."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ def recipe_lines(name: str, its: Mapping[str, Any]) -> list[str]:
         f"  loss     fp32 {loss['fp32']:.5f}, {high} {loss['high']:.5f}, recipe {loss['recipe']:.5f}: "
         f"gap {loss['gap']:+.5f} nats",
         f"  gradient error {gradient['error']:.3g} of |g|^2 ({high} alone {gradient['error_high']:.3g}), "
-        f"SQNR {_db(gradient)} dB, cosine {gradient.get('cosine', float('nan')):.5f}, {_bias(gradient)}, "
-        f"variance {gradient.get('variance', 0):.3g}",
+        f"SQNR {_db(gradient)} dB, cosine {gradient.get('cosine', math.nan):.5f}, {_bias(gradient)}, "
+        f"variance {gradient.get('variance', math.nan):.3g}",
     ]
     lines += ["  worst slots, each layer by itself", *_indented(_worst_table(its["layers"]))]
     if "slots" in its:
@@ -73,6 +74,8 @@ def _slot_table(slots: Mapping[str, Any]) -> list[str]:
 
 def _keep_lines(its: Mapping[str, Any]) -> list[str]:
     kept, high = its["keep_high"], its["compute_dtype"]
+    if not math.isfinite(its["gradient"]["error"]):
+        return ["  keep     not known: the recipe's gradient is not finite"]
     if kept["won_back"] is None:
         return [f"  keep     nothing: the gradient's error is within what {high} itself makes"]
     count, target = len(kept["layers"]), 100 * kept["target"]
@@ -91,7 +94,8 @@ def _keep_lines(its: Mapping[str, Any]) -> list[str]:
 
 def ranking(recipes: Mapping[str, Any]) -> list[str]:
     """Return the recipes' names by rising error of the whole gradient."""
-    return sorted(recipes, key=lambda name: recipes[name]["gradient"]["error"])
+    errors = {name: its["gradient"]["error"] for name, its in recipes.items()}
+    return sorted(errors, key=lambda name: (not math.isfinite(errors[name]), errors[name]))
 
 
 def ranking_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -100,15 +104,19 @@ def ranking_lines(facts: Mapping[str, Any]) -> list[str]:
     for name in facts["ranking"]:
         its = facts["recipes"][name]
         gradient, found = its["gradient"], worst(its["layers"], 1)
-        rows.append(
-            [name, f"{gradient['error']:.3g}", f"{gradient['cosine']:.5f}", _bias(gradient).removeprefix("bias "),
-             f"{gradient['variance']:.3g}", f"{its['loss']['gap']:+.5f}", " ".join(found[0]) if found else "-"]
-        )  # fmt: skip
+        cosine, variance = (gradient.get(key, math.nan) for key in ("cosine", "variance"))
+        measured = [
+            f"{gradient['error']:.3g}",
+            f"{cosine:.5f}",
+            _bias(gradient).removeprefix("bias "),
+            f"{variance:.3g}",
+        ]
+        rows.append([name, *measured, f"{its['loss']['gap']:+.5f}", " ".join(found[0]) if found else "-"])
     return ["ranking, by the error of the whole gradient", *_indented(_aligned(rows, left=1))]
 
 
 def _db(its: Mapping[str, float]) -> str:
-    return f"{its['sqnr_db']:.1f}" if "sqnr_db" in its else "inf"
+    return f"{its['sqnr_db']:.1f}" if "sqnr_db" in its else "-"
 
 
 def _bias(its: Mapping[str, float]) -> str:
@@ -136,14 +144,25 @@ def _cell(index: int, sized: tuple[str, int], left: int) -> str:
     return cell.ljust(width) if index < left else cell.rjust(width)
 
 
+def as_json(value: Any) -> Any:
+    """Return `value` with NaN and infinities as the strings "nan", "inf", "-inf", which JSON has no numbers for."""
+    if isinstance(value, Mapping):
+        return {key: as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
-    """Draw layers x slots, coloured by SQNR in dB, to `path` as PNG."""
+    """Draw layers x slots, coloured by SQNR in dB, to `path` as PNG; no picture where there is nothing to show."""
     import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # not pyplot: it keeps global state
     from matplotlib.figure import Figure
 
     layers = its["layers"]
     columns = [c for c in (*COLUMNS, END_TO_END) if any("sqnr_db" in each.get(c, {}) for each in layers.values())]
+    if not columns:
+        return  # nothing was finite
     values = np.array([[each.get(c, {}).get("sqnr_db", np.nan) for c in columns] for each in layers.values()])
     figure = Figure(figsize=(2.5 + 0.75 * len(columns), 1.6 + 0.22 * len(layers)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -151,7 +170,7 @@ def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
     image = axes.imshow(values, aspect="auto", cmap="viridis")
     axes.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
     axes.set_yticks(range(len(layers)), layers, fontsize=7)
-    middle = (np.nanmax(values) + np.nanmin(values)) / 2 if values.size else 0.0
+    middle = (np.nanmax(values) + np.nanmin(values)) / 2
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
             colour = "white" if value < middle else "black"

@@ -16,7 +16,7 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
-from lightning_llm.probe.report import draw, ranking, render, write_recipes
+from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
 from lightning_llm.probe.subject import Place, delayed_state, find_place, read_batches, read_weights, with_recipe
 from lightning_llm.schema import Config, PrecisionConfig
 from lightning_llm.workspace import default_outputs
@@ -34,7 +34,7 @@ def probe(arguments: argparse.Namespace) -> int:
     facts["skipped"] = skipped
     folder = Path(arguments.output or Path(default_outputs(), "probe", place.name)).expanduser().absolute()
     _write(facts, recipes, folder)
-    print(json.dumps(facts, indent=1) if arguments.json else render(facts))
+    print(json.dumps(as_json(facts), indent=1, allow_nan=False) if arguments.json else render(facts))
     print(f"written    {folder}", file=sys.stderr)
     return 0
 
@@ -158,7 +158,7 @@ def _progress(title: str) -> Callable[[str], None]:
 
 def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "probe.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "probe.json").write_text(json.dumps(as_json(facts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "probe.txt").write_text(render(facts) + "\n", encoding="utf-8")
     for name, its in facts["recipes"].items():
         draw(name, its, folder / f"{name}.png")

@@ -19,7 +19,7 @@ def healthy_run(config: Any) -> None:
     leave_groups(trainer.strategy.layout)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("zero2", marks=pytest.mark.full), "zero3"])
 def test_two_ranks_measure_what_one_does(layout, ranks, small_run, tmp_path):
     def lines(name: str, layout: str, world: int) -> tuple[list[Any], list[Any]]:
         config = compose_config(

@@ -1,5 +1,7 @@
 """A small model with what is wrong planted in it: the probe must find it, and its figures must be the definitions'."""
 
+import json
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from lightning_llm.probe.comparison import figures
 from lightning_llm.probe.local import local_sums
 from lightning_llm.probe.measure import measure, worst
 from lightning_llm.probe.model import ProbedModel, TokenBatch
+from lightning_llm.probe.report import as_json, recipe_lines
 from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
 SHAPE = compose_config(
@@ -198,3 +201,15 @@ def test_fp16_gradients_are_scaled_as_in_training(weights):
     assert model.loss_scale >= 1024
     assert gradient_error(high, reference) < 1e-4
     assert gradient_error(model.quantised(0), reference) < 0.05
+
+
+def test_a_gradient_that_is_not_finite_is_said_to_be(weights):
+    """Weights of NaN in one layer: no figure, no share, no layers, and a report all the same."""
+    spoilt = {**weights, f"{BAD}.weight": torch.full_like(weights[f"{BAD}.weight"], float("nan"))}
+    model = probed(spoilt, shipped("mxfp8"))
+    found = measure(model, model.reference(), None, keys=1, attribute=True)
+    assert found["keep_high"]["won_back"] is None
+    assert found["slots"]["fprop.x"]["share_only"] is None
+    lines = "\n".join(recipe_lines("mxfp8", found))
+    assert "the recipe's gradient is not finite" in lines
+    assert '"error": "nan"' in json.dumps(as_json(found), allow_nan=False)
