@@ -1,0 +1,151 @@
+"""The factor: what the runs are compared by, its levels, and which of them is the baseline."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING, below
+from lightning_llm.compare.reading import Run
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+
+GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
+"""In this order, where several vary and none is asked for."""
+NOT_THE_RECIPE = ("precision.backend",)
+"""Says where casts run, not which: a confounder."""
+USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
+
+Level = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`name`: a config group or one dotted key; `prefix`: what its keys begin with; `labels`: its levels, in order."""
+
+    name: str
+    prefix: str
+    keys: tuple[str, ...]
+    labels: dict[Level, str]
+    baseline: Level
+    note: str = ""
+
+    def level(self, run: Run) -> Level:
+        """Return the values of the factor's keys."""
+        return _level(run, self.keys)
+
+    def label(self, run: Run) -> str:
+        """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
+        return self.labels[self.level(run)]
+
+    @property
+    def baseline_label(self) -> str:
+        """What the baseline is called."""
+        return self.labels[self.baseline]
+
+
+def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
+    """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
+
+    Raises:
+        ConfigError: the runs do not differ, or no run has the baseline's level.
+    """
+    name, _, wanted = (asked or "").rpartition("=")
+    varying = varying_keys(runs)
+    note = ""
+    if not name:
+        name, note = _most_likely(varying)
+    groups = {key.partition(".")[0] for run in runs for key in run.config}
+    single = "." in name
+    if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
+        text = f"there is no group or key '{name}' to compare by.{did_you_mean(name, groups - {'seed', 'run'})}"
+        raise ConfigError(Problem("--baseline", text))
+    keys = (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
+    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    if len(levels) < 2:
+        text = f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+        raise ConfigError(Problem("RUN", text))
+    labels = _labels(runs, name, keys, levels)
+    baseline, said = _baseline(name, labels, wanted, runs, keys)
+    prefix = name if single else f"{name}."
+    return Factor(name, prefix, keys, labels, baseline, " ".join(filter(None, (note, said))))
+
+
+def varying_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
+    keys = sorted({key for run in runs for key in run.config})
+    free = (*FREE, "seed", *(LAYOUT if all(run.bitwise_layout for run in runs) else ()))
+    found = [key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1]
+    return [key for key in found if not below(key, free) or key.startswith("parallel.")]
+
+
+def _most_likely(varying: list[str]) -> tuple[str, str]:
+    """Return the factor to take where none was asked for, and what to say of the choice."""
+    meant = {key.partition(".")[0] for key in varying if not below(key, ROUNDING)} - {"parallel"}
+    candidates = [group for group in GROUPS if group in meant]
+    if candidates:
+        several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
+        return candidates[0], several if len(candidates) > 1 else ""
+    rounding = [key for key in varying if below(key, ROUNDING) and not key.startswith("parallel.")]
+    if len(rounding) == 1:
+        return rounding[0], "The runs are of one recipe, held against itself."
+    return "parallel" if any(key.startswith("parallel.") for key in varying) else "data", ""
+
+
+def _level(run: Run, keys: tuple[str, ...]) -> Level:
+    return tuple(_text(run.config.get(key)) for key in keys)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
+    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name."""
+    named = {_level(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
+    labels = {}
+    for level in levels:
+        alike = [other for other in levels if named[other] == named[level]]
+        apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
+        pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.').rpartition('data.')[2]}={_word(level[i])}" for i in apart)
+        if not named[level] or len(alike) == len(levels):
+            labels[level] = pairs
+        else:
+            labels[level] = f"{named[level]} ({pairs})" if pairs else named[level]
+    return labels
+
+
+def _word(value: str) -> str:
+    loaded = json.loads(value)
+    return loaded if isinstance(loaded, str) else value
+
+
+def _baseline(
+    name: str, labels: dict[Level, str], wanted: str, runs: Sequence[Run], keys: tuple[str, ...]
+) -> tuple[Level, str]:
+    """Return the baseline's level and what to say of how it was chosen."""
+    by_name: dict[str, list[Level]] = {}
+    for run in runs:
+        level = _level(run, keys)
+        for word in {labels[level], str(run.config.get(f"{name}.name") or labels[level])}:
+            if level not in by_name.setdefault(word, []):
+                by_name[word].append(level)
+    if wanted:
+        if len(keys) == 1:
+            value = (_text(yaml.safe_load(wanted)),)
+            if value in labels:
+                return value, ""
+        found = by_name.get(wanted, [])
+        if len(found) == 1:
+            return found[0], ""
+        text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{did_you_mean(wanted, labels.values())}"
+        raise ConfigError(Problem("--baseline", text))
+    for usual in USUAL_BASELINES.get(name, ()):
+        if len(by_name.get(usual, [])) == 1:
+            return by_name[usual][0], ""
+    if name == "precision":
+        text = f"none of the runs is bf16 or fp32. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
+        raise ConfigError(Problem("--baseline", text))
+    first = next(iter(labels))
+    return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."

@@ -1,0 +1,147 @@
+"""Which run is held against which: pairs of the same seed that differ in the factor, and in what else."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+from lightning_llm.compare.differences import (
+    FREE,
+    LAYOUT,
+    ROUNDING,
+    all_differences,
+    below,
+    meaningful,
+    validation_differences,
+)
+from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.reading import Run
+from lightning_llm.errors import Problem
+
+Setting = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run and the baseline's run of the same seed; `confounders`: {key: (baseline's value, the run's)} beside the
+    factor."""
+
+    run: Run
+    baseline: Run
+    confounders: dict[str, tuple[Any, Any]]
+
+
+@dataclass
+class Family:
+    """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
+
+    `recipes`: {label: pairs, one per seed}; `aa_pairs`: runs of one recipe and seed that differ in rounding alone.
+    """
+
+    setting: dict[str, Any]
+    recipes: dict[str, list[Pair]] = field(default_factory=dict)
+    aa_pairs: list[tuple[Run, Run]] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run that is in a pair, once."""
+        found = {id(run): run for pairs in self.recipes.values() for pair in pairs for run in (pair.baseline, pair.run)}
+        return list(found.values())
+
+
+def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[Problem]]:
+    """Return the families, and what could not be paired and why."""
+    varying = _setting_keys(runs, factor)
+    usual = Counter(_rounding(run, factor) for run in runs)
+    baselines = [run for run in runs if factor.level(run) == factor.baseline]
+    others = [run for run in runs if factor.level(run) != factor.baseline]
+    families: dict[Setting, Family] = {}
+    problems: list[Problem] = []
+
+    def order(run: Run) -> tuple[str, str, int]:
+        return factor.label(run), str(_setting(run, varying)), run.seed
+
+    position = {id(run): number for number, run in enumerate(runs)}
+    for _, group in groupby(sorted(others, key=order), key=order):
+        pairs, found = _pairs_of(list(group), baselines, factor)
+        problems += found
+        if not pairs:
+            continue
+        # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
+        best = min(pairs, key=lambda pair: (len(pair.confounders), -usual[_rounding(pair.run, factor)], position[id(pair.run)]))
+        family = families.setdefault(_setting(best.run, varying), Family({key: best.run.config.get(key) for key in varying}))
+        family.recipes.setdefault(factor.label(best.run), []).append(best)
+    for family in families.values():
+        family.recipes = dict(sorted(family.recipes.items(), key=lambda item: list(factor.labels.values()).index(item[0])))
+        family.aa_pairs = _aa_pairs(runs, family, factor)
+    return list(families.values()), problems
+
+
+def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the groups of two and more runs of one recipe and seed that differ in the order of sums alone."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            if group[0].seed == run.seed and not meaningful(group[0], run, ROUNDING):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return [group for group in groups if len(group) > 1]
+
+
+def _aa_pairs(runs: Sequence[Run], family: Family, factor: Factor) -> list[tuple[Run, Run]]:
+    """Return neighbours within each group of such runs whose group is in the family: n runs give n - 1 pairs."""
+    judged = {id(run) for run in family.runs}
+    groups = [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
+    pairs = [pair for group in groups for pair in pairwise(group)]
+    return [(one, other) for one, other in pairs if _in_rounding(one, other)]
+
+
+def _in_rounding(one: Run, other: Run) -> bool:
+    """Whether the two differ in rounding at all: the same run made twice says nothing of how runs scatter."""
+    return any(below(key, ROUNDING) for key in all_differences(one, other))
+
+
+def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[list[Pair], list[Problem]]:
+    pairs, problems = [], []
+    for run in runs:
+        seeded = [each for each in baselines if each.seed == run.seed]
+        if not seeded:
+            text = f"{factor.label(run)} at seed {run.seed} has no run of {factor.baseline_label} at that seed to go with it."
+            problems.append(Problem(str(run.folder), text))
+            continue
+        pair = min((_pair(run, each, factor) for each in reversed(seeded)), key=lambda pair: len(pair.confounders))
+        if unlike := validation_differences(pair.baseline, run):
+            text = (
+                f"its validation loss is not comparable with that of {pair.baseline.folder}: they differ in "
+                f"{', '.join(unlike)}. Tokenizer, held-out documents and sequence length must be the same."
+            )
+            problems.append(Problem(str(run.folder), text))
+            continue
+        pairs.append(pair)
+    return pairs, problems
+
+
+def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
+    """Return the pair; keys of the factor are none of its confounders, and where threads are the factor their fact."""
+    own = (*factor.keys, *(("threads",) if factor.name == "trainer.threads" else ()))
+    if factor.name == "parallel":
+        own += LAYOUT
+    return Pair(run, baseline, meaningful(baseline, run, own))
+
+
+def _setting_keys(runs: Sequence[Run], factor: Factor) -> list[str]:
+    keys = sorted({key for run in runs for key in run.config})
+    free = (*FREE, *ROUNDING, "seed", *factor.keys)
+    return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]
+
+
+def _setting(run: Run, keys: list[str]) -> Setting:
+    return tuple((key, str(run.config.get(key))) for key in keys)
+
+
+def _rounding(run: Run, factor: Factor) -> Setting:
+    keys = [key for key in sorted(run.config) if below(key, ROUNDING) and key not in factor.keys]
+    return _setting(run, keys)
