@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.provenance import git_state, versions
+from lightning_llm.callbacks.provenance import code_hash, git_state, versions
 from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
@@ -52,14 +52,21 @@ class RunFolder(pl.Callback):
     """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run; rank 0 alone. The last of the callbacks.
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
-    holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
-    first status stays.
+    holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
+    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status stays.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[RecordSink] = (), resumed_from_step: int | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[RecordSink] = (),
+        resumed_from_step: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ):
         self.run_dir = Path(run_dir)
         self.sinks = list(sinks)
         self.resumed_from_step = resumed_from_step
+        self.facts = dict(facts or {})
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._file: Any = None
         self._summary: dict[str, Any] = {}
@@ -97,6 +104,8 @@ class RunFolder(pl.Callback):
             "device": device,
             "versions": versions(),
             "git": git_state(),
+            "code_hash": code_hash(),
+            **self.facts,
         }
         self._write_summary()
         for sink in self.sinks:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def run(config: Config) -> int:
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
         sinks = tracking_sinks(config, corpus)
-        trainer = build_trainer(config, device, layout, start.checkpoint, sinks)
+        trainer = build_trainer(config, device, layout, start.checkpoint, sinks, run_facts(config, corpus))
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
@@ -150,6 +150,17 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def run_facts(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "threads": torch.get_num_threads(),
+        "backend": "emulated" if config.precision.quantises else "native",
+    }
 
 
 def tracking_sinks(config: Config, corpus: Corpus) -> list[RecordSink]:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import special  # and not stats, which takes a second to import
 
 Verdict = Literal["lossless", "lossy", "inconclusive"]
 Array = NDArray[np.float64]
@@ -61,13 +61,15 @@ def critical_value(
     exact to 1e-6, and the same on every call, which the sampling of A. Genz and F. Bretz ("Computation of Multivariate
     Normal and t Probabilities", Springer 2009; `scipy.stats.multivariate_t.cdf`) is not.
     """
-    single = float(stats.t.ppf(0.5 + confidence / 2, df))
+    single = float(special.stdtrit(df, 0.5 + confidence / 2))
     if comparisons == 1:
         return single
+    from scipy.optimize import brentq  # half a second, for several recipes alone
+
     z, z_weights = np.polynomial.hermite_e.hermegauss(80)
     z_weights = z_weights / z_weights.sum()
     u, u_weights = np.polynomial.legendre.leggauss(96)
-    scale = np.sqrt(stats.chi2.ppf((u + 1) / 2, df) / df)[:, None]  # [96, 1]
+    scale = np.sqrt(special.chdtri(df, (1 - u) / 2) / df)[:, None]  # [96, 1]
     shift = z * math.sqrt(correlation / (1 - correlation))  # [80]
 
     def excess(q: float) -> float:
@@ -75,8 +77,8 @@ def critical_value(
         inside = (special.ndtr(shift + width) - special.ndtr(shift - width)) ** comparisons  # [96, 80]
         return float(u_weights / 2 @ inside @ z_weights) - confidence
 
-    bonferroni = float(stats.t.ppf(1 - (1 - confidence) / (2 * comparisons), df))
-    return float(optimize.brentq(excess, single, bonferroni * (1 + 1e-6), xtol=1e-7))
+    bonferroni = float(special.stdtrit(df, 1 - (1 - confidence) / (2 * comparisons)))
+    return float(brentq(excess, single, bonferroni * (1 + 1e-6), xtol=1e-7))
 
 
 def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Intervals:
@@ -120,7 +122,7 @@ def like_spread(variances: Array, df: NDArray[np.int64]) -> NDArray[np.bool_]:
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(largest, variances, 0.0).sum(-1) / _pooled_variance(variances, df, rest)[..., 0]
             level = SPREAD_LEVEL / np.maximum(members, 1)
-            stands_out = stats.f.sf(ratio, np.where(largest, df, 0).sum(-1), pooled_df(df, rest)) < level
+            stands_out = special.fdtrc(np.where(largest, df, 0).sum(-1), pooled_df(df, rest), ratio) < level
         leave = largest & (stands_out & (members > 1))[..., None]
         if not leave.any():
             break
@@ -165,7 +167,7 @@ def power(
     if sd == 0:
         return 1.0
     q = critical_value(recipes, df, confidence)
-    return float(stats.nct.sf(q, df, abs(margin - gap) * math.sqrt(seeds) / sd))
+    return float(1 - special.nctdtr(df, abs(margin - gap) * math.sqrt(seeds) / sd, q))
 
 
 def seeds_needed(
