@@ -207,13 +207,11 @@ def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> 
     """
     q = np.full(df.shape, np.nan)
     judged = np.isfinite(df)  # [..., K]
-    count = judged.sum(-1)
-    correlation = _smallest_correlation(there, judged)
-    for index in np.ndindex(df.shape[:-1]):
-        for value in np.unique(df[index][judged[index]]):
-            q[index][df[index] == value] = critical_value(
-                int(count[index]), float(value), confidence, float(correlation[index])
-            )
+    count = np.broadcast_to(judged.sum(-1, keepdims=True), df.shape)[judged]
+    correlation = np.broadcast_to(_smallest_correlation(there, judged)[..., None], df.shape)[judged]
+    cases, which = np.unique(np.stack([count, df[judged], correlation]), axis=1, return_inverse=True)
+    found = [critical_value(int(k), float(nu), confidence, float(rho)) for k, nu, rho in cases.T]
+    q[judged] = np.array(found)[which.ravel()] if found else 0.0
     return q
 
 
