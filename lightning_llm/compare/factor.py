@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING, below
 from lightning_llm.compare.reading import Run
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -116,6 +114,14 @@ def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[
     return labels
 
 
+def _parsed(word: str) -> Any:
+    """Return a value as typed on the command line: a number, true, null or text. (2e-3 is text to YAML alone.)"""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
 def _word(value: str) -> str:
     loaded = json.loads(value)
     return loaded if isinstance(loaded, str) else value
@@ -133,7 +139,7 @@ def _baseline(
                 by_name[word].append(level)
     if wanted:
         if len(keys) == 1:
-            value = (_text(yaml.safe_load(wanted)),)
+            value = (_text(_parsed(wanted)),)
             if value in labels:
                 return value, ""
         found = by_name.get(wanted, [])

@@ -16,11 +16,13 @@ _composed: dict[tuple[str, ...], dict[str, Any]] = {}
 
 
 def config_of(*words: str) -> dict[str, Any]:
-    """Return a resolved config as `config.yaml` holds it, a fresh copy."""
-    if words not in _composed:
+    """Return a resolved config as `config.yaml` holds it, a fresh copy; composed once for all seeds."""
+    rest = tuple(word for word in words if not word.startswith("seed="))
+    if rest not in _composed:
         base = ("model=llama_tiny", "data=python", f"trainer.max_steps={STEPS}", "logger=none", "run.name=made")
-        _composed[words] = compose_config([*base, *words]).model_dump(mode="json")
-    return copy.deepcopy(_composed[words])
+        _composed[rest] = compose_config([*base, *rest]).model_dump(mode="json")
+    seeds = [int(word.removeprefix("seed=")) for word in words if word.startswith("seed=")]
+    return {**copy.deepcopy(_composed[rest]), "seed": seeds[0] if seeds else 0}
 
 
 def make_run(
@@ -37,7 +39,8 @@ def make_run(
     """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder."""
     config = config_of(*words)
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
+
     losses = losses or {step: curve(step) + gap * step / STEPS + noise for step in range(EVERY, steps + 1, EVERY)}
     lines = [] if records is None else list(records)
     for step in range(1, max(losses) + 1):
