@@ -70,3 +70,11 @@ def make_run(
 def curve(step: int) -> float:
     """Return the loss of a run without noise."""
     return 3.0 + 3.0 * math.exp(-step / 20)
+
+
+NO_MEANING = (
+    "run.", "logger.", "resume", "recipe", "checkpoint.", "callbacks.", "model.name", "model.parameters_published",
+    "data.name", "data.cache_dir", "data.num_workers", "parallel.name", "parallel.timeout_seconds", "trainer.name",
+    "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
+)  # fmt: skip
+"""Config keys that change nothing of what is learned, as docs/compare.md lists them."""
