@@ -106,7 +106,7 @@ def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[
     for level in levels:
         alike = [other for other in levels if named[other] == named[level]]
         apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
-        pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.').rpartition('data.')[2]}={_word(level[i])}" for i in apart)
+        pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.')}={_word(level[i])}" for i in apart)
         if not named[level] or len(alike) == len(levels):
             labels[level] = pairs
         else:
