@@ -33,7 +33,7 @@ def git_state() -> dict[str, Any]:
 
 
 def code_hash() -> str:
-    """Return 12 hex digits of the Python text that training runs, as it is on disk: in a changed checkout, in a wheel."""
+    """Return 12 hex digits of the Python text that training runs, as it is on disk, in a checkout or a wheel."""
     root, *checkouts = map(Path, lightning_llm.__path__)  # a checkout keeps callbacks/ beside the package
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     for each in checkouts:

@@ -53,7 +53,8 @@ class RunFolder(pl.Callback):
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
     holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
-    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status stays.
+    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
+    stays.
     """
 
     def __init__(

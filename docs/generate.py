@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md: the recipe tables, the lint's rules, the verdict's power, from the program.
+"""Write the generated sections of docs/*.md from the program: recipe tables, the lint's rules, the verdict's power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.

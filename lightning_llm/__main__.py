@@ -75,7 +75,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="folders of runs or sweeps, experiments, MLflow ids; none: the last sweep")
+    add(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="folders of runs or sweeps, experiments, MLflow ids; none: the last sweep",
+    )
     add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
     add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
     add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")

@@ -80,7 +80,7 @@ def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    """Print what two runs' resolved configs, versions, device, code and data differ in; the exit code is 0 either way."""
+    """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
     found = [find_runs([word]) for word in (arguments.run, arguments.other)]
     problems = [problem for each in found for problem in each.problems]
     for word, each in zip((arguments.run, arguments.other), found, strict=True):

@@ -1,22 +1,24 @@
 """A whole comparison: runs in, verdicts out, with everything that could not be used and why."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.differences import below
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.reading import Run, read_run
+from lightning_llm.compare.reading import Run, facts, read_run
 from lightning_llm.compare.verdict import Terms, judge, power_statement
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import flatten
+from lightning_llm.identity import NOT_IDENTITY
 
 METHODS = (
-    "Paired differences of the tail of the validation loss, seed as block; simultaneous two-sided intervals against the "
-    "shared baseline: Dunnett 1955, by quadrature; variance pooled over recipes of like spread (F test, own spread where "
-    "larger: Hasler and Hothorn 2008), degrees of freedom by Satterthwaite 1946; non-inferiority at the margin by the "
-    "interval's bounds: ICH E9 1998."
+    "Paired differences of the tail of the validation loss, seed as block; simultaneous two-sided intervals against "
+    "the shared baseline: Dunnett 1955, by quadrature; variance pooled over recipes of like spread (F test, own spread "
+    "where larger: Hasler and Hothorn 2008), degrees of freedom by Satterthwaite 1946; non-inferiority at the margin "
+    "by the interval's bounds: ICH E9 1998."
 )
 
 
@@ -116,14 +118,18 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
 
 
 def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
-    """Return the runs without those that were made again in the same way, of which the newest counts."""
+    """Return the runs without those made again in the same way to the same end, of which the newest counts.
+
+    Made again in the same way to other losses (kernels whose sums depend on timing), both stay: an A/A pair.
+    """
     newest: dict[str, Run] = {}
-    for run in sorted(runs, key=lambda run: str(run.summary.get("started_at", ""))):
-        key = str(sorted((key, str(value)) for key, value in run.config.items() if not key.startswith(("run.", "logger."))))
-        newest[key] = run
+    for run in sorted(runs, key=lambda run: run.started_at):
+        config = {key: value for key, value in run.config.items() if not below(key, NOT_IDENTITY)}
+        same = (config, dict(facts(run)), not run.non_finite and run.validations)
+        newest[json.dumps(same, sort_keys=True, default=str)] = run
     kept = {id(run) for run in newest.values()}
     dropped = [run.name for run in runs if id(run) not in kept]
-    notes = [f"Made again later with the same config, so left out: {', '.join(dropped)}."] if dropped else []
+    notes = [f"Made again later to the same losses, so left out: {', '.join(dropped)}."] if dropped else []
     return [run for run in runs if id(run) in kept], notes
 
 
@@ -138,17 +144,19 @@ def _notes(comparison: Comparison) -> list[str]:
     notes = [factor.note] if factor.note else []
     notes.append(
         "A verdict holds at its model size and number of tokens. It rules recipes out; that one is lossless there does "
-        "not say so for larger models or longer runs, where damage may grow: see how the gap moves over sizes and tokens."
+        "not say so for larger models or longer runs, where damage may grow: see how the gap moves over both."
     )
     if any(row["more_seeds"] for row in verdicts):
-        notes.append(power_statement(comparison.terms))
+        notes.append(power_statement())
     if any(row["comparisons"] > 1 for row in verdicts):
         notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
     runs = {id(run): run for family in comparison.families for run in family.runs}.values()
     if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
         notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
-    if any(flatten(run.summary).get("data_hash") is None for run in runs):
-        notes.append("Some runs do not name their data by a hash: that it was the same is known from the configs alone.")
+    if any(run.summary.get("data_hash") is None for run in runs):
+        notes.append(
+            "Some runs do not name their data by a hash: that it was the same is known from the configs alone."
+        )
     if any(row["speed_confounders"] for row in verdicts):
         keys = sorted({key for row in verdicts for key in row["speed_confounders"]})
         notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")

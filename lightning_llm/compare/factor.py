@@ -59,10 +59,14 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
         text = f"there is no group or key '{name}' to compare by.{did_you_mean(name, groups - {'seed', 'run'})}"
         raise ConfigError(Problem("--baseline", text))
-    keys = (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
+    keys = (
+        (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
+    )
     levels = list(dict.fromkeys(_level(run, keys) for run in runs))
     if len(levels) < 2:
-        text = f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+        text = (
+            f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+        )
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)
     baseline, said = _baseline(name, labels, wanted, runs, keys)
@@ -145,13 +149,16 @@ def _baseline(
         found = by_name.get(wanted, [])
         if len(found) == 1:
             return found[0], ""
-        text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{did_you_mean(wanted, labels.values())}"
+        hint = did_you_mean(wanted, labels.values())
+        text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{hint}"
         raise ConfigError(Problem("--baseline", text))
     for usual in USUAL_BASELINES.get(name, ()):
         if len(by_name.get(usual, [])) == 1:
             return by_name[usual][0], ""
     if name == "precision":
-        text = f"none of the runs is bf16 or fp32. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
+        text = (
+            f"none of the runs is bf16 or fp32. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
+        )
         raise ConfigError(Problem("--baseline", text))
     first = next(iter(labels))
     return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."

@@ -17,7 +17,7 @@ BASELINE_COLOUR = "#222222"
 
 
 def draw_curves(family: Family, baseline: str, terms: Terms) -> str:
-    """Draw validation loss over tokens, and its difference to the baseline's: means over seeds, bands from least to most.
+    """Draw validation loss over tokens, and its difference to the baseline's: means, and bands from least to most.
 
     Each difference is one pair's; the band of a single pair is its line.
     """
@@ -35,6 +35,7 @@ def draw_curves(family: Family, baseline: str, terms: Terms) -> str:
     right.set(xlabel="tokens", ylabel="difference (nats per token)", title=f"Difference to {baseline} at the same seed")
     right.axhline(0, color=BASELINE_COLOUR, linewidth=0.8)
     right.axhline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
+    _spread_out(right, "y", terms)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
@@ -60,6 +61,7 @@ def draw_intervals(rows: Sequence[dict[str, Any]], baseline: str, terms: Terms) 
     level = f"{100 * terms.confidence:g} % simultaneous intervals"
     axes.set(xlabel=f"gap in {terms.metric} to {baseline} (nats per token)", title=f"{level}; ticks: single seeds")
     axes.grid(alpha=0.25, axis="x")
+    _spread_out(axes, "x", terms)
     axes.legend(fontsize=8)
     return _svg(figure)
 
@@ -80,7 +82,9 @@ def draw_speed(rows: Sequence[dict[str, Any]], baseline: str, terms: Terms) -> s
         point = row["tokens_per_second_ratio"], row["gap"]
         axes.errorbar(point[0], point[1], yerr=error, marker="o", color=COLOURS[row["verdict"]], capsize=3)
         axes.annotate(_title(row), point, textcoords="offset points", xytext=(6, 6), fontsize=8)
-    axes.set(xlabel=f"tokens/s over {baseline}'s", ylabel="gap (nats per token)", title="Gap against speed, as run here")
+    axes.set(
+        xlabel=f"tokens/s over {baseline}'s", ylabel="gap (nats per token)", title="Gap against speed, as run here"
+    )
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
     return _svg(figure)
@@ -109,6 +113,13 @@ def _band(axes: Any, curves: Sequence[dict[int, float]], colour: str, label: str
     values = np.where(np.isfinite(values), values, np.nan)
     axes.plot(common, values.mean(0), color=colour, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.fill_between(common, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+
+
+def _spread_out(axes: Any, axis: str, terms: Terms) -> None:
+    """Make an axis of gaps logarithmic beyond two margins where one is so large that the others could not be told."""
+    low, high = axes.get_xlim() if axis == "x" else axes.get_ylim()
+    if max(-low, high) > 20 * terms.margin:
+        getattr(axes, f"set_{axis}scale")("symlog", linthresh=2 * terms.margin)
 
 
 def _svg(figure: Figure) -> str:

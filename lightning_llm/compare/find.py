@@ -32,17 +32,18 @@ def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
     """
     root = root or Path(default_outputs())
     found = Found()
-    places = []
-    for word in words or [_newest_sweep(root)]:
+    places: list[Path] = []
+    for word in words or [str(_newest_sweep(root))]:
         try:
-            place = _place_of(str(word), root)
-            places += place
+            places += _places_of(word, root)
         except ConfigError as error:
             found.problems += error.problems
     for place in places:
         below = list(_runs_below(place))
         if not below:
-            found.problems.append(Problem(str(place), "there is no run in this folder. Give one that holds config.yaml."))
+            found.problems.append(
+                Problem(str(place), "there is no run in this folder. Give one that holds config.yaml.")
+            )
         found.folders += below
     found.folders = list(dict.fromkeys(folder.resolve() for folder in found.folders))
     if not found.folders:
@@ -81,12 +82,14 @@ def _by_number(folder: Path) -> tuple[str, int, str]:
 def _newest_sweep(root: Path) -> Path:
     sweeps = {file.parent.parent for file in root.glob("*/*/*/config.yaml") if file.parent.name.isdigit()}
     if not sweeps:
-        text = f"no run was named, and there is no sweep in {root}. Name runs, or run a sweep: lightning-llm train -m ..."
+        text = (
+            f"no run was named, and there is no sweep in {root}. Name runs, or run a sweep: lightning-llm train -m ..."
+        )
         raise ConfigError(Problem("RUN", text))
     return max(sweeps, key=lambda sweep: max(file.stat().st_mtime for file in sweep.glob("*/config.yaml")))
 
 
-def _place_of(word: str, root: Path) -> list[Path]:
+def _places_of(word: str, root: Path) -> list[Path]:
     """Return the folders that one word names.
 
     Raises:

@@ -39,7 +39,7 @@ class Tail:
     steps: tuple[int, ...]
 
     def of(self, run: Run) -> float:
-        """Return the mean of the run's losses over the tail, in nats per token; NaN or infinite for one that diverged."""
+        """Return the mean of the run's losses over the tail, in nats per token; not finite where it diverged."""
         losses = run.validations.get(self.metric, {})
         return math.fsum(losses.get(step, math.nan) for step in self.steps) / len(self.steps)
 
@@ -53,13 +53,14 @@ def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail
     return Tail(metric, tuple(sorted(step for step in common if step == last or step > (1 - share) * last)))
 
 
-def diverged(run: Run, tail: Tail | None) -> bool:
-    """Whether the run lost its loss: not finite, or in the end worse than guessing every token alike, ln(vocabulary)."""
+def diverged(run: Run, tail: Tail | None, baseline: Run | None = None) -> bool:
+    """Whether the run lost its loss: not finite, or in the end worse than guessing, where the baseline is not."""
     if run.non_finite or tail is None:
         return run.non_finite
-    vocabulary = run.config.get("model.vocab_size")
-    loss = tail.of(run)
-    return not math.isfinite(loss) or (isinstance(vocabulary, int) and loss > math.log(vocabulary))
+    guessing = run.config.get("model.vocab_size")
+    limit = math.log(guessing) if isinstance(guessing, int) else math.inf
+    loss, other = tail.of(run), -math.inf if baseline is None else tail.of(baseline)
+    return not math.isfinite(loss) or loss > limit >= other
 
 
 def time_to_loss(pair: Pair, tail: Tail) -> dict[str, float] | None:
@@ -92,7 +93,7 @@ def time_to_loss(pair: Pair, tail: Tail) -> dict[str, float] | None:
 
 
 def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> dict[str, Any]:
-    """Return what the recipe costs beside the baseline: time to its loss, speed, memory; and what went wrong on the way.
+    """Return what the recipe costs beside the baseline, time, speed and memory, and what went wrong on the way.
 
     Ratios are the recipe's over the baseline's, geometric means over pairs; `time_to_loss` has medians over the pairs
     that got there, `reached` of them.

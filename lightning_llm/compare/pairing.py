@@ -10,7 +10,6 @@ from lightning_llm.compare.differences import (
     FREE,
     LAYOUT,
     ROUNDING,
-    all_differences,
     below,
     meaningful,
     validation_differences,
@@ -62,24 +61,27 @@ def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[P
     def order(run: Run) -> tuple[str, str, int]:
         return factor.label(run), str(_setting(run, varying)), run.seed
 
-    position = {id(run): number for number, run in enumerate(runs)}
+    def rank(pair: Pair) -> tuple[int, int]:
+        return len(pair.confounders), -usual[_rounding(pair.run, factor)]
+
     for _, group in groupby(sorted(others, key=order), key=order):
         pairs, found = _pairs_of(list(group), baselines, factor)
         problems += found
         if not pairs:
             continue
         # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
-        best = min(pairs, key=lambda pair: (len(pair.confounders), -usual[_rounding(pair.run, factor)], position[id(pair.run)]))
-        family = families.setdefault(_setting(best.run, varying), Family({key: best.run.config.get(key) for key in varying}))
+        best = min(sorted(pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
+        setting = {key: best.run.config.get(key) for key in varying}
+        family = families.setdefault(_setting(best.run, varying), Family(setting))
         family.recipes.setdefault(factor.label(best.run), []).append(best)
     for family in families.values():
-        family.recipes = dict(sorted(family.recipes.items(), key=lambda item: list(factor.labels.values()).index(item[0])))
+        family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
         family.aa_pairs = _aa_pairs(runs, family, factor)
     return list(families.values()), problems
 
 
 def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the groups of two and more runs of one recipe and seed that differ in the order of sums alone."""
+    """Return the groups of runs of one recipe and seed that differ in the order of sums, if in anything."""
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
@@ -95,13 +97,7 @@ def _aa_pairs(runs: Sequence[Run], family: Family, factor: Factor) -> list[tuple
     """Return neighbours within each group of such runs whose group is in the family: n runs give n - 1 pairs."""
     judged = {id(run) for run in family.runs}
     groups = [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
-    pairs = [pair for group in groups for pair in pairwise(group)]
-    return [(one, other) for one, other in pairs if _in_rounding(one, other)]
-
-
-def _in_rounding(one: Run, other: Run) -> bool:
-    """Whether the two differ in rounding at all: the same run made twice says nothing of how runs scatter."""
-    return any(below(key, ROUNDING) for key in all_differences(one, other))
+    return [pair for group in groups for pair in pairwise(group)]
 
 
 def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[list[Pair], list[Problem]]:
@@ -109,7 +105,8 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
     for run in runs:
         seeded = [each for each in baselines if each.seed == run.seed]
         if not seeded:
-            text = f"{factor.label(run)} at seed {run.seed} has no run of {factor.baseline_label} at that seed to go with it."
+            level, base = factor.label(run), factor.baseline_label
+            text = f"{level} at seed {run.seed} has no run of {base} at that seed to go with it."
             problems.append(Problem(str(run.folder), text))
             continue
         pair = min((_pair(run, each, factor) for each in reversed(seeded)), key=lambda pair: len(pair.confounders))

@@ -55,6 +55,11 @@ class Run:
         return str(self.summary.get("status", "running"))
 
     @property
+    def started_at(self) -> str:
+        """When the run began, in ISO 8601, which sorts."""
+        return str(self.summary.get("started_at", ""))
+
+    @property
     def finished(self) -> bool:
         """Whether it reached its last step."""
         return self.status == "finished"

@@ -13,28 +13,27 @@ from lightning_llm.compare.table import cells
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1120px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .3em .7em; border-bottom: 1px solid #ddd }
-th { text-align: left } td.number { text-align: right; font-variant-numeric: tabular-nums } img { max-width: 100%% }
-.lossless { color: %(lossless)s } .lossy { color: %(lossy)s } .inconclusive { color: %(inconclusive)s }
-.warning { background: #fff3cd; padding: .5em 1em } code { font-size: 90%% } small { color: #666 }
-""" % COLOURS
+th { text-align: left } td.number { text-align: right; font-variant-numeric: tabular-nums } img { max-width: 100% }
+.warning { background: #fff3cd; padding: .5em 1em } code { font-size: 90% } small { color: #666 }
+""" + "".join(f".{verdict} {{ color: {colour} }}\n" for verdict, colour in COLOURS.items())
 
 METHODS = """
 <p>Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. A pair's
-difference is taken of the tail of the validation loss: the mean over the validations in the last part of the steps that
-all runs have. The gap is the mean difference over seeds.</p>
+difference is taken of the tail of the validation loss: the mean over the validations in the last part of the steps
+that all runs have. The gap is the mean difference over seeds.</p>
 <ul>
-<li>Intervals hold together for all recipes that share a baseline: C. W. Dunnett, <i>A multiple comparison procedure for
-comparing several treatments with a control</i>, JASA 50 (1955) 1096&ndash;1121, with seeds as blocks; the multivariate t
-is integrated by quadrature (about it: A. Genz and F. Bretz, <i>Computation of Multivariate Normal and t
-Probabilities</i>, Springer 2009).</li>
-<li>The variance is pooled over recipes of like spread, with degrees of freedom by F. E. Satterthwaite, Biometrics Bull. 2
-(1946) 110&ndash;114. A recipe whose spread stands out (F test) keeps its own: M. Hasler and L. A. Hothorn, <i>Multiple
-contrast tests in the presence of heteroscedasticity</i>, Biometrical J. 50 (2008) 793&ndash;800.</li>
+<li>Intervals hold together for all recipes that share a baseline: C. W. Dunnett, <i>A multiple comparison procedure
+for comparing several treatments with a control</i>, JASA 50 (1955) 1096&ndash;1121, with seeds as blocks; the
+multivariate t is integrated by quadrature (about it: A. Genz and F. Bretz, <i>Computation of Multivariate Normal and
+t Probabilities</i>, Springer 2009).</li>
+<li>The variance is pooled over recipes of like spread, with degrees of freedom by F. E. Satterthwaite, Biometrics
+Bull. 2 (1946) 110&ndash;114. A recipe whose spread stands out (F test) keeps its own: M. Hasler and L. A. Hothorn,
+<i>Multiple contrast tests in the presence of heteroscedasticity</i>, Biometrical J. 50 (2008) 793&ndash;800.</li>
 <li>Lossless: the interval's upper bound is below the margin (non-inferiority: ICH E9, <i>Statistical principles for
-clinical trials</i>, 1998, section 3.3.2). Lossy: the lower bound is above it, or a run diverged where the baseline did
-not. Otherwise inconclusive.</li>
-<li>A/A floor: the root mean square difference between runs of one recipe and seed that differ in the order of sums alone
-(another micro-batch size, thread count or reduction).</li>
+clinical trials</i>, 1998, section 3.3.2). Lossy: the lower bound is above it, or a run diverged where the baseline
+did not. Otherwise inconclusive.</li>
+<li>A/A floor: the root mean square difference between runs of one recipe and seed that differ in the order of sums
+alone (another micro-batch size, thread count or reduction).</li>
 </ul>
 """
 
@@ -87,7 +86,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         setting = ", ".join(f"{key}={value}" for key, value in row["setting"].items())
         high = "" if row["gap_high_precision"] is None else f"{row['gap_high_precision']:+.4f}"
-        verdict = f"<span class='{row['verdict']}'>{row['verdict']}</span>{'' if row['controlled'] else ' (not controlled)'}"
+        verdict = (
+            f"<span class='{row['verdict']}'>{row['verdict']}</span>{'' if row['controlled'] else ' (not controlled)'}"
+        )
         numbers = "".join(f"<td class='number'>{escape(cell)}</td>" for cell in [*cells(row), high])
         lines.append(f"<tr><td>{escape(row['name'])}</td><td>{escape(setting)}</td><td>{verdict}</td>{numbers}</tr>")
     head = "".join(f"<th>{name}</th>" for name in header)
@@ -108,7 +109,9 @@ def _confounders(rows: Sequence[dict[str, Any]]) -> str:
     if not lines:
         return "<h2>Confounders</h2><p>None found: the runs of each pair differ in the factor only.</p>"
     head = "<tr><th>recipe</th><th>key</th><th>values, the baseline's first</th></tr>"
-    return f"<h2>Confounders</h2><p>These verdicts are not of the factor alone.</p><table>{head}{''.join(lines)}</table>"
+    return (
+        f"<h2>Confounders</h2><p>These verdicts are not of the factor alone.</p><table>{head}{''.join(lines)}</table>"
+    )
 
 
 def _floors(floors: Iterable[dict[str, Any]]) -> str:

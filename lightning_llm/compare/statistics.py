@@ -1,12 +1,13 @@
 """Simultaneous intervals for several recipes against one baseline, from differences paired by seed.
 
-The model. Run of recipe i at seed s: loss[i, s] = mean[i] + seed[s] + noise[i, s]. The paired difference to the baseline
-at the same seed is free of `seed[s]` (the seed is a block), and its mean over the seeds estimates the gap. Differences of
-two recipes at one seed share the baseline's noise, so their correlation is 1/2: the design of C. W. Dunnett, "A multiple
-comparison procedure for comparing several treatments with a control", J. Am. Stat. Assoc. 50 (1955) 1096-1121, with
-blocks. Variance is estimated from the differences themselves, over recipes of like spread; one whose spread stands out
-keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn, "Multiple contrast tests in the presence of
-heteroscedasticity", Biometrical J. 50 (2008) 793-800). `scipy.stats.dunnett` is for groups without blocks.
+The model. Run of recipe i at seed s: loss[i, s] = mean[i] + seed[s] + noise[i, s]. The paired difference to the
+baseline at the same seed is free of `seed[s]` (the seed is a block), and its mean over the seeds estimates the gap.
+Differences of two recipes at one seed share the baseline's noise, so their correlation is 1/2: the design of C. W.
+Dunnett, "A multiple comparison procedure for comparing several treatments with a control", J. Am. Stat. Assoc. 50
+(1955) 1096-1121, with blocks. Variance is estimated from the differences themselves, over recipes of like spread; one
+whose spread stands out keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn, "Multiple contrast
+tests in the presence of heteroscedasticity", Biometrical J. 50 (2008) 793-800). `scipy.stats.dunnett` is for groups
+without blocks.
 
 Letters: K recipes, S seeds; arrays may have further axes in front, which simulations use for trials.
 """
@@ -56,10 +57,10 @@ def critical_value(
 ) -> float:
     """Return q with P(all |T_i| <= q) = `confidence` for a `comparisons`-variate t of equal correlations.
 
-    Dunnett (1955), section 2: given the baseline's share z of the numerators and the scale u of the denominator, the T_i
-    are independent, so that the K-fold integral is a double one. It is evaluated by Gauss quadrature (80 x 96 nodes):
-    exact to 1e-6, and the same on every call, which the sampling of A. Genz and F. Bretz ("Computation of Multivariate
-    Normal and t Probabilities", Springer 2009; `scipy.stats.multivariate_t.cdf`) is not.
+    Dunnett (1955), section 2: given the baseline's share z of the numerators and the scale u of the denominator, the
+    T_i are independent, so that the K-fold integral is a double one. It is evaluated by Gauss quadrature (80 x 96
+    nodes): exact to 1e-6, and the same on every call, which the sampling of A. Genz and F. Bretz ("Computation of
+    Multivariate Normal and t Probabilities", Springer 2009; `scipy.stats.multivariate_t.cdf`) is not.
     """
     single = float(special.stdtrit(df, 0.5 + confidence / 2))
     if comparisons == 1:
@@ -134,7 +135,8 @@ def pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
     """Return the degrees of freedom of the pooled variance, [...]: by Satterthwaite, since the differences correlate.
 
     Sample variances of differences with correlation r have correlation r^2, so K recipes of f degrees each give
-    f K / (1 + (K - 1) r^2), at most 4 f for r = 1/2, and not f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946) 110-114).
+    f K / (1 + (K - 1) r^2), at most 4 f for r = 1/2, and not f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946)
+    110-114).
     """
     own = np.where(pool, df, 0).astype(float)  # [..., K]
     total = own.sum(-1)
@@ -146,8 +148,8 @@ def pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
 def verdict_of(low: float, high: float, margin: float) -> Verdict:
     """Return lossless where the gap is below the margin, lossy where it is above, and otherwise inconclusive.
 
-    One-sided non-inferiority, judged by the bound of the two-sided interval, as ICH E9 (1998), section 3.3.2 has it, and
-    its mirror image. With `low` and `high` NaN: inconclusive.
+    One-sided non-inferiority, judged by the bound of the two-sided interval as in ICH E9 (1998), section 3.3.2, and its
+    mirror image. With `low` and `high` NaN: inconclusive.
     """
     if high < margin:
         return "lossless"

@@ -17,7 +17,7 @@ ENVIRONMENT = {
 
 
 def log_verdicts(comparison: Comparison, folder: Path) -> str:
-    """Set tags and metrics on the runs, and report and tags on their parent; return what to say of it, often nothing."""
+    """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or ""."""
     tracked = [(pair, row) for pair, row in _pairs_with_rows(comparison) if pair.run.summary.get("mlflow_run_id")]
     if not tracked:
         return ""

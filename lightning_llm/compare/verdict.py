@@ -62,7 +62,9 @@ class Floor:
         return math.sqrt(math.fsum(each**2 for each in self.differences) / len(self.differences))
 
 
-def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[Problem]]:
+def judge(
+    family: Family, factor: Factor, terms: Terms
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[Problem]]:
     """Return the verdicts of one family, its A/A floor as data, and what could not be judged."""
     recipes: list[Recipe] = []
     problems: list[Problem] = []
@@ -85,8 +87,9 @@ def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[dict[str, 
 
 def _measure(label: str, pairs: list[Pair], terms: Terms) -> Recipe:
     whole = [pair for pair in pairs if not pair.run.non_finite]
-    tail = tail_of([run for pair in whole for run in (pair.run, pair.baseline)], terms.metric, terms.tail_share) if whole else None
-    lost = [pair for pair in pairs if diverged(pair.run, tail)]
+    runs = [run for pair in whole for run in (pair.run, pair.baseline)]
+    tail = tail_of(runs, terms.metric, terms.tail_share) if runs else None
+    lost = [pair for pair in pairs if diverged(pair.run, tail, pair.baseline)]
     differences = {
         pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in pairs if tail and pair not in lost
     }
@@ -268,11 +271,9 @@ def line_of(row: dict[str, Any]) -> str:
     return text
 
 
-def power_statement(terms: Terms) -> str:
+def power_statement() -> str:
     """Return what "N more seeds would decide" assumes."""
-    return (
-        f"'N more seeds would decide': with probability {POWER:.0%}, if the true gap and spread are those observed so far."
-    )
+    return f"'N more seeds would decide': with probability {POWER:.0%}, if the true gap and spread are those observed."
 
 
 def short(number: int | float | None) -> str:

@@ -107,7 +107,7 @@ class Corpus:
 
     @cached_property
     def validation_fingerprint(self) -> str:
-        """32 hex digits of what a validation scores: equal where losses are of the same tokens after the same context."""
+        """32 hex digits of what a validation scores: the same tokens, each after the same context."""
         streams = [[name, stream.digest] for name, stream in zip(self.names, self.held_out, strict=True)]
         settings = [self.config.sequence_length, self.config.document_mask]
         return digest_of([self.tokenizer.fingerprint, streams, self._validation_windows, settings])

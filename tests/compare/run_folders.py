@@ -63,7 +63,9 @@ def make_run(
         "host_memory_peak_bytes": 2**30,
         **(summary or {}),
     }
-    (folder / "summary.json").write_text(json.dumps({key: value for key, value in written.items() if value is not None}))
+    (folder / "summary.json").write_text(
+        json.dumps({key: value for key, value in written.items() if value is not None})
+    )
     return folder
 
 

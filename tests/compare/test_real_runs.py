@@ -9,7 +9,8 @@ from lightning_llm.__main__ import main
 
 STEPS = 40
 COMMON = [
-    f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=10", "optim.learning_rate=2e-2", "checkpoint.every_steps=null",
+    f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=10", "optim.learning_rate=2e-2",
+    "checkpoint.every_steps=null",
     "schedule=wsd", "schedule.warmup_steps=5", "schedule.decay_fraction=0.5", "schedule.final_factor=0.0",
     "callbacks.throughput._target_=lightning_llm.callbacks.throughput.Throughput",
 ]  # fmt: skip

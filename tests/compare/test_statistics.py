@@ -1,7 +1,7 @@
 """The intervals against scipy's own and published tables; verdicts against simulated truth. 10 seconds.
 
-Simulated losses have an effect per seed, one per run, and autocorrelated noise from validation to validation, some of it
-shared by the runs of a seed: more than the method assumes. All are seeded.
+Simulated losses have an effect per seed, one per run, and autocorrelated noise from validation to validation, some of
+it shared by the runs of a seed: more than the method assumes. All are seeded.
 """
 
 import numpy as np
@@ -45,7 +45,8 @@ def simulate(seed, recipes, seeds, run_sd, gaps=0.0, heavy=False, trials=TRIALS)
 
 
 @pytest.mark.parametrize(
-    ("recipes", "df", "table"), [(1, 10, 2.23), (2, 10, 2.57), (5, 10, 2.99), (3, 5, 3.29), (9, 20, 2.95), (4, 15, 2.73)]
+    ("recipes", "df", "table"),
+    [(1, 10, 2.23), (2, 10, 2.57), (5, 10, 2.99), (3, 5, 3.29), (9, 20, 2.95), (4, 15, 2.73)],
 )
 def test_critical_values_are_those_of_dunnetts_table(recipes, df, table):
     """C. W. Dunnett, "New tables for multiple comparisons with a control", Biometrics 20 (1964), two-sided 5 %."""
