@@ -57,7 +57,8 @@ def _print(comparison: Comparison) -> None:
 
     from lightning_llm.compare.table import print_comparison
 
-    console = Console() if sys.stdout.isatty() else Console(width=180, no_color=True)
+    # What is printed comes from configs, where [brackets] are lists.
+    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=180, no_color=True)
     print_comparison(comparison, console)
 
 

@@ -109,15 +109,17 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
             text = f"{level} at seed {run.seed} has no run of {base} at that seed to go with it."
             problems.append(Problem(str(run.folder), text))
             continue
-        pair = min((_pair(run, each, factor) for each in reversed(seeded)), key=lambda pair: len(pair.confounders))
-        if unlike := validation_differences(pair.baseline, run):
+        comparable = [each for each in seeded if not validation_differences(each, run)]
+        if not comparable:
             text = (
-                f"its validation loss is not comparable with that of {pair.baseline.folder}: they differ in "
-                f"{', '.join(unlike)}. Tokenizer, held-out documents and sequence length must be the same."
+                f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in "
+                f"{', '.join(validation_differences(seeded[0], run))}. Tokenizer, held-out documents and sequence length "
+                "must be the same."
             )
             problems.append(Problem(str(run.folder), text))
             continue
-        pairs.append(pair)
+        newest_first = sorted(comparable, key=lambda each: each.started_at, reverse=True)
+        pairs.append(min((_pair(run, each, factor) for each in newest_first), key=lambda pair: len(pair.confounders)))
     return pairs, problems
 
 

@@ -16,10 +16,10 @@ STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, the verdict lines and the notes."""
     terms, factor = comparison.terms, comparison.factor
+    level = f"{100 * terms.confidence:g} % simultaneous intervals"
     console.print(
-        f"[bold]{factor.name}[/bold] against [bold]{factor.baseline_label}[/bold], {terms.metric}, margin "
-        f"{terms.margin:g} nats, {100 * terms.confidence:g} % simultaneous intervals",
-        highlight=False,
+        Text(f"{factor.name} against {factor.baseline_label}", style="bold"),
+        Text(f"{terms.metric}, margin {terms.margin:g} nats, {level}"),
     )
     console.print(_table(comparison.verdicts))
     lines: list[RenderableType] = []
