@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.provenance import code_hash, git_state, versions
+from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
@@ -41,11 +40,16 @@ class RecordSink(Protocol):
         """Return what `summary.json` says about this sink, as far as it is known by now."""
 
 
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Return the run's `summary.json`, {} where there is none yet."""
+    file = run_dir / "summary.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
 def mark_failed(run_dir: Path, detail: str) -> None:
     """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
-    file = run_dir / "summary.json"
-    if file.exists():
-        write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "status": "failed", "detail": detail})
+    if summary := summary_of(run_dir):
+        write_json(run_dir / "summary.json", {**summary, "status": "failed", "detail": detail})
 
 
 class RunFolder(pl.Callback):
@@ -98,8 +102,8 @@ class RunFolder(pl.Callback):
             ) from error
         self._summary = {
             "status": "running",
-            "pid": os.getpid(),
             "host": platform.node(),
+            "process": process_mark(),
             "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
             "resumed_from_step": self.resumed_from_step,
             "device": device,

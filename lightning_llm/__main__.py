@@ -16,6 +16,7 @@ VERBS = {
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
     "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
+    "sync": ("lightning_llm.sync:sync", "bring MLflow up to date with run folders that it missed"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
 }
 
@@ -68,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument("run", metavar="RUN", help="a run's folder or MLflow id")
             child.add_argument("other", metavar="RUN", help="another")
             child.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
+        if verb == "sync":
+            text = "run folders, sweeps or folders of them; none: every run of the outputs folder"
+            child.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=text)
+            child.add_argument(
+                "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
+            )
         if verb in ("plan", "recipes", "compare", "diff"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser

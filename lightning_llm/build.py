@@ -61,8 +61,9 @@ def build_trainer(
 ) -> pl.Trainer:
     """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing.
 
-    `facts`: what `summary.json` says beside what the folder's writer finds out itself.
+    `facts` is what the run's summary says of it beside the config.
     """
+    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, checkpoint), facts)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
@@ -78,7 +79,7 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, _resumed_from(config, checkpoint), sinks, facts),
+        callbacks=_callbacks(config, folder),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -88,16 +89,13 @@ def build_trainer(
     )
 
 
-def _callbacks(
-    config: Config, resumed_from_step: int | None, sinks: list[RecordSink], facts: Mapping[str, Any] | None
-) -> list[pl.Callback]:
+def _callbacks(config: Config, folder: RunFolder) -> list[pl.Callback]:
     chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
-    folder = Path(config.run.dir)
     return [
         *chosen,
-        RunFolder(folder, sinks, resumed_from_step, facts),
+        folder,
         Checkpointing(
-            folder / "checkpoints",
+            folder.run_dir / "checkpoints",
             config.checkpoint,
             config_hash(config),
             config.trainer.max_steps,

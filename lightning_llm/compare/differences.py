@@ -89,8 +89,13 @@ def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tu
 
 
 def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
-    """Return the run's facts, without git's where both have a hash of the code that ran."""
+    """Return the run's facts, without git's where both have a hash of the code that ran.
+
+    Without the backend, too, where one of the two casts nothing and so has none: that is the recipe's doing.
+    """
     found, others = dict(facts(run)), facts(other)
+    if "backend" not in others:
+        found.pop("backend", None)
     if "code_hash" in found and "code_hash" not in others:
         del found["code_hash"]
         git = run.summary.get("git") or {}

@@ -111,10 +111,10 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
             continue
         comparable = [each for each in seeded if not validation_differences(each, run)]
         if not comparable:
+            unlike = ", ".join(validation_differences(seeded[0], run))
             text = (
-                f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in "
-                f"{', '.join(validation_differences(seeded[0], run))}. Tokenizer, held-out documents and sequence length "
-                "must be the same."
+                f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in {unlike}. "
+                "Tokenizer, held-out documents and sequence length must be the same."
             )
             problems.append(Problem(str(run.folder), text))
             continue

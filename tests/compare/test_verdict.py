@@ -114,6 +114,16 @@ def test_another_factor_and_a_key(tmp_path, capsys):
     assert other["verdicts"][0]["gap"] == pytest.approx(-found["verdicts"][0]["gap"])
 
 
+def test_emulation_is_the_recipes_doing_and_another_backend_is_not(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0})
+    make_sweep(sweep / "emulated", {"precision=mxfp8": 0.001}, summary={"backend": "emulated"})
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["controlled"]
+    make_sweep(sweep / "native", {"precision=fp8_current": 0.001}, summary={"backend": "native"})
+    rows = verdicts(capsys, sweep, "--baseline", "precision=mxfp8")["by_name"]
+    assert [each["key"] for each in rows["fp8_current"]["confounders"]] == ["backend"]
+    assert rows["bf16"]["controlled"]
+
+
 def test_two_factors_are_judged_apart(tmp_path, capsys):
     words = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
     words["precision=mxfp8 optim.learning_rate=2e-3"] = 0.05
