@@ -15,15 +15,18 @@ NOT_THE_RECIPE = ("precision.backend",)
 """Says where casts run, not which: a confounder."""
 USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
 
+ITSELF = "rounding"
+"""The factor where the runs differ in several keys that change the order of sums, and in nothing else."""
+NOT_COMPARED = (*FREE, "seed")
+
 Level = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """`name`: a config group or one dotted key; `prefix`: what its keys begin with; `labels`: its levels, in order."""
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels."""
 
     name: str
-    prefix: str
     keys: tuple[str, ...]
     labels: dict[Level, str]
     baseline: Level
@@ -54,6 +57,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     note = ""
     if not name:
         name, note = _most_likely(varying)
+    if name == ITSELF:
+        return _itself(runs, tuple(varying), wanted, note)
     groups = {key.partition(".")[0] for run in runs for key in run.config}
     single = "." in name
     if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
@@ -70,16 +75,18 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)
     baseline, said = _baseline(name, labels, wanted, runs, keys)
-    prefix = name if single else f"{name}."
-    return Factor(name, prefix, keys, labels, baseline, " ".join(filter(None, (note, said))))
+    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, said))))
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
     """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
     keys = sorted({key for run in runs for key in run.config})
-    free = (*FREE, "seed", *(LAYOUT if all(run.bitwise_layout for run in runs) else ()))
-    found = [key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1]
-    return [key for key in found if not below(key, free) or key.startswith("parallel.")]
+    found = [
+        key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
+    ]
+    if all(run.bitwise_layout for run in runs):  # only where it is what they are compared by
+        return [key for key in found if not below(key, LAYOUT) or key.startswith("parallel.")]
+    return found
 
 
 def _most_likely(varying: list[str]) -> tuple[str, str]:
@@ -89,10 +96,28 @@ def _most_likely(varying: list[str]) -> tuple[str, str]:
     if candidates:
         several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
         return candidates[0], several if len(candidates) > 1 else ""
-    rounding = [key for key in varying if below(key, ROUNDING) and not key.startswith("parallel.")]
-    if len(rounding) == 1:
-        return rounding[0], "The runs are of one recipe, held against itself."
-    return "parallel" if any(key.startswith("parallel.") for key in varying) else "data", ""
+    beside = {key for key in varying if not key.startswith("parallel.")} - {"trainer.devices", "world"}
+    note = "The runs are of one recipe, held against itself: no gap here is real."
+    if not beside:
+        return "parallel", note if varying else ""
+    return (*beside, "")[0] if len(varying) == 1 else ITSELF, note
+
+
+def _itself(runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
+    """Return the factor over runs of one recipe: each way to round is a level, named by what is not as in the first.
+
+    Raises:
+        ConfigError: a level was asked for: such runs have the first as their baseline.
+    """
+    if wanted:
+        text = f"'{wanted}' alone does not say of which key; the runs differ in {', '.join(keys)}. Give KEY=VALUE."
+        raise ConfigError(Problem("--baseline", text))
+    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    first = levels[0]
+    labels = {first: str(runs[0].config.get("precision.name") or "the first run")}
+    for level in levels[1:]:
+        labels[level] = ", ".join(f"{k}={_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base)
+    return Factor(ITSELF, keys, labels, first, note)
 
 
 def _level(run: Run, keys: tuple[str, ...]) -> Level:

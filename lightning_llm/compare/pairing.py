@@ -124,9 +124,11 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
 
 
 def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
-    """Return the pair; keys of the factor are none of its confounders, and where threads are the factor their fact."""
-    own = (*factor.keys, *(("threads",) if factor.name == "trainer.threads" else ()))
-    if factor.name == "parallel":
+    """Return the pair; keys of the factor are none of its confounders, nor is what comes of them."""
+    own = factor.keys
+    if "trainer.threads" in own:
+        own += ("threads",)
+    if any(key.startswith("parallel.") for key in own):
         own += LAYOUT
     return Pair(run, baseline, meaningful(baseline, run, own))
 

@@ -148,6 +148,22 @@ def test_runs_of_one_recipe_are_the_noise_floor(tmp_path, capsys):
     itself = verdicts(capsys, alone)
     assert itself["factor"] == "data.micro_batch_size"
     assert itself["verdicts"][0]["verdict"] == "lossless"
+    make_sweep(alone / "more", {"precision=bf16 trainer.threads=1": 0.0}, summary={"threads": 1})
+    make_sweep(alone / "other", {"precision=bf16 parallel.reduction=native": 0.0})
+    every = verdicts(capsys, alone)
+    assert (every["factor"], every["baseline"], every["aa"][0]["pairs"]) == ("rounding", "bf16", 6)
+    assert {name: (row["verdict"], row["controlled"]) for name, row in every["by_name"].items()} == {
+        "data.micro_batch_size=2": ("lossless", True), "trainer.threads=1": ("lossless", True),
+        "parallel.reduction=native": ("lossless", True),
+    }  # fmt: skip
+
+
+def test_layouts_are_compared_with_a_single_rank(tmp_path, capsys):
+    words = {f"parallel={name} trainer.devices=2 data.micro_batch_size=1": 0.0 for name in ("ddp", "zero3")}
+    sweep = make_sweep(tmp_path / "s", {**words, "parallel=single data.micro_batch_size=1": 0.0})
+    found = verdicts(capsys, sweep)
+    assert (found["factor"], found["baseline"]) == ("parallel", "single")
+    assert {name: row["controlled"] for name, row in found["by_name"].items()} == {"ddp": True, "zero3": True}
 
 
 def test_equal_bits_are_no_noise(tmp_path, capsys):
