@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from lightning_llm.compare.differences import (
@@ -35,12 +35,12 @@ class Pair:
 class Family:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
-    `recipes`: {label: pairs, one per seed}; `aa_pairs`: runs of one recipe and seed that differ in rounding alone.
+    `recipes`: {label: pairs, one per seed}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
     """
 
     setting: dict[str, Any]
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
-    aa_pairs: list[tuple[Run, Run]] = field(default_factory=list)
+    aa_groups: list[list[Run]] = field(default_factory=list)
 
     @property
     def runs(self) -> list[Run]:
@@ -76,7 +76,7 @@ def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[P
         family.recipes.setdefault(factor.label(best.run), []).append(best)
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
-        family.aa_pairs = _aa_pairs(runs, family, factor)
+        family.aa_groups = _aa_groups(runs, family)
     return list(families.values()), problems
 
 
@@ -93,11 +93,10 @@ def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _aa_pairs(runs: Sequence[Run], family: Family, factor: Factor) -> list[tuple[Run, Run]]:
-    """Return neighbours within each group of such runs whose group is in the family: n runs give n - 1 pairs."""
+def _aa_groups(runs: Sequence[Run], family: Family) -> list[list[Run]]:
+    """Return the groups of such runs that have to do with the family: one of them is judged in it."""
     judged = {id(run) for run in family.runs}
-    groups = [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
-    return [pair for group in groups for pair in pairwise(group)]
+    return [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
 
 
 def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[list[Pair], list[Problem]]:

@@ -118,7 +118,7 @@ def _floors(floors: Iterable[dict[str, Any]]) -> str:
     lines = []
     for each in floors:
         value = "none" if each["floor"] is None else f"{each['floor']:.5f}"
-        same = f", and {each['identical_pairs']} pairs equal to the last bit" if each["identical_pairs"] else ""
+        same = f"; {each['identical']} runs equal to another to the last bit" if each["identical"] else ""
         differing = f" differing in {', '.join(each['keys'])}" if each["keys"] else ""
         lines.append(f"<li>{value} nats over {each['pairs']} pairs{escape(differing)}{same}</li>")
     return f"<h2>A/A: run-to-run noise</h2><ul>{''.join(lines)}</ul>" if lines else ""

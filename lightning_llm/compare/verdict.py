@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_llm.compare.differences import ROUNDING, all_differences, below
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.losses import TAIL_SHARE, Tail, cost_of, diverged, tail_of
+from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.reading import Run
 from lightning_llm.compare.statistics import (
@@ -47,19 +47,17 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Floor:
-    """The run-to-run noise: `sd` of an A/A pair's difference, whose mean is zero by design, over `differences`."""
+class Estimate:
+    """A recipe's gap in numbers; NaN where there is none. `pool`: recipes that share the variance; `stand_in`: whether
+    the A/A floor takes the place of the spread between seeds."""
 
-    differences: list[float]
-    identical: int
-    keys: list[str]
-
-    @property
-    def sd(self) -> float | None:
-        """Root mean square difference; None where there is no pair, or only pairs equal to the last bit."""
-        if not self.differences:
-            return None
-        return math.sqrt(math.fsum(each**2 for each in self.differences) / len(self.differences))
+    gap: float
+    low: float
+    high: float
+    sd: float
+    df: float
+    pool: int
+    stand_in: bool
 
 
 def judge(
@@ -75,14 +73,16 @@ def judge(
             problems.append(Problem(str(pairs[0].run.folder), text))
             continue
         recipes.append(recipe)
-    floor = measure_floor(family, terms)
+    floor = measure_floor(family, terms.metric, terms.tail_share)
+    aa = floor.as_data(family) if family.aa_groups else None
     if not recipes:
-        return [], _floor_data(floor, family), problems
+        return [], aa, problems
     seeds = sorted({pair.run.seed for recipe in recipes for pair in recipe.pairs})
     matrix = np.array([[recipe.differences.get(seed, math.nan) for seed in seeds] for recipe in recipes])
     intervals = simultaneous_intervals(matrix, terms.confidence)
-    rows = [_row(recipe, index, intervals, floor, family, factor, terms) for index, recipe in enumerate(recipes)]
-    return rows, _floor_data(floor, family), problems
+    estimates = [_estimate(recipe, index, intervals, floor, terms) for index, recipe in enumerate(recipes)]
+    rows = [_row(*each, floor, family, factor, terms) for each in zip(recipes, estimates, strict=True)]
+    return rows, aa, problems
 
 
 def _measure(label: str, pairs: list[Pair], terms: Terms) -> Recipe:
@@ -96,96 +96,74 @@ def _measure(label: str, pairs: list[Pair], terms: Terms) -> Recipe:
     return Recipe(label, pairs, tail, differences, sorted(pair.run.seed for pair in lost))
 
 
-def measure_floor(family: Family, terms: Terms) -> Floor:
-    """Return the noise floor. A pair whose losses are the same to the last bit shows no noise, and is only counted."""
-    differences, identical, keys = [], 0, set()
-    for one, other in family.aa_pairs:
-        tail = tail_of([one, other], terms.metric, terms.tail_share)
-        if tail is None or diverged(one, tail) or diverged(other, tail):
-            continue
-        if one.validations[terms.metric] == other.validations[terms.metric]:
-            identical += 1
-            continue
-        differences.append(tail.of(other) - tail.of(one))
-        keys |= set(_rounding_keys(one, other))
-    return Floor(differences, identical, sorted(keys))
-
-
-def _rounding_keys(one: Run, other: Run) -> list[str]:
-    return [key for key in all_differences(one, other) if below(key, ROUNDING)]
-
-
-def _floor_data(floor: Floor, family: Family) -> dict[str, Any] | None:
-    if not family.aa_pairs:
-        return None
-    return {
-        "setting": family.setting,
-        "floor": floor.sd,
-        "pairs": len(floor.differences),
-        "differences": floor.differences,
-        "identical_pairs": floor.identical,
-        "keys": floor.keys,
-        "runs": [[str(one.folder), str(other.folder)] for one, other in family.aa_pairs],
-    }
+def _estimate(recipe: Recipe, index: int, intervals: Intervals, floor: Floor, terms: Terms) -> Estimate:
+    """Return entry `index` of the intervals, or for one pair the interval that the A/A floor gives, if there is one."""
+    every = (intervals.gap, intervals.low, intervals.high, intervals.sd, intervals.df)
+    gap, low, high, sd, df = (float(each[index]) for each in every)
+    if len(recipe.differences) == 1 and floor.sd is not None and not recipe.diverged_seeds:
+        half = critical_value(len(intervals.gap), floor.pairs, terms.confidence) * floor.sd
+        return Estimate(gap, gap - half, gap + half, floor.sd, floor.pairs, 1, True)
+    return Estimate(gap, low, high, sd, df, int(intervals.pooled.sum()) if intervals.pooled[index] else 1, False)
 
 
 def _row(
-    recipe: Recipe, index: int, intervals: Intervals, floor: Floor, family: Family, factor: Factor, terms: Terms
+    recipe: Recipe, estimate: Estimate, floor: Floor, family: Family, factor: Factor, terms: Terms
 ) -> dict[str, Any]:
     """Return one verdict as data; the order is that of the file."""
-    low, high = float(intervals.low[index]), float(intervals.high[index])
-    gap, sd, df = (float(each[index]) for each in (intervals.gap, intervals.sd, intervals.df))
-    count = len(recipe.differences)
-    stand_in = count == 1 and floor.sd is not None and not recipe.diverged_seeds
-    if stand_in and floor.sd is not None:
-        sd, df = floor.sd, float(len(floor.differences))
-        half = critical_value(len(family.recipes), df, terms.confidence) * sd
-        low, high = gap - half, gap + half
-    verdict = "lossy" if recipe.diverged_seeds else verdict_of(low, high, terms.margin)
-    pool = int(intervals.pooled.sum()) if intervals.pooled[index] else 1
-    more = None
-    if verdict == "inconclusive" and count > 1:
-        needed = seeds_needed(gap, sd, terms.margin, len(family.recipes), pool, terms.confidence)
-        more = None if needed is None else max(needed - count, 1)
+    verdict = "lossy" if recipe.diverged_seeds else verdict_of(estimate.low, estimate.high, terms.margin)
     confounders = _confounders(recipe.pairs)
     run = recipe.pairs[0].run
-    tokens = run.tokens.get(recipe.tail.steps[-1]) if recipe.tail else None
+    sound = [pair for pair in recipe.pairs if pair.run.seed not in recipe.diverged_seeds]
     row: dict[str, Any] = {
         "name": recipe.label,
         "verdict": verdict,
-        "gap": _number(gap),
-        "ci": [_number(low), _number(high)],
+        "gap": _number(estimate.gap),
+        "ci": [_number(estimate.low), _number(estimate.high)],
         "pairs": len(recipe.pairs),
         "controlled": not confounders,
         "confounders": confounders,
         "parameters": run.parameters,
-        "tokens": tokens,
+        "tokens": _tokens(recipe),
         "model": run.config.get("model.name"),
         "setting": family.setting,
         "baseline": factor.baseline_label,
         "margin": terms.margin,
         "confidence": terms.confidence,
         "reason": "",
-        "more_seeds": more,
+        "more_seeds": _more_seeds(recipe, estimate, len(family.recipes), terms) if verdict == "inconclusive" else None,
         "aa_floor": floor.sd,
-        "aa_pairs": len(floor.differences),
-        "floor_stands_in": stand_in,
-        "sd": _number(sd),
-        "df": _number(df),
-        "pooled_with": pool - 1,
+        "aa_pairs": floor.pairs,
+        "floor_stands_in": estimate.stand_in,
+        "sd": _number(estimate.sd),
+        "df": _number(estimate.df),
+        "pooled_with": estimate.pool - 1,
         "comparisons": len(family.recipes),
         "diverged_seeds": recipe.diverged_seeds,
         "differences": [{"seed": seed, "gap": value} for seed, value in sorted(recipe.differences.items())],
         "tail_steps": list(recipe.tail.steps) if recipe.tail else [],
-        "loss": _mean(recipe, [pair.run for pair in recipe.pairs]),
-        "baseline_loss": _mean(recipe, [pair.baseline for pair in recipe.pairs]),
+        "loss": _mean(recipe, [pair.run for pair in sound]),
+        "baseline_loss": _mean(recipe, [pair.baseline for pair in sound]),
         "gap_high_precision": _high_precision_gap(recipe),
         "gap_by_source": _gap_by_source(recipe),
-        **cost_of([pair for pair in recipe.pairs if pair.run.seed not in recipe.diverged_seeds], recipe.tail),
+        **cost_of(sound, recipe.tail),
     }
     row["reason"] = _reason(row)
     row["line"] = line_of(row)
     return row
+
+
+def _tokens(recipe: Recipe) -> int | None:
+    """Return the tokens that the judged losses are after, by the baseline: a run that diverged may have ended early."""
+    seen = recipe.pairs[0].baseline.tokens
+    return seen.get(recipe.tail.steps[-1]) if recipe.tail else max(seen.values(), default=None)
+
+
+def _more_seeds(recipe: Recipe, estimate: Estimate, recipes: int, terms: Terms) -> int | None:
+    count = len(recipe.differences)
+    if count < 2:
+        return None
+    needed = seeds_needed(estimate.gap, estimate.sd, terms.margin, recipes, estimate.pool, terms.confidence)
+    return None if needed is None else max(needed - count, 1)
 
 
 def _confounders(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
@@ -200,7 +178,7 @@ def _confounders(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
 
 
 def _mean(recipe: Recipe, runs: list[Run]) -> float | None:
-    losses = [recipe.tail.of(run) for run in runs if recipe.tail and run.seed not in recipe.diverged_seeds]
+    losses = [recipe.tail.of(run) for run in runs if recipe.tail]
     return math.fsum(losses) / len(losses) if losses else None
 
 
@@ -237,8 +215,8 @@ def _gap_by_source(recipe: Recipe) -> dict[str, float]:
 def _reason(row: dict[str, Any]) -> str:
     """Return what has to be said beside the numbers, as one phrase; empty where they say it all."""
     if row["diverged_seeds"]:
-        seeds = ", ".join(map(str, row["diverged_seeds"]))
-        return f"diverged at seed {seeds} where the baseline did not, which is lossy by definition"
+        seeds = f"seed{'s' * (len(row['diverged_seeds']) > 1)} {', '.join(map(str, row['diverged_seeds']))}"
+        return f"diverged at {seeds} where the baseline did not, which is lossy by definition"
     if row["floor_stands_in"]:
         text = f"one pair: the A/A floor of {_count(row['aa_pairs'], 'pair')} stands in for the spread between seeds"
         return text if row["verdict"] != "inconclusive" else f"{text}; more seeds would measure it"
