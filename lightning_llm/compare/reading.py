@@ -25,7 +25,8 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 @dataclass
 class Run:
     """One run. `validations`: {"val_loss" and its kin: {step: loss in nats per token}}; by step of a validation also
-    `tokens` seen and `train_seconds`, validations left out. Counts are of optimizer steps."""
+    `tokens` seen and `train_seconds`, validations left out. Counts are of optimizer steps; `spikes`: of those with an
+    `event`, which is a spike, a shift of the loss's level, or a divergence."""
 
     folder: Path
     config: dict[str, Any]
@@ -146,7 +147,7 @@ def _read_metrics(run: Run, path: Path) -> None:
         seconds += record.get("step_seconds", 0.0)
         run.last_step, run.last_loss = step, float(record.get("loss", math.nan))
         run.skipped_steps += bool(record.get("skipped"))
-        run.spikes += bool(record.get("spike"))
+        run.spikes += "event" in record
 
 
 def facts(run: Run) -> Mapping[str, Any]:

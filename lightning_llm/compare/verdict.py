@@ -261,7 +261,7 @@ def short(number: int | float | None) -> str:
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
-    return f"{number:g}"
+    return f"{number:.3g}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -237,7 +237,9 @@ def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
 def test_time_to_loss_speed_memory_and_skipped_steps(tmp_path, capsys):
     make_run(tmp_path / "s" / "0", "precision=bf16", "seed=0", speed=1000.0)
     faster = {step: curve(2 * step) for step in range(5, STEPS + 1, 5)}
-    skipped = [{"step": 0, "tokens": 0, "loss": 7.0, "skipped": True, "spike": {"kind": "spike"}, "time": 999.0}]
+    skipped = [
+        {"step": 0, "tokens": 0, "loss": 7.0, "skipped": True, "event": "spike", "event_action": "skip", "time": 999.0}
+    ]
     make_run(
         tmp_path / "s" / "1", "precision=mxfp8", "seed=0", speed=500.0, losses=faster, records=skipped,
         summary={"host_memory_peak_bytes": 2**31},
