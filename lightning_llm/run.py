@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def run(config: Config) -> int:
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        facts = {"parameters": count_parameters(config.model).total, "data_hash": corpus.fingerprint}
+        facts = run_facts(config, corpus)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
@@ -187,6 +187,17 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def run_facts(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "threads": torch.get_num_threads(),
+        "backend": "emulated" if config.precision.quantises else None,  # where casts run
+    }
 
 
 def tracking_sinks(config: Config) -> list[RecordSink]:

@@ -17,6 +17,7 @@ LAYERS = {
     5: {
         "build",
         "check",
+        "compare",
         "compose",
         "config_file",
         "conform",
