@@ -8,7 +8,7 @@ RECIPE ?= quickstart
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train sweep plan test test-full lint format bench gpu-check ui clean
+.PHONY: help setup train sweep compare plan test test-full lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +31,9 @@ train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value .
 
 sweep: setup  ## run every combination of the sweep RECIPE=sweep/name
 	$(BIN)/lightning-llm train -m recipe=$(RECIPE) $(ARGS)
+
+compare: setup  ## the verdict over the newest sweep, or over ARGS="RUN ..."
+	$(BIN)/lightning-llm compare $(ARGS)
 
 plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)

@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md: recipes, rules, what runs natively, from what the program reads.
+"""Write the generated sections of docs/*.md from the program: recipes, rules, what runs natively, the verdict's power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from lightning_llm.compare.statistics import power, seeds_needed
 from lightning_llm.matrix import matrix, numbered
 from lightning_llm.precision.lint import RULES
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
@@ -121,6 +122,26 @@ def native_matrix() -> str:
     return f"{_table(rows[0], body)}\n{listed}"
 
 
+MARGIN = 0.01
+PAIR_SDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02)
+POWER_SEEDS = (2, 3, 5, 8)
+
+
+def verdict_power() -> str:
+    """Return the table of how often the right verdict is given, over the SD of a pair's difference and the seeds."""
+    rows = []
+    for sd in PAIR_SDS:
+        for recipes in (1, 4):
+            row = [f"{sd:g}", str(recipes)]
+            for seeds in POWER_SEEDS:
+                found = [power(gap, sd, seeds, MARGIN, recipes, recipes) for gap in (0.0, 3 * MARGIN)]
+                row.append(" / ".join(f"{100 * each:.0f}" for each in found))
+            needed = seeds_needed(0.0, sd, MARGIN, recipes, recipes)
+            rows.append([*row, str(needed or "> 999")])
+    header = ["SD of a pair", "recipes", *(f"{seeds} seeds" for seeds in POWER_SEEDS), "seeds for lossless at 0, 80 %"]
+    return _table(header, rows)
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -136,6 +157,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
     "native-matrix": native_matrix,
+    "verdict-power": verdict_power,
 }
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.plan import notes, plan_line
+from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, decide_start
@@ -65,8 +66,7 @@ def run(config: Config) -> int:
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        about = {"parameters": count_parameters(config.model).total, "data_hash": corpus.fingerprint}
-        facts = {**about, "precision": decision.facts()}
+        facts = run_facts(config, corpus, decision)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
@@ -193,6 +193,18 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "threads": torch.get_num_threads(),
+        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "precision": decision.facts(),
+    }
 
 
 def tracking_sinks(config: Config) -> list[RecordSink]:

@@ -51,7 +51,8 @@ def _slot(slot: str, cast: CastConfig, compute_dtype: str, decision: Decision) -
             return {"format": compute_dtype, "runs": "emulated", "reason": decision.software}
         return {"format": compute_dtype, "runs": "native", "reason": "not quantised"}
     if not cast.quantises:
-        return {"format": compute_dtype, "source": cast.source, **decision.facts()}
+        shown = cast.model_dump(exclude_none=True, include={"source", "hadamard"})
+        return {"format": compute_dtype, **shown, **decision.facts()}
     defaults = HIGH.model_dump()
     keys = cast.model_dump(exclude_none=True, exclude={"format"})
     shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults[key]}

@@ -151,7 +151,7 @@ def _without_scope(cast: CastConfig) -> CastConfig:
 def _words(cast: CastConfig) -> str:
     """Return e.g. "e2m1 1x32 e8m0_floor stochastic", and every other key that has not its default."""
     if not cast.quantises:
-        return "high" if cast == HIGH else f"high of {cast.source}"
+        return "high" if cast == HIGH else f"high, but rotated or of {cast.source}"
     parts = [cast.format, cast.block, cast.scale, *([] if cast.rounding == "even" else [cast.rounding])]
     rest = cast.model_dump(exclude_defaults=True, exclude={"format", "block", "scale", "rounding", "amax_scope"})
     return " ".join([*parts, *(f"{key}={_brief(value)}" for key, value in rest.items() if value != {})])

@@ -101,6 +101,11 @@ class TrainStrategy(ModelParallelStrategy):
         self._agree_on_stop()
         return self.layout.gather_micro_batches(torch.stack(losses)).sum()
 
+    def run_again(self, batch: Batch) -> None:
+        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        self.optimizers[0].zero_grad(set_to_none=True)
+        self._accumulate(batch)
+
     def ask_to_stop(self, signal_number: int) -> None:
         """Note that this rank was sent a signal; all ranks stop after the same step."""
         self._asked_to_stop = signal_number
