@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md from the program: recipe tables, the lint's rules, the verdict's power.
+"""Write the generated sections of docs/*.md from the program: recipes, rules, what runs natively, the verdict's power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from lightning_llm.compare.statistics import power, seeds_needed
+from lightning_llm.matrix import matrix, numbered
 from lightning_llm.precision.lint import RULES
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 
@@ -133,6 +134,14 @@ def verdict_power() -> str:
     return _table(header, rows)
 
 
+def native_matrix() -> str:
+    """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
+    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
+    body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
+    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    return f"{_table(rows[0], body)}\n{listed}"
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -148,6 +157,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
     "verdict-power": verdict_power,
+    "native-matrix": native_matrix,
 }
 
 

@@ -68,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument(
                 "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
             )
+        if verb == "plan":
+            child.add_argument(
+                "--matrix", action="store_true", help="every precision recipe on every kind of GPU: native or emulated"
+            )
         if verb == "train":
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
         if verb == "probe":

@@ -22,6 +22,7 @@ LAYERS = {
         "config_file",
         "conform",
         "launch",
+        "matrix",
         "plan",
         "probe",
         "ranks",

@@ -17,6 +17,8 @@ from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.precision.native import Decision
+from lightning_llm.precision.swap import EMULATED
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -36,14 +38,14 @@ class LanguageModule(pl.LightningModule):
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str]):
+    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
-        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps)
+        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, decision)
         self.completed_steps = 0
         self.skipped_steps = 0
         self.step_record: dict[str, Any] = {}
@@ -58,7 +60,7 @@ class LanguageModule(pl.LightningModule):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
         strategy = self.trainer.strategy
         device = strategy.root_device
-        self.quantisation.swap(model, self.config.model.num_layers, device.type)
+        self.quantisation.swap(model, self.config.model.num_layers, device.type, strategy.layout.shards)
         self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
         self.quantisation.watch_overflow(model)
         self.model = model
