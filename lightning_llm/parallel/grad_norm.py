@@ -1,6 +1,6 @@
 """The global gradient norm, and clipping to it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,21 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, l
     shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
     for `max_norm` measures only.
     """
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms: list[Tensor] = list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-    squares = torch.stack(norms).square().sum()
-    if layout.shards:
-        layout.reduce(squares, dist.ReduceOp.SUM, "dp_shard")
-    total = squares.sqrt().float().item()
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
+    total = global_norm(trained, gradients, layout)
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)
     return total
+
+
+def global_norm(parameters: Sequence[nn.Parameter], shards: list[Tensor], layout: Layout) -> float:
+    """Return the 2-norm over all ranks of tensors of which `shards` holds this rank's part, one per parameter.
+
+    Each is cut as its parameter is. Collective; equal on every rank.
+    """
+    norms: list[Tensor] = list(torch._foreach_norm(shards, 2, dtype=torch.float64))
+    squares = torch.stack(norms).square().sum()
+    if layout.shards:
+        layout.reduce(squares, dist.ReduceOp.SUM, "dp_shard")
+    return squares.sqrt().float().item()

@@ -20,8 +20,8 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.schema import Config
-from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spike_policy import SpikePolicy
 
 
 class LanguageModule(pl.LightningModule):
@@ -29,7 +29,8 @@ class LanguageModule(pl.LightningModule):
 
     Observers read `step_record` during on_train_batch_end and may add what they measure; `validation_record` is
     complete in on_validation_end. `completed_steps` counts optimizer steps since the very start, over all resumes, and
-    `skipped_steps` those of them whose update the loss scaler dropped: they do not advance the schedule.
+    `skipped_steps` those of them whose update the loss scaler or `spikes` dropped: they do not advance the schedule.
+    `micro_batch_losses` [global micro-batches] are what each contributed to the step's loss, on every rank.
     """
 
     model: Decoder
@@ -46,8 +47,10 @@ class LanguageModule(pl.LightningModule):
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
         self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, decision)
+        self.spikes = SpikePolicy(config.spikes)
         self.completed_steps = 0
         self.skipped_steps = 0
+        self.micro_batch_losses = torch.zeros(0)
         self.step_record: dict[str, Any] = {}
         self.validation_record: dict[str, Any] = {}
         self._validation_sums = torch.zeros(0)
@@ -102,7 +105,10 @@ class LanguageModule(pl.LightningModule):
     ) -> None:
         """Unscale, clip to optim.gradient_clip_norm, record the norm from before; Lightning's own arguments stay unset.
 
-        Where a gradient overflowed, nothing is clipped and the plugin skips the update.
+        Where a gradient overflowed, nothing is clipped and the plugin skips the update; so it does where `spikes` says.
+
+        Raises:
+            StepNotMadeError: the loss or the norm is not finite, or spikes.policy ends the run.
         """
         parameters, layout = self.gradient_sync.parameters, self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
@@ -111,9 +117,10 @@ class LanguageModule(pl.LightningModule):
         plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
         self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout)
-        if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
-            raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
-        if plugin.overflow:
+        # An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run.
+        curable = plugin.overflow and (plugin.can_back_off or math.isfinite(self.step_record["loss"]))
+        plugin.skip = self.spikes.judge(self.step_record) if not curable else True
+        if plugin.skip:
             self.step_record["skipped"] = True
             self.skipped_steps += 1
 
