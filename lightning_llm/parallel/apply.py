@@ -9,6 +9,7 @@ from lightning_llm.parallel.fully_shard import shard_decoder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import materialise
+from lightning_llm.parallel.pipeline import split_stages
 from lightning_llm.schema import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -16,18 +17,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def apply_parallel(
     model: Decoder, layout: Layout, precision: PrecisionConfig, seed: int, device: torch.device
-) -> GradientSync:
+) -> list[GradientSync]:
     """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
 
-    Returns what sums its gradients over micro-batches and ranks.
+    Returns what sums the gradients of each of this rank's pipeline stages over micro-batches and ranks: one, of the
+    whole model, where there is no pipeline. With one, `model` keeps this rank's part alone.
     """
     model.to(DTYPES[precision.master_dtype])
-    checkpoint_blocks(model.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
-    if layout.config.compile:
-        compile_blocks(model.blocks)
-    scatters = []
-    if layout.shards:
-        compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
-        scatters = shard_decoder(model, layout, compute, reduce)
-    materialise(model, seed, device)
-    return GradientSync(model, layout, scatters)
+    syncs = []
+    for stage in split_stages(model, layout):
+        checkpoint_blocks(stage.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
+        if layout.config.compile:
+            compile_blocks(stage.blocks)
+        scatters = []
+        if layout.shards:
+            compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
+            scatters = shard_decoder(stage, layout, compute, reduce)
+        materialise(stage, seed, device)
+        syncs.append(GradientSync(stage, layout, scatters))
+    return syncs

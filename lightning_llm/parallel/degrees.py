@@ -126,7 +126,7 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
 
 def untrained(degrees: Degrees) -> Iterator[Problem]:
     """Yield each axis that this version can lay out, but not yet train."""
-    for axis in ("cp", "tp", "pp"):
+    for axis in ("cp", "tp"):
         if getattr(degrees, axis) > 1:
             text = f"is {getattr(degrees, axis)}, and this version trains with {axis}=1 alone; `plan` shows its groups."
             yield Problem(f"parallel.{axis}", text)

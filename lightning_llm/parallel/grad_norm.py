@@ -10,18 +10,24 @@ from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, layout: Layout) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, layout: Layout, copies: Iterable[nn.Parameter] = ()
+) -> float:
     """Scale all gradients by min(1, max_norm / norm) in place; return the 2-norm of the whole, from before.
 
-    Squares are summed in fp64 over tensors and shards, and the norm is rounded to fp32: how gradients are cut then
+    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients are cut then
     shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
-    for `max_norm` measures only.
+    for `max_norm` measures only. `copies`: those of `parameters` that another rank counts.
     """
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms: list[Tensor] = list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    elsewhere = {id(parameter) for parameter in copies}
+    gradients = [local(parameter.grad) for parameter in trained]
+    counted = [local(parameter.grad) for parameter in trained if id(parameter) not in elsewhere]
+    norms: list[Tensor] = list(torch._foreach_norm(counted, 2, dtype=torch.float64))
     squares = torch.stack(norms).square().sum()
     if layout.shards:
         layout.reduce(squares, dist.ReduceOp.SUM, "dp_shard")
+    layout.reduce(squares, dist.ReduceOp.SUM, "pp")
     total = squares.sqrt().float().item()
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)

@@ -58,7 +58,9 @@ class Layout:
         return self.config.reduction == "tree"
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of `axis` ("dp", "dp_shard", "dp_replicate", ...), None where it is one rank."""
+        """Return the process group of `axis` ("dp", "dp_shard", "pp", ..., or "world"), None where it is one rank."""
+        if axis == "world":
+            return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
         if axis == "dp" and self.degrees.dp_replicate == 1:
             axis = "dp_shard"
         elif axis == "dp" and self.degrees.dp_shard == 1:
@@ -86,6 +88,15 @@ class Layout:
         ordered = torch.empty_like(gathered)
         ordered[torch.tensor(order, device=values.device)] = gathered
         return ordered
+
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        """Return every pipeline rank's `value`, first stage first; only [value] without a pipeline."""
+        group = self.group("pp")
+        if group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.degrees.pp
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
 
     def reduce(self, tensor: Tensor, op: Any, axis: str = "dp") -> Tensor:
         """Return `tensor` reduced over the ranks of `axis`, in place; over one rank it is itself."""

@@ -1,7 +1,8 @@
-"""Bytes that a rank holds, by formula, for data-parallel layouts. Imports no torch."""
+"""Bytes that a rank holds, by formula, for data-parallel layouts and pipelines. Imports no torch."""
 
 from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
 from lightning_llm.parallel.degrees import Degrees, resolve_degrees
+from lightning_llm.parallel.stages import StagePart, chunks_in_flight, parts_of, units_at
 from lightning_llm.parallel.units import Unit, Units, micro_batches_per_rank, reduces_once, units_of, uses_fsdp
 from lightning_llm.schema import Config
 
@@ -10,7 +11,9 @@ REPLICA_BUCKET_BYTES = 25 * 2**20
 
 
 def memory_bytes(config: Config) -> dict[str, int]:
-    """Return bytes on rank 0, which holds the most, by kind; kinds peak at different times, so the sum is a bound.
+    """Return bytes on the rank that holds the most, by kind; kinds peak at different times, so the sum is a bound.
+
+    Of equal ranks that is rank 0. In a pipeline it is a rank of the stage that holds the most (`heaviest_place`).
 
     - `parameters`, `gradients`, `optimizer`: what persists, in shards or whole (ZeRO, arXiv 1910.02054, section 5; here
       masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
@@ -20,18 +23,30 @@ def memory_bytes(config: Config) -> dict[str, int]:
       head and two blocks, or with embedding and one block where that is more.
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
+    - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
     - `activations`: Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does
       not store: 34 s b h per layer in 16 bit. Of a recomputed layer its input stays, and with selective checkpointing
-      `selective_bytes_per_token`; one layer at a time is whole again.
-    - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient).
+      `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches in flight.
+    - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
+      of all micro-batches in the compute dtype.
     """
     degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
-    units, ranks = units_of(config.model), degrees.dp_shard
+    return _bytes_at(config, degrees, heaviest_place(config, degrees))
+
+
+def heaviest_place(config: Config, degrees: Degrees) -> int:
+    """Return the place in the pipeline, from 0, of the ranks that hold the most bytes; 0 without one."""
+    return max(range(degrees.pp), key=lambda place: sum(_bytes_at(config, degrees, place).values()))
+
+
+def _bytes_at(config: Config, degrees: Degrees, place: int) -> dict[str, int]:
+    parts = parts_of(config.model, config.parallel, degrees, place)
+    units, ranks = units_at(config.model, parts), degrees.dp_shard
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     state = state_bytes(units.shard(ranks), config.precision)
     turns, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
     buffers = tree_buffers(turns) if config.parallel.reduction == "tree" else 0
-    tokens = config.data.micro_batch_size * config.data.sequence_length
+    chunks = chunks_in_flight(config.parallel, degrees.pp, place, turns)
     return {
         "parameters": state.parameters,
         "gradients": state.gradients,
@@ -39,11 +54,24 @@ def memory_bytes(config: Config) -> dict[str, int]:
         "unsharded_gradients": gradient * units.shard(1) if once and turns > 1 else 0,
         "tree_gradients": buffers * gradient * units.shard(ranks) * (ranks if once else 1),
         "gathered": gathered_bytes(config, units, degrees),
-        "compute_copies": _compute_copies(config, units, degrees),
+        "compute_copies": _compute_copies(config, units, degrees, parts, chunks),
         "communication": _communication_bytes(config, units, degrees),
-        "activations": activation_bytes(config),
-        "logits": tokens * config.model.padded_vocab_size * (DTYPE_BYTES[config.precision.compute_dtype] + 8),
+        "pipeline_buffers": turns * boundary_bytes(config) * sum(2 - part.first - part.last for part in parts),
+        "activations": activation_bytes(config, parts, chunks),
+        "logits": _logits_bytes(config, degrees, turns) if parts[-1].last else 0,
     }
+
+
+def boundary_bytes(config: Config) -> int:
+    """Return the bytes of one micro-batch between two blocks."""
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    return DTYPE_BYTES[config.precision.compute_dtype] * tokens * config.model.hidden_size
+
+
+def _logits_bytes(config: Config, degrees: Degrees, turns: int) -> int:
+    tokens = config.data.micro_batch_size * config.data.sequence_length
+    kept = turns if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
+    return tokens * config.model.padded_vocab_size * (kept * DTYPE_BYTES[config.precision.compute_dtype] + 8)
 
 
 def tree_buffers(turns: int) -> int:
@@ -70,23 +98,24 @@ def gathered_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     return size(units.root) + max(size(units.head) + two_blocks, size(units.embedding) + size(units.block))
 
 
-def recomputed_layers(config: Config) -> int:
-    """Return how many blocks recompute their forward pass."""
+def recomputed_layers(config: Config, parts: list[StagePart]) -> int:
+    """Return how many blocks of a rank's stages recompute their forward pass."""
     if config.parallel.activation_checkpoint == "none":
         return 0
-    return -(-config.model.num_layers // config.parallel.activation_checkpoint_every)
+    return sum(index % config.parallel.activation_checkpoint_every == 0 for part in parts for index in part.layers)
 
 
-def activation_bytes(config: Config) -> int:
-    """Return the bytes that the blocks' forward passes of one micro-batch leave for the backward pass."""
+def activation_bytes(config: Config, parts: list[StagePart], chunks: int) -> int:
+    """Return the bytes that the blocks' forward passes leave for the backward pass, of `chunks` stages in flight."""
     model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
     tokens = config.data.micro_batch_size * config.data.sequence_length
-    again = recomputed_layers(config)
+    again = recomputed_layers(config, parts)
     kept = width * model.hidden_size
     if config.parallel.activation_checkpoint == "selective":
         kept += selective_bytes_per_token(config)
     whole = 34 * model.hidden_size * width // 2
-    return tokens * ((model.num_layers - again + bool(again)) * whole + again * kept)
+    layers = sum(len(part.layers) for part in parts)
+    return tokens * (((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole)
 
 
 def selective_bytes_per_token(config: Config) -> int:
@@ -102,16 +131,20 @@ def selective_bytes_per_token(config: Config) -> int:
     return DTYPE_BYTES[config.precision.compute_dtype] * outputs + 4 * model.num_heads
 
 
-def _compute_copies(config: Config, units: Units, degrees: Degrees) -> int:
-    """Return the bytes of weights that the model casts on use. Embeddings are looked up in the master dtype."""
+def _compute_copies(config: Config, units: Units, degrees: Degrees, parts: list[StagePart], chunks: int) -> int:
+    """Return the bytes of weights that the model casts on use. Embeddings are looked up in the master dtype.
+
+    Every forward pass makes its own, so that a pipeline keeps those of all `chunks` in flight.
+    """
     model, recipe = config.model, config.precision
     if recipe.compute_dtype == recipe.master_dtype:
         return 0
-    positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
-    elements = units.root.shard(1) - positions  # a tied embedding is cast to project
+    # The last norm, and a tied embedding, which is cast to project.
+    elements = units_of(model, 0, first=False, last=True).root.shard(1) if parts[-1].last else 0
     if not uses_fsdp(config.parallel, degrees):
-        again = recomputed_layers(config)
-        blocks = units.num_blocks - again + bool(again)  # a recomputed block casts its weights again, too
+        again = recomputed_layers(config, parts)
+        blocks = (units.num_blocks - again) * chunks // len(parts)
+        blocks += bool(again)  # a recomputed block casts its weights again, too
         elements += units.head.shard(1) + blocks * units.block.shard(1)
     return DTYPE_BYTES[recipe.compute_dtype] * elements
 

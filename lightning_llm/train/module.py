@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
@@ -17,6 +18,8 @@ from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -31,7 +34,8 @@ class LanguageModule(pl.LightningModule):
     """
 
     model: Decoder
-    gradient_sync: GradientSync
+    gradient_syncs: list[GradientSync]
+    pipeline: Pipeline | None = None
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -56,10 +60,12 @@ class LanguageModule(pl.LightningModule):
             return
         with torch.device("meta"):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
-        strategy = self.trainer.strategy
-        device = strategy.root_device
+        layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
-        self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
+        self.gradient_syncs = apply_parallel(model, layout, self.config.precision, self.config.seed, device)
+        if layout.degrees.pp > 1:
+            turns = micro_batches_per_rank(self.config, layout.degrees)
+            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
 
@@ -79,7 +85,16 @@ class LanguageModule(pl.LightningModule):
 
     def training_step(self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
-        return next_token_loss_sum(self.model(tokens, document_ids=document_ids), labels)
+        return self.loss_sum(self.model(tokens, document_ids=document_ids), labels)
+
+    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the fp32 sum of the losses of logits [B, T, V] over labels [B, T]."""
+        return next_token_loss_sum(logits, labels)
+
+    @property
+    def whole_model(self) -> Decoder | PipelinedDecoder:
+        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        return self.model if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -102,13 +117,14 @@ class LanguageModule(pl.LightningModule):
 
         Where a gradient overflowed, nothing is clipped and the plugin skips the update.
         """
-        parameters, layout = self.gradient_sync.parameters, self.trainer.strategy.layout
+        parameters, layout = list(self.model.parameters()), self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
         if plugin.config is not None:
             self.step_record["loss_scale"] = plugin.loss_scale
         plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
-        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout)
+        copies = self.pipeline.copies if self.pipeline else []
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, copies)
         if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
             raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
         if plugin.overflow:
@@ -143,15 +159,19 @@ class LanguageModule(pl.LightningModule):
             self._validation_sums[1] = self._validation_sums[0]  # the forward pass is the same one
 
     def _score(self, batch: Any, sums: Tensor) -> None:
-        logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+        forward = self.pipeline.forward if self.pipeline else self.model
+        logits = forward(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+        if logits is None:  # the pipeline's last stage has them
+            return
         for source in batch.sources.unique():
             labels = batch.labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
-            sums[source, 0] += next_token_loss_sum(logits, labels).double()
+            sums[source, 0] += self.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
+        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
+        sums = self.trainer.strategy.layout.reduce(sums, ReduceOp.SUM, "pp").cpu()  # all but the last stage have zeros
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}
