@@ -8,6 +8,7 @@ import torch
 from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_llm.build import build_module, build_trainer
 from lightning_llm.check import check_config
@@ -67,7 +68,11 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
 
 
 def leave_groups(layout: Layout) -> None:
-    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs."""
+    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs.
+
+    DTensor's caches hold meshes, and take an equal one of a later run, with groups of its own, for the same.
+    """
+    _clear_sharding_prop_cache()
     if layout.mesh is None:
         return
     groups = [layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ()]
