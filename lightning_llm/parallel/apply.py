@@ -9,6 +9,7 @@ from lightning_llm.parallel.fully_shard import shard_decoder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import materialise
+from lightning_llm.parallel.tensor import shard_over_tensor_group
 from lightning_llm.schema import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,6 +23,7 @@ def apply_parallel(
     Returns what sums its gradients over micro-batches and ranks.
     """
     model.to(DTYPES[precision.master_dtype])
+    shard_over_tensor_group(model, layout)
     checkpoint_blocks(model.blocks, layout.config)  # within the graph, so that the recomputation is compiled too
     if layout.config.compile:
         compile_blocks(model.blocks)

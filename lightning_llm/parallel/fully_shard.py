@@ -27,7 +27,8 @@ def shard_decoder(
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
     replicas = layout.degrees.dp_replicate > 1 and not layout.tree  # the tree sums over replicas by itself
-    names = ("dp_replicate", "dp_shard") if replicas else ("dp_shard",)
+    shards = "fsdp" if layout.degrees.cp > 1 else "dp_shard"
+    names = ("dp_replicate", shards) if replicas else (shards,)
     mesh = layout.mesh[names]
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.tensor import is_cut
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, layout: Layout) -> float:
@@ -17,12 +18,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, l
     shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
     for `max_norm` measures only.
     """
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms: list[Tensor] = list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-    squares = torch.stack(norms).square().sum()
+    squares = torch.stack(norms).square()
+    cut = torch.tensor([is_cut(parameter) for parameter in parameters], device=squares.device)
+    # What every rank of a tensor-parallel group holds whole counts once.
+    total_squares = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
     if layout.shards:
-        layout.reduce(squares, dist.ReduceOp.SUM, "dp_shard")
-    total = squares.sqrt().float().item()
+        layout.reduce(total_squares, dist.ReduceOp.SUM, "fsdp")
+    total = total_squares.sqrt().float().item()
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)
     return total

@@ -35,6 +35,8 @@ class Layout:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        if degrees.cp > 1:
+            mesh["dp_shard", "cp"]._flatten("fsdp")
         return cls(config, degrees, dist.get_rank(), mesh)
 
     @property
@@ -58,13 +60,29 @@ class Layout:
         return self.config.reduction == "tree"
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of `axis` ("dp", "dp_shard", "dp_replicate", ...), None where it is one rank."""
-        if axis == "dp" and self.degrees.dp_replicate == 1:
+        """Return the process group of `axis`, None where it is one rank.
+
+        Beside the axes of the mesh: "dp", ranks that train on different data; "fsdp", ranks that shard parameters;
+        "world".
+        """
+        if axis == "world":
+            return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
+        if axis == "fsdp" and self.degrees.cp == 1:
+            axis = "dp_shard"
+        elif axis == "dp" and self.degrees.dp_replicate == 1:
             axis = "dp_shard"
         elif axis == "dp" and self.degrees.dp_shard == 1:
             axis = "dp_replicate"
-        degree = self.degrees.dp if axis == "dp" else getattr(self.degrees, axis)
-        return None if self.mesh is None or degree == 1 else self.mesh.get_group(axis)
+        return None if self.mesh is None or getattr(self.degrees, axis) == 1 else self.mesh.get_group(axis)
+
+    def own_groups(self) -> list[dist.ProcessGroup]:
+        """Return every group that this layout made, each once."""
+        if self.mesh is None:
+            return []
+        names = [*(self.mesh.mesh_dim_names or ()), "dp", "fsdp"]
+        groups = {id(group): group for name in names if (group := self.group(name)) is not None}
+        groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
+        return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def micro_batches(self, count: int) -> list[int]:
         """Return the global indices of the `count` micro-batches that this rank computes in a step."""
@@ -87,9 +105,10 @@ class Layout:
         ordered[torch.tensor(order, device=values.device)] = gathered
         return ordered
 
-    def reduce(self, tensor: Tensor, op: Any, axis: str = "dp") -> Tensor:
-        """Return `tensor` reduced over the ranks of `axis`, in place; over one rank it is itself."""
-        group = self.group(axis)
-        if group is not None:
-            dist.all_reduce(tensor, op=op, group=group)
+    def reduce(self, tensor: Tensor, op: Any, *axes: str) -> Tensor:
+        """Return `tensor` reduced over the ranks of each of `axes` in turn ("dp" for none), in place."""
+        for axis in axes or ("dp",):
+            group = self.group(axis)
+            if group is not None:
+                dist.all_reduce(tensor, op=op, group=group)
         return tensor

@@ -16,6 +16,9 @@ class ParallelConfig(Group):
     cp: PositiveInt | None = Field(1, description="ranks that share a sequence")
     tp: PositiveInt | None = Field(1, description="ranks that share each weight's computation")
     pp: PositiveInt | None = Field(1, description="pipeline stages")
+    sequence_parallel: bool = Field(
+        True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
     )

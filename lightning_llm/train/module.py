@@ -1,22 +1,25 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
+from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -32,6 +35,8 @@ class LanguageModule(pl.LightningModule):
 
     model: Decoder
     gradient_sync: GradientSync
+    sequence_cut: SequenceCut
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -62,6 +67,8 @@ class LanguageModule(pl.LightningModule):
         self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
         self.quantisation.watch_overflow(model)
         self.model = model
+        self.sequence_cut = SequenceCut(strategy.layout)
+        self.loss_sum = loss_sum_of(strategy.layout)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -79,7 +86,8 @@ class LanguageModule(pl.LightningModule):
 
     def training_step(self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
-        return next_token_loss_sum(self.model(tokens, document_ids=document_ids), labels)
+        tokens, labels, positions, document_ids = self.sequence_cut(tokens, labels, document_ids)
+        return self.loss_sum(self.model(tokens, positions, document_ids), labels)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -143,15 +151,17 @@ class LanguageModule(pl.LightningModule):
             self._validation_sums[1] = self._validation_sums[0]  # the forward pass is the same one
 
     def _score(self, batch: Any, sums: Tensor) -> None:
-        logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+        tokens, all_labels, positions, documents = self.sequence_cut(batch.tokens, batch.labels, batch.document_ids)
+        logits = self.model(tokens, positions, documents)  # [B, T, V]
         for source in batch.sources.unique():
-            labels = batch.labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
-            sums[source, 0] += next_token_loss_sum(logits, labels).double()
+            labels = all_labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
+            sums[source, 0] += self.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
+        layout = self.trainer.strategy.layout
+        sums = layout.reduce(self._validation_sums, dist.ReduceOp.SUM, "dp", "cp").cpu()
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}

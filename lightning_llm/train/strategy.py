@@ -97,7 +97,8 @@ class TrainStrategy(ModelParallelStrategy):
             losses.append(loss.detach())
         module.gradient_sync.finish()
         self._agree_on_stop()
-        return self.layout.gather_micro_batches(torch.stack(losses)).sum()
+        ours = self.layout.reduce(torch.stack(losses), dist.ReduceOp.SUM, "cp")
+        return self.layout.gather_micro_batches(ours).sum()
 
     def ask_to_stop(self, signal_number: int) -> None:
         """Note that this rank was sent a signal; all ranks stop after the same step."""
@@ -119,7 +120,8 @@ class TrainStrategy(ModelParallelStrategy):
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
         module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX))
+        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX, *stage))
         module.completed_steps += 1
         return result
 

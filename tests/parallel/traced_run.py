@@ -56,14 +56,8 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
 
 def leave_groups(layout: Layout) -> None:
     """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs."""
-    if layout.mesh is None:
-        return
-    groups = [layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ()]
-    if layout.degrees.dp_replicate > 1 and layout.degrees.dp_shard > 1:
-        groups.append(layout.group("dp"))
-    for group in groups:
-        if group is not torch.distributed.group.WORLD:
-            torch.distributed.destroy_process_group(group)
+    for group in layout.own_groups():
+        torch.distributed.destroy_process_group(group)
 
 
 def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
