@@ -131,7 +131,7 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
 
 def untrained(degrees: Degrees) -> Iterator[Problem]:
     """Yield each axis that this version can lay out, but not yet train."""
-    for axis in ("cp", "pp"):
+    for axis in ("pp",):
         if getattr(degrees, axis) > 1:
             text = f"is {getattr(degrees, axis)}, and this version trains with {axis}=1 alone; `plan` shows its groups."
             yield Problem(f"parallel.{axis}", text)

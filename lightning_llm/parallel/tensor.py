@@ -61,7 +61,9 @@ def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
 
 def cut_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:
     """Return a DTensor of the shape of `parameter`, of which each rank of `mesh` has its part along `axis`, or all."""
-    local = parameter.detach() if axis is None else parameter.detach().chunk(mesh.size(), axis)[mesh.get_local_rank()]
+    local = parameter.detach()
+    if axis is not None:
+        local = local.chunk(mesh.size(), axis)[mesh.get_local_rank()].contiguous()
     placement: Placement = Replicate() if axis is None else Shard(axis)
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()

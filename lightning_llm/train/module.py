@@ -64,7 +64,8 @@ class LanguageModule(pl.LightningModule):
         strategy = self.trainer.strategy
         device = strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
-        self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
+        precision, length = self.config.precision, self.config.data.sequence_length
+        self.gradient_sync = apply_parallel(model, strategy.layout, precision, self.config.seed, length, device)
         self.quantisation.watch_overflow(model)
         self.model = model
         self.sequence_cut = SequenceCut(strategy.layout)
