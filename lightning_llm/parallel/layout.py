@@ -22,6 +22,8 @@ class Layout:
     degrees: Degrees
     rank: int = 0
     mesh: DeviceMesh | None = None
+    shared_mesh: DeviceMesh | None = None
+    """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
 
     @classmethod
     def of(cls, config: ParallelConfig, device: torch.device) -> "Layout":
@@ -35,9 +37,8 @@ class Layout:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        if degrees.cp > 1:
-            mesh["dp_shard", "cp"]._flatten("fsdp")
-        return cls(config, degrees, dist.get_rank(), mesh)
+        shared = mesh["dp_shard", "cp"]._flatten("fsdp") if degrees.cp > 1 else None
+        return cls(config, degrees, dist.get_rank(), mesh, shared)
 
     @property
     def place(self) -> Degrees:
@@ -69,7 +70,9 @@ class Layout:
             return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
         if axis == "fsdp" and self.degrees.cp == 1:
             axis = "dp_shard"
-        elif axis == "dp" and self.degrees.dp_replicate == 1:
+        if axis == "fsdp":
+            return None if self.shared_mesh is None else self.shared_mesh.get_group()
+        if axis == "dp" and self.degrees.dp_replicate == 1:
             axis = "dp_shard"
         elif axis == "dp" and self.degrees.dp_shard == 1:
             axis = "dp_replicate"
