@@ -10,11 +10,13 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from traced_run import Trace, traced_run
 
 from lightning_llm.compose import compose_config
+from lightning_llm.parallel.gradient_sync import local
 
 CONFIGS = {
     name: config
@@ -26,15 +28,32 @@ GPT = [
     "model.tie_embeddings=true", "model.init=gpt2",
 ]  # fmt: skip
 MODELS = {"llama": [], "gpt": GPT}
-LOSS = {"fp32": 2e-6, "bf16": 1e-3}
-"""Largest relative difference of a loss over 6 steps, by precision; others are compared in fp32 beside their casts."""
 CASTS = ["fp8_delayed", "fp8_current", "nvfp4", "mxfp8", "mxfp4_sr", "quartet", "fp8_subchannel"]
-CAST_LOSS = 2e-5
-FEW = ["fp32", "bf16", "fp8_delayed", "nvfp4", "mxfp8"]
-"""Precisions that `make test` covers: a scale of earlier steps, of the tensor and 16 elements, of 32 elements."""
+FEW = ["fp32", "bf16", "nvfp4"]
+"""Precisions that `make test` covers; NVFP4 has scales of a tensor and of 16 elements, rotations and random bits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest relative differences over 6 steps: of losses, gradient norms, gradients of two steps, parameters."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float
+
+
+# Measured: fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes compute in fp32 here, so that what
+# differs are casts that fell the other way: 8 bits 2e-5, 1e-4, 2e-2, 6e-3; 4 bits 5e-5, 3e-4, 1e-3, 5e-3.
+FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5)
+LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 1e-1)}
+CAST = Limits(2e-4, 1e-3, 5e-2, 2e-2)
 SHAPES = {
     "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512", "data.global_batch_size=2"],  # blocks of 128
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64
+    "mxfp8": ["data.sequence_length=128"],
+    "quartet": ["data.sequence_length=128"],
+    "fp8_current": ["model.num_layers=3"],  # of which two stay high
 }
 
 
@@ -64,7 +83,7 @@ class Case:
 
     def shape(self) -> list[str]:
         precision = [f"precision={self.precision}", "precision.casts=eager"]
-        if self.precision in CASTS:  # what differs then are casts that fall the other way, not sums in 16 bit
+        if self.precision in CASTS:
             precision.append("precision.compute_dtype=fp32")
         return [*SHAPES.get(self.precision, []), *MODELS[self.model], *precision, f"data.document_mask={str(self.documents).lower()}"]
 
@@ -103,22 +122,24 @@ def large(layout: str) -> int:
     return 2 ** (1 + layout.count("_") + layout.count("hsdp"))
 
 
-COVERING = covering(cases_on(FEW, small), strength=2)
+COVERING = covering([case for case in cases_on(FEW, small) if not case.layout.startswith("hsdp")], strength=2)
 FULL = [case for case in covering(cases_on(["fp32", "bf16", *CASTS], large), strength=2) if case not in COVERING]
 
 
 @pytest.fixture(scope="module")
 def run(small_run, tmp_path_factory, ranks):
-    def traced(world: int, *words: str) -> Trace:
+    def traced(world: int, *words: str, planted: str | None = None) -> Trace:
         config = compose_config(
             small_run(
                 tmp_path_factory.mktemp("run"), "data.micro_batch_size=1", "data.global_batch_size=4",
                 "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
-                "model.ffn_hidden_size=256", "model.num_layers=3", "data.sequence_length=128", "checkpoint.every_steps=null",
+                "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64", "checkpoint.every_steps=null",
                 "optim.gradient_clip_norm=0.5", *words,
             )
         )  # fmt: skip
-        return ranks(world).call(traced_run, config)
+        trace = ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
+        ranks(world).close()  # DTensor keeps groups by the shape of their mesh, also those that a run has left
+        return trace
 
     return traced
 
@@ -168,7 +189,49 @@ def _relative(one: Any, other: Any) -> float:
     return ((one - other).norm() / other.norm()).item()
 
 
+def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
+    return [f"{kind} {value:.2g}" for kind, value in found.items() if not value <= getattr(limits, kind)]
+
+
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
     ours, reference = run(case.world, *case.words()), alone(case.shape())
-    print(case, off(ours, reference))
+    assert exceeded(off(ours, reference), LIMITS.get(case.precision, CAST)) == []
+
+
+class Planted(pl.Callback):
+    """A fault of one kind from the first step on."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        sync = pl_module.gradient_sync
+        finish, named = sync.finish, dict(pl_module.model.named_parameters())
+
+        def faulty() -> None:
+            if self.fault == "missing":
+                norms = [parameter for name, parameter in named.items() if "norm" in name]
+                partial_sums = [local(parameter.grad).clone() for parameter in norms]
+            finish()
+            if self.fault == "missing":
+                for parameter, own in zip(norms, partial_sums, strict=True):
+                    local(parameter.grad).copy_(own)
+            if self.fault == "shard" and trainer.global_rank == 1:
+                local(named["layers.1.attention.v_proj.weight"].grad).mul_(1.0001)
+            if self.fault == "twice":
+                torch.distributed.all_reduce(local(named["layers.0.feed_forward_norm.weight"].grad))
+
+        sync.finish = faulty
+
+
+def faulty_run(config: Any, fault: str) -> Trace:
+    return traced_run(config, Planted(fault))
+
+
+@pytest.mark.parametrize("fault", ["shard", "twice", "missing", "none"])
+def test_the_comparison_finds_a_planted_fault(fault, run, alone):
+    """A shard's gradient that is 1e-4 off, a reduction made twice, one left out: these pass a look at the loss."""
+    ours = run(2, "parallel=tp", "trainer.devices=2", planted=fault)
+    found = exceeded(off(ours, alone([])), FP32)
+    assert any(each.startswith("gradient") for each in found) == (fault != "none"), found
