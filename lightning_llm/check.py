@@ -11,6 +11,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees, untrained
+from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
@@ -28,12 +29,13 @@ def check_config(config: Config, to_train: bool = True) -> None:
     unfit = list(layout_problems(config.parallel, world))
     degrees = Degrees(dp_replicate=world) if unfit else resolve_degrees(config.parallel, world)
     problems = [
-        *shape_problems(config.model),
+        *(shape := shape_problems(config.model)),
         *_length_problems(config),
         *_schedule_problems(config),
         *unfit,
         *(untrained(degrees) if to_train else ()),
         *pipeline_problems(config, degrees),
+        *([] if unfit or shape else cut_problems(config, degrees)),
         *lint(config.precision),
         *_precision_problems(config),
         *check_data(config.data, config.model.vocab_size, degrees.dp),

@@ -33,6 +33,11 @@ class Degrees:
         """Ranks that train on different micro-batches."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share the shards of one copy of the parameters: those that share a sequence hold the same."""
+        return self.dp_shard * self.cp
+
     def coordinates(self, rank: int) -> "Degrees":
         """Return the place of `rank` (0 .. world - 1) on each axis, from 0."""
         places = []
@@ -125,8 +130,7 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
 
 
 def untrained(degrees: Degrees) -> Iterator[Problem]:
-    """Yield each axis that this version can lay out, but not yet train."""
-    for axis in ("cp", "tp"):
-        if getattr(degrees, axis) > 1:
-            text = f"is {getattr(degrees, axis)}, and this version trains with {axis}=1 alone; `plan` shows its groups."
-            yield Problem(f"parallel.{axis}", text)
+    """Yield each axis that this version can lay out, but not yet train with the others."""
+    if degrees.cp > 1 and degrees.pp > 1:
+        text = f"is {degrees.cp}, and pp={degrees.pp}: this version trains with one of them; `plan` shows their groups."
+        yield Problem("parallel.cp", text)

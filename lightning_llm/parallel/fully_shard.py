@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_llm.model.decoder import Decoder
@@ -27,8 +28,9 @@ def shard_decoder(
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
     replicas = layout.degrees.dp_replicate > 1 and not layout.tree  # the tree sums over replicas by itself
-    names = ("dp_replicate", "dp_shard") if replicas else ("dp_shard",)
-    mesh = layout.mesh[names]
+    mesh = layout.mesh["dp_shard"] if layout.shared_mesh is None else layout.shared_mesh
+    if replicas:
+        mesh = DeviceMesh._concatenate([layout.mesh["dp_replicate"], mesh])
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3

@@ -65,11 +65,13 @@ class TrainStage(PipelineStage):
 
     def __init__(self, sync: GradientSync, index: int, layout: Layout, data: DataConfig, device: torch.device):
         self.decoder, self.sync = sync.model, sync
-        size = data.micro_batch_size, data.sequence_length
+        batch, length, tp = data.micro_batch_size, data.sequence_length, layout.degrees.tp
         config, dtype = self.decoder.config, self.decoder.compute_dtype
-        hidden = torch.empty(*size, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-        logits = torch.empty(*size, config.padded_vocab_size, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(*size, dtype=torch.int64, device="meta")
+        shape = batch, length // self.decoder.token_shards, config.hidden_size
+        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        shape = batch, length, config.padded_vocab_size // tp
+        logits = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         count = layout.degrees.pp * layout.config.virtual_stages
         super().__init__(
             _Plain(self.decoder),
@@ -178,7 +180,9 @@ class Pipeline:
         tied = self.tied_embedding
         return [tied] if tied is not None and self.has_last else []
 
-    def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor | None:
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor | None:
         """Return the logits [B, T, V] of `tokens` [B, T], which every rank gives, on ranks with the last stage.
 
         Without gradients, one batch after the other: a rank goes on to its next batch once it has passed this one on.
@@ -188,10 +192,11 @@ class Pipeline:
             for stage in self.stages:
                 decoder = stage.decoder
                 if not stage.is_first:
-                    shape = *tokens.shape, decoder.config.hidden_size
+                    batch, length = tokens.shape
+                    shape = batch, length // decoder.token_shards, decoder.config.hidden_size
                     x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
                     dist.recv(x, group=self.group, group_src=self._previous)
-                x = decoder(x, document_ids=document_ids)
+                x = decoder(x, positions, document_ids)
                 if not stage.is_last:
                     dist.send(x.contiguous(), group=self.group, group_dst=self._next)
         return x if self.has_last else None

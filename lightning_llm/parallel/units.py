@@ -77,7 +77,7 @@ def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
 
 def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
     """Return whether gradients wait, whole, for the last micro-batch of a step: ZeRO-1."""
-    return parallel.zero_stage == 1 and degrees.dp_shard > 1
+    return parallel.zero_stage == 1 and degrees.fsdp > 1
 
 
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:

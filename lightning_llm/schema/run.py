@@ -20,6 +20,9 @@ class ParallelConfig(Group):
         "1f1b", description="the order of micro-batches in the pipeline; `train` refuses the zero-bubble ones"
     )
     virtual_stages: PositiveInt = Field(1, description="pipeline stages per rank, for interleaved_1f1b")
+    sequence_parallel: bool = Field(
+        True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
     )

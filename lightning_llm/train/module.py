@@ -1,25 +1,27 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
+from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.units import micro_batches_per_rank
+from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -36,6 +38,8 @@ class LanguageModule(pl.LightningModule):
     model: Decoder
     gradient_syncs: list[GradientSync]
     pipeline: Pipeline | None = None
+    sequence_cut: SequenceCut
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -62,12 +66,15 @@ class LanguageModule(pl.LightningModule):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
-        self.gradient_syncs = apply_parallel(model, layout, self.config.precision, self.config.seed, device)
+        precision, length = self.config.precision, self.config.data.sequence_length
+        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
         if layout.degrees.pp > 1:
             turns = micro_batches_per_rank(self.config, layout.degrees)
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
+        self.sequence_cut = SequenceCut(layout)
+        self.loss_sum = loss_sum_of(layout)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -85,11 +92,8 @@ class LanguageModule(pl.LightningModule):
 
     def training_step(self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
-        return self.loss_sum(self.model(tokens, document_ids=document_ids), labels)
-
-    def loss_sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the fp32 sum of the losses of logits [B, T, V] over labels [B, T]."""
-        return next_token_loss_sum(logits, labels)
+        tokens, labels, positions, document_ids = self.sequence_cut(tokens, labels, document_ids)
+        return self.loss_sum(self.model(tokens, positions, document_ids), labels)
 
     @property
     def whole_model(self) -> Decoder | PipelinedDecoder:
@@ -159,19 +163,21 @@ class LanguageModule(pl.LightningModule):
             self._validation_sums[1] = self._validation_sums[0]  # the forward pass is the same one
 
     def _score(self, batch: Any, sums: Tensor) -> None:
+        tokens, all_labels, positions, documents = self.sequence_cut(batch.tokens, batch.labels, batch.document_ids)
         forward = self.pipeline.forward if self.pipeline else self.model
-        logits = forward(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+        logits = forward(tokens, positions, documents)  # [B, T, V]
         if logits is None:  # the pipeline's last stage has them
             return
         for source in batch.sources.unique():
-            labels = batch.labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
+            labels = all_labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
             sums[source, 0] += self.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum")
-        sums = self.trainer.strategy.layout.reduce(sums, ReduceOp.SUM, "pp").cpu()  # all but the last stage have zeros
+        # All but a pipeline's last stage have zeros.
+        layout = self.trainer.strategy.layout
+        sums = layout.reduce(self._validation_sums, dist.ReduceOp.SUM, "dp", "cp", "pp").cpu()
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}

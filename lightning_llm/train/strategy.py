@@ -90,6 +90,7 @@ class TrainStrategy(ModelParallelStrategy):
         if module.pipeline:
             module.pipeline.finish()
         self._agree_on_stop()
+        losses = self.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
         return self.layout.gather_micro_batches(losses).sum()
 
     def _in_turn(self, batch: Batch, targets: Tensor) -> Tensor:
@@ -144,7 +145,8 @@ class TrainStrategy(ModelParallelStrategy):
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
         module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX))
+        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX, *stage))
         module.completed_steps += 1
         return result
 

@@ -73,14 +73,8 @@ def leave_groups(layout: Layout) -> None:
     DTensor's caches hold meshes, and take an equal one of a later run, with groups of its own, for the same.
     """
     _clear_sharding_prop_cache()
-    if layout.mesh is None:
-        return
-    groups = [layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ()]
-    if layout.degrees.dp_replicate > 1 and layout.degrees.dp_shard > 1:
-        groups.append(layout.group("dp"))
-    for group in groups:
-        if group is not torch.distributed.group.WORLD:
-            torch.distributed.destroy_process_group(group)
+    for group in layout.own_groups():
+        torch.distributed.destroy_process_group(group)
 
 
 def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
