@@ -5,7 +5,7 @@ used; activations, the residual stream included, are in `compute_dtype` from the
 The model knows no ranks and no number formats: it offers blocks, and a role per module that holds parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,20 @@ class Decoder(nn.Module):
         self.head: nn.Module | None = None
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+
+    def stage(self, layers: Iterable[int], first: bool, last: bool) -> "Decoder":
+        """Return the part of a pipeline with the blocks `layers` (global indices), sharing its modules with this one.
+
+        Embeddings go to the `first` part, norm and head to the `last`; with `tie_embeddings` both have the embedding.
+        """
+        with torch.device("meta"):
+            part = Decoder(self.config.model_copy(update={"num_layers": 0}), self.compute_dtype)
+        part.config = self.config
+        part.embedding = self.embedding if first or (last and self.config.tie_embeddings) else None
+        part.position_embedding = self.position_embedding if first else None
+        part.layers = nn.ModuleDict({str(index): self.layers[str(index)] for index in layers})
+        part.norm, part.head = (self.norm, self.head) if last else (None, None)
+        return part
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.

@@ -38,9 +38,9 @@ def shard_decoder(
         fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward)
     if model.head is not None:
         fully_shard(model.head, mesh=mesh, mp_policy=cast, reshard_after_forward=False)  # backward wants it at once
-        if model.embedding is not None:
-            embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
-            embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
+    if model.embedding is not None and not model.config.tie_embeddings:
+        embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
+        embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
     fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
     scatters: list[TreeReduceScatter] = []
     for module in sharded_modules(model):

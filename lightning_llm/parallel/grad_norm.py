@@ -4,29 +4,32 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import is_cut
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None, layout: Layout) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, layout: Layout, copies: Iterable[nn.Parameter] = ()
+) -> float:
     """Scale all gradients by min(1, max_norm / norm) in place; return the 2-norm of the whole, from before.
 
-    Squares are summed in fp64 over tensors and shards, and the norm is rounded to fp32: how gradients are cut then
+    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients are cut then
     shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
-    for `max_norm` measures only.
+    for `max_norm` measures only. `copies`: those of `parameters` that another rank counts.
     """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms: list[Tensor] = list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-    squares = torch.stack(norms).square()
-    cut = torch.tensor([is_cut(parameter) for parameter in parameters], device=squares.device)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    elsewhere = {id(parameter) for parameter in copies}
+    gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
+    counted = [parameter for parameter in trained if id(parameter) not in elsewhere]
+    norms = torch._foreach_norm([local(p.grad) for p in counted if p.grad is not None], 2, dtype=torch.float64)
+    squares = torch.stack(list(norms)).square()
+    cut = torch.tensor([is_cut(parameter) for parameter in counted], device=squares.device)
     # What every rank of a tensor-parallel group holds whole counts once.
     total_squares = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
-    if layout.shards:
-        layout.reduce(total_squares, dist.ReduceOp.SUM, "fsdp")
+    layout.reduce(total_squares, dist.ReduceOp.SUM, *(["fsdp"] if layout.shards else []), "pp")
     total = total_squares.sqrt().float().item()
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)

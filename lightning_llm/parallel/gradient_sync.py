@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.memory import REPLICA_BUCKET_BYTES
 from lightning_llm.parallel.tensor import is_cut
@@ -18,20 +19,24 @@ from lightning_llm.parallel.units import reduces_once
 
 
 class GradientSync:
-    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here."""
+    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here.
 
-    def __init__(self, model: nn.Module, layout: Layout, scatters: list[TreeReduceScatter]):
+    One for each pipeline stage of the rank: `model` is the stage, or the whole model where there is no pipeline.
+    """
+
+    def __init__(self, model: Decoder, layout: Layout, scatters: list[TreeReduceScatter]):
         """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
+        self.model = model
         self.parameters = list(model.parameters())
         self.layout = layout
         self.scatters = scatters
-        self.root = model if isinstance(model, FSDPModule) else None
+        self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
         # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
         self.once = reduces_once(layout.config, layout.degrees)
         self._sum = TreeSum()
 
     def before_backward(self, turn: int, last: bool) -> None:
-        """Set up for the backward pass of the rank's micro-batch number `turn`, before its forward pass."""
+        """Set up for the backward pass of the rank's micro-batch number `turn`; backward passes come in this order."""
         if self.root is None:
             return
         self.root.set_is_last_backward(last)

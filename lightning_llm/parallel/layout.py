@@ -108,6 +108,15 @@ class Layout:
         ordered[torch.tensor(order, device=values.device)] = gathered
         return ordered
 
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        """Return every pipeline rank's `value`, first stage first; only [value] without a pipeline."""
+        group = self.group("pp")
+        if group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.degrees.pp
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
     def reduce(self, tensor: Tensor, op: Any, *axes: str) -> Tensor:
         """Return `tensor` reduced over the ranks of each of `axes` in turn ("dp" for none), in place."""
         for axis in axes or ("dp",):

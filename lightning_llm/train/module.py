@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
@@ -19,7 +19,10 @@ from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.whole_logits import WholeLogits
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -34,9 +37,11 @@ class LanguageModule(pl.LightningModule):
     """
 
     model: Decoder
-    gradient_sync: GradientSync
+    gradient_syncs: list[GradientSync]
+    pipeline: Pipeline | None = None
     sequence_cut: SequenceCut
     loss_sum: Callable[[Tensor, Tensor], Tensor]
+    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -61,15 +66,16 @@ class LanguageModule(pl.LightningModule):
             return
         with torch.device("meta"):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
-        strategy = self.trainer.strategy
-        device = strategy.root_device
+        layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
         precision, length = self.config.precision, self.config.data.sequence_length
-        self.gradient_sync = apply_parallel(model, strategy.layout, precision, self.config.seed, length, device)
+        self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
+        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        if layout.degrees.pp > 1:
+            turns = micro_batches_per_rank(self.config, layout.degrees)
+            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
-        self.sequence_cut = SequenceCut(strategy.layout)
-        self.loss_sum = loss_sum_of(strategy.layout)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -89,6 +95,12 @@ class LanguageModule(pl.LightningModule):
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
         tokens, labels, positions, document_ids = self.sequence_cut(tokens, labels, document_ids)
         return self.loss_sum(self.model(tokens, positions, document_ids), labels)
+
+    @property
+    def whole_model(self) -> WholeLogits | PipelinedDecoder:
+        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        layout = self.trainer.strategy.layout
+        return WholeLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -111,13 +123,14 @@ class LanguageModule(pl.LightningModule):
 
         Where a gradient overflowed, nothing is clipped and the plugin skips the update.
         """
-        parameters, layout = self.gradient_sync.parameters, self.trainer.strategy.layout
+        parameters, layout = list(self.model.parameters()), self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
         if plugin.config is not None:
             self.step_record["loss_scale"] = plugin.loss_scale
         plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
-        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout)
+        copies = self.pipeline.copies if self.pipeline else []
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, copies)
         if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
             raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
         if plugin.overflow:
@@ -153,7 +166,10 @@ class LanguageModule(pl.LightningModule):
 
     def _score(self, batch: Any, sums: Tensor) -> None:
         tokens, all_labels, positions, documents = self.sequence_cut(batch.tokens, batch.labels, batch.document_ids)
-        logits = self.model(tokens, positions, documents)  # [B, T, V]
+        forward = self.pipeline.forward if self.pipeline else self.model
+        logits = forward(tokens, positions, documents)  # [B, T, V]
+        if logits is None:  # the pipeline's last stage has them
+            return
         for source in batch.sources.unique():
             labels = all_labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
             sums[source, 0] += self.loss_sum(logits, labels).double()
@@ -162,7 +178,8 @@ class LanguageModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         layout = self.trainer.strategy.layout
-        sums = layout.reduce(self._validation_sums, dist.ReduceOp.SUM, "dp", "cp").cpu()
+        # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
+        sums = layout.reduce(self._validation_sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}

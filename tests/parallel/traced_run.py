@@ -30,12 +30,24 @@ class Gradients(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if len(self.kept) < self.steps:
             named = pl_module.model.named_parameters()
-            self.kept.append({name: whole(parameter.grad) for name, parameter in named})
+            gradients = {name: whole(parameter.grad) for name, parameter in named}
+            self.kept.append(of_all_stages(gradients, trainer.strategy.layout))
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, gathered over its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def of_all_stages(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors of all pipeline stages by name; those that two stages have must be the same bits."""
+    whole: dict[str, Tensor] = {}
+    for part in layout.gather_over_stages(tensors):
+        for name, tensor in part.items():
+            if name in whole and not torch.equal(whole[name], tensor):
+                raise AssertionError(f"{name} differs between stages")
+            whole[name] = tensor
+    return whole
 
 
 def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
@@ -68,7 +80,9 @@ def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
     trace = {
         "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
-        "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
+        "parameters": of_all_stages(
+            {name: whole(parameter) for name, parameter in model.named_parameters()}, trainer.strategy.layout
+        ),
     }
     leave_groups(trainer.strategy.layout)
     return trace
