@@ -10,7 +10,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees, untrained
+from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.lint import lint
@@ -19,8 +19,8 @@ from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
 
-def check_config(config: Config, to_train: bool = True) -> None:
-    """Return quietly if the run can start; without `to_train`, if it can be planned.
+def check_config(config: Config) -> None:
+    """Return quietly if the run can start.
 
     Raises:
         ConfigError: with every rule that is broken.
@@ -33,9 +33,8 @@ def check_config(config: Config, to_train: bool = True) -> None:
         *_length_problems(config),
         *_schedule_problems(config),
         *unfit,
-        *(untrained(degrees) if to_train else ()),
-        *pipeline_problems(config, degrees),
         *([] if unfit or shape else cut_problems(config, degrees)),
+        *pipeline_problems(config, degrees),
         *lint(config.precision),
         *_precision_problems(config),
         *check_data(config.data, config.model.vocab_size, degrees.dp),

@@ -23,7 +23,7 @@ def plan(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
     else:
         config = compose_config(arguments.overrides, arguments.config_dir)
-    check_config(config, to_train=False)
+    check_config(config)
     facts = plan_facts(config)
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
@@ -32,8 +32,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def plan_facts(config: Config) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
 
-    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step; both are None for a layout that this
-    version does not train.
+    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step.
     Raises ConfigError where the degrees do not multiply to the world.
     """
     tokens = config.data.global_batch_size * config.data.sequence_length

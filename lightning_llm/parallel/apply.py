@@ -23,9 +23,9 @@ def apply_parallel(
 ) -> list[GradientSync]:
     """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
 
-    `sequence_length`: tokens of the whole sequences that it will train on.
-    Returns what sums the gradients of each of this rank's pipeline stages over micro-batches and ranks: one, of the
-    whole model, where there is no pipeline. With one, `model` keeps this rank's part alone.
+    `sequence_length`: tokens of the whole sequences that it will train on. Returns what sums the gradients of each of
+    this rank's pipeline stages over micro-batches and ranks: one, of the whole model, where there is no pipeline. With
+    one, `model` keeps this rank's part alone.
     """
     model.to(DTYPES[precision.master_dtype])
     syncs = []

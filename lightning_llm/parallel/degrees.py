@@ -127,10 +127,3 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
     if config.zero_stage == 0 and degrees.dp_shard > 1:
         text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
         yield Problem("parallel.zero_stage", text)
-
-
-def untrained(degrees: Degrees) -> Iterator[Problem]:
-    """Yield each axis that this version can lay out, but not yet train with the others."""
-    if degrees.cp > 1 and degrees.pp > 1:
-        text = f"is {degrees.cp}, and pp={degrees.pp}: this version trains with one of them; `plan` shows their groups."
-        yield Problem("parallel.cp", text)

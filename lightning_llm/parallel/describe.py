@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees, untrained
+from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees
 from lightning_llm.parallel.memory import heaviest_place, memory_bytes
 from lightning_llm.parallel.stages import bubble_fraction, split_layers
 from lightning_llm.parallel.traffic import bytes_sent
@@ -20,8 +20,7 @@ def layout_facts(config: Config) -> dict[str, Any]:
 
     `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
     them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
-    `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`. `refused` lists what `train`
-    refuses because this version does not train it yet.
+    `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
     Raises ConfigError where the degrees do not multiply to the world.
     """
     parallel, world = config.parallel, config.world or config.trainer.devices
@@ -42,17 +41,12 @@ def layout_facts(config: Config) -> dict[str, Any]:
         "micro_batches_per_rank": micro_batches,
         "bitwise": problem is None,
         "bitwise_problem": problem,
-        "refused": [str(each) for each in untrained(degrees)],
     }
 
 
-def cost_facts(config: Config) -> dict[str, dict[str, int] | None]:
-    """Return `memory_bytes` and `bytes_sent` of a rank; None for a layout that this version does not train."""
-    known = not any(untrained(resolve_degrees(config.parallel, config.world or config.trainer.devices)))
-    return {
-        "memory_bytes": memory_bytes(config) if known else None,
-        "bytes_sent": bytes_sent(config) if known else None,
-    }
+def cost_facts(config: Config) -> dict[str, dict[str, int]]:
+    """Return `memory_bytes` and `bytes_sent` of a rank."""
+    return {"memory_bytes": memory_bytes(config), "bytes_sent": bytes_sent(config)}
 
 
 def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
@@ -118,7 +112,6 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         *((f"  {axis}", _group_text(group)) for axis, group in facts["groups"].items()),
         ("  bits", "equal one rank's" if facts["bitwise"] else differ),
         *_pipeline_rows(facts["pipeline"]),
-        *(("  not trained", text) for text in facts["refused"]),
     ]
 
 
@@ -150,9 +143,7 @@ def _group_text(group: dict[str, Any]) -> str:
     return f"{group['count']} group{'s' if group['count'] > 1 else ''} of {size}: {' '.join(shown)}{more}"
 
 
-def byte_rows(name: str, text: str, kinds: dict[str, int] | None) -> list[tuple[str, str]]:
+def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, str]]:
     """Return bytes by kind as lines, their sum first; kinds without any are left out."""
-    if kinds is None:
-        return [(name, "not estimated: this version does not train this layout")]
     parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
     return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]

@@ -26,7 +26,9 @@ class Cut:
 def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield everything that the tensor- and context-parallel ranks of `degrees` do not divide."""
     if degrees.cp > 1 and degrees.pp > 1:
-        yield Problem("parallel.cp", f"is {degrees.cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1.")
+        yield Problem(
+            "parallel.cp", f"is {degrees.cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1."
+        )
     found = [*_weight_problems(config.model, degrees.tp), *_sequence_problems(config, degrees)]
     yield from found
     if not found and degrees.tp * degrees.cp > 1:
@@ -42,7 +44,9 @@ def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
     }
     for name, (size, why) in sizes.items():
         if size % tp:
-            text = f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            text = (
+                f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            )
             yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
 
 

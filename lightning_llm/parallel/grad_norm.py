@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
@@ -16,22 +16,21 @@ def clip_gradients(
 ) -> float:
     """Scale all gradients by min(1, max_norm / norm) in place; return the 2-norm of the whole, from before.
 
-    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients
-    are cut then shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every
-    rank; None for `max_norm` measures only. `copies`: those of `parameters` that another stage counts.
+    Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients are cut then
+    shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
+    for `max_norm` measures only. `copies`: those of `parameters` that another rank counts.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
-    norms: list[Tensor] = list(torch._foreach_norm(gradients, 2, dtype=torch.float64))
-    squares = torch.stack(norms).square()
     elsewhere = {id(parameter) for parameter in copies}
-    squares = squares * squares.new_tensor([id(parameter) not in elsewhere for parameter in trained])
-    cut = torch.tensor([is_cut(parameter) for parameter in trained], device=squares.device)
+    gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
+    counted = [parameter for parameter in trained if id(parameter) not in elsewhere]
+    norms = torch._foreach_norm([local(p.grad) for p in counted if p.grad is not None], 2, dtype=torch.float64)
+    squares = torch.stack(list(norms)).square()
+    cut = torch.tensor([is_cut(parameter) for parameter in counted], device=squares.device)
     # What every rank of a tensor-parallel group holds whole counts once.
     total_squares = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
-    if layout.shards:
-        layout.reduce(total_squares, dist.ReduceOp.SUM, "fsdp")
-    total = layout.reduce(total_squares, dist.ReduceOp.SUM, "pp").sqrt().float().item()
+    layout.reduce(total_squares, dist.ReduceOp.SUM, *(["fsdp"] if layout.shards else []), "pp")
+    total = total_squares.sqrt().float().item()
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)
     return total

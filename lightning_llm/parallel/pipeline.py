@@ -6,7 +6,7 @@ pipeline: a stage's backward passes come in the order of its micro-batches, in e
 stage; they are handed a plain module around the sharded one, which they leave alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.stages import INTERLEAVED, parts_of
+from lightning_llm.parallel.whole_logits import whole_vocabulary
 from lightning_llm.schema import DataConfig
 
 BeginMicroBatch = Callable[[nn.Module, int], None]
@@ -65,13 +66,13 @@ class TrainStage(PipelineStage):
 
     def __init__(self, sync: GradientSync, index: int, layout: Layout, data: DataConfig, device: torch.device):
         self.decoder, self.sync = sync.model, sync
-        batch, length, tp = data.micro_batch_size, data.sequence_length, layout.degrees.tp
+        size = data.micro_batch_size, data.sequence_length
         config, dtype = self.decoder.config, self.decoder.compute_dtype
-        shape = batch, length // self.decoder.token_shards, config.hidden_size
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        shape = batch, length, config.padded_vocab_size // tp
-        logits = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(*_hidden_shape(self.decoder, size), dtype=dtype, device="meta", requires_grad=True)
+        logits = torch.empty(
+            *size, config.padded_vocab_size // layout.degrees.tp, dtype=dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(*size, dtype=torch.int64, device="meta")
         count = layout.degrees.pp * layout.config.virtual_stages
         super().__init__(
             _Plain(self.decoder),
@@ -113,9 +114,7 @@ class Pipeline:
         """`syncs`: one for each stage of this rank. Collective."""
         pp, place = layout.degrees.pp, layout.place.pp
         self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
-        self.stages = [
-            TrainStage(sync, place + turn * pp, layout, data, device) for turn, sync in enumerate(syncs)
-        ]
+        self.stages = [TrainStage(sync, place + turn * pp, layout, data, device) for turn, sync in enumerate(syncs)]
         self.has_first, self.has_last = place == 0, place == pp - 1
         self.group = layout.group("pp")
         self._next, self._previous = (place + 1) % pp, (place - 1) % pp
@@ -185,6 +184,8 @@ class Pipeline:
     ) -> Tensor | None:
         """Return the logits [B, T, V] of `tokens` [B, T], which every rank gives, on ranks with the last stage.
 
+        `positions` are None: stages take whole sequences. Of a tensor-parallel group each has its part of hidden states
+        and logits.
         Without gradients, one batch after the other: a rank goes on to its next batch once it has passed this one on.
         """
         x = tokens
@@ -192,8 +193,7 @@ class Pipeline:
             for stage in self.stages:
                 decoder = stage.decoder
                 if not stage.is_first:
-                    batch, length = tokens.shape
-                    shape = batch, length // decoder.token_shards, decoder.config.hidden_size
+                    shape = _hidden_shape(decoder, tokens.shape)
                     x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
                     dist.recv(x, group=self.group, group_src=self._previous)
                 x = decoder(x, positions, document_ids)
@@ -203,20 +203,19 @@ class Pipeline:
 
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, 1, V] of the last position of `tokens` [B, T], on every rank: what sampling needs."""
-        logits = self.forward(tokens)
-        config, dtype = self.stages[0].decoder.config, self.stages[0].decoder.compute_dtype
-        return self._from_last(
-            None if logits is None else logits[:, -1:], (len(tokens), 1, config.padded_vocab_size), dtype
-        )
+        decoder, length = self.stages[0].decoder, tokens.shape[1]
+        # Ranks that share the tokens between blocks need equally many; causal attention does not look at the padding.
+        logits = self.forward(nn.functional.pad(tokens, (0, -length % decoder.token_shards)))
+        shape = len(tokens), 1, decoder.config.padded_vocab_size // self.layout.degrees.tp
+        last = self._from_last(None if logits is None else logits[:, length - 1 : length], shape, decoder.compute_dtype)
+        return whole_vocabulary(last, self.layout)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self._loss_of is None:
             raise RuntimeError("a schedule computes losses within a step alone")
         return self._loss_of(logits, labels)
 
-    def _from_last(
-        self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def _from_last(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the last stage's `value` on every rank."""
         sent = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.contiguous()
         dist.broadcast(sent, group=self.group, group_src=self.layout.degrees.pp - 1)
@@ -235,6 +234,11 @@ class PipelinedDecoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, 1, V] after `tokens` [B, T]: the last position's alone."""
         return self._logits(tokens)
+
+
+def _hidden_shape(decoder: Decoder, tokens: Sequence[int]) -> tuple[int, int, int]:
+    """Return the shape of what a rank passes on for `tokens` [B, T]; tensor-parallel ones may have a part of them."""
+    return tokens[0], tokens[1] // decoder.token_shards, decoder.config.hidden_size
 
 
 def _schedule(name: str, stages: list[TrainStage], micro_batches: int, loss: Callable[..., Tensor]) -> Any:

@@ -55,9 +55,9 @@ def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, pla
     return split_layers(model, degrees.pp * parallel.virtual_stages)[place :: degrees.pp]
 
 
-def units_at(model: ModelConfig, parts: list[StagePart]) -> Units:
+def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
     """Return what the rank with stages `parts` shards, as `units_of` does for a whole model."""
-    return units_of(model, sum(len(part.layers) for part in parts), parts[0].first, parts[-1].last)
+    return units_of(model, sum(len(part.layers) for part in parts), parts[0].first, parts[-1].last, tp)
 
 
 def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
@@ -22,6 +22,7 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.whole_logits import WholeLogits
 from lightning_llm.schema import Config
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
@@ -40,6 +41,7 @@ class LanguageModule(pl.LightningModule):
     pipeline: Pipeline | None = None
     sequence_cut: SequenceCut
     loss_sum: Callable[[Tensor, Tensor], Tensor]
+    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
@@ -67,14 +69,13 @@ class LanguageModule(pl.LightningModule):
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type)
         precision, length = self.config.precision, self.config.data.sequence_length
+        self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
         self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
         if layout.degrees.pp > 1:
             turns = micro_batches_per_rank(self.config, layout.degrees)
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
-        self.sequence_cut = SequenceCut(layout)
-        self.loss_sum = loss_sum_of(layout)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -96,9 +97,10 @@ class LanguageModule(pl.LightningModule):
         return self.loss_sum(self.model(tokens, positions, document_ids), labels)
 
     @property
-    def whole_model(self) -> Decoder | PipelinedDecoder:
+    def whole_model(self) -> WholeLogits | PipelinedDecoder:
         """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
-        return self.model if self.pipeline is None else PipelinedDecoder(self.pipeline)
+        layout = self.trainer.strategy.layout
+        return WholeLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -175,9 +177,9 @@ class LanguageModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        # All but a pipeline's last stage have zeros.
         layout = self.trainer.strategy.layout
-        sums = layout.reduce(self._validation_sums, dist.ReduceOp.SUM, "dp", "cp", "pp").cpu()
+        # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
+        sums = layout.reduce(self._validation_sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}

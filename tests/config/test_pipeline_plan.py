@@ -125,4 +125,4 @@ def test_layouts_work_at_two_ranks_per_axis():
         config = compose_config(["model=llama_tiny", *words])
         check_config(config)
         assert resolve_degrees(config.parallel, world).pp == 2
-        assert plan_facts(config)["layout"]["refused"] == []
+        assert plan_facts(config)["layout"]["pipeline"]["bubble_fraction"] > 0

@@ -11,10 +11,9 @@ from lightning_llm.parallel.degrees import Degrees, resolve_degrees
 
 NAMES = sorted({file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml")} - {"single"})
 CONFIGS = {name: compose_config([f"parallel={name}"]).parallel for name in NAMES}
-WHOLE = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) == (1, 1)]
-"""Layouts that cut nothing within a micro-batch; the others change the order of sums (test_model_parallel.py)."""
-PIPELINED = [name for name in WHOLE if CONFIGS[name].pp != 1]
-DATA_PARALLEL = [name for name in WHOLE if name not in PIPELINED]
+PIPELINED = [name for name in NAMES if CONFIGS[name].pp != 1 and (CONFIGS[name].tp, CONFIGS[name].cp) == (1, 1)]
+CUT = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) != (1, 1)]
+DATA_PARALLEL = [name for name in NAMES if name not in PIPELINED and name not in CUT]
 PRECISIONS = ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr"]
 CHECKPOINTING = ["none", "full", "selective"]
 

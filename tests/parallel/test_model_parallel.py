@@ -85,7 +85,12 @@ class Case:
         precision = [f"precision={self.precision}", "precision.casts=eager"]
         if self.precision in CASTS:
             precision.append("precision.compute_dtype=fp32")
-        return [*SHAPES.get(self.precision, []), *MODELS[self.model], *precision, f"data.document_mask={str(self.documents).lower()}"]
+        return [
+            *SHAPES.get(self.precision, []),
+            *MODELS[self.model],
+            *precision,
+            f"data.document_mask={str(self.documents).lower()}",
+        ]
 
 
 def cases_on(precisions: list[str], world_of: Callable[[str], int]) -> list[Case]:
@@ -206,7 +211,7 @@ class Planted(pl.Callback):
         self.fault = fault
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        sync = pl_module.gradient_sync
+        (sync,) = pl_module.gradient_syncs
         finish, named = sync.finish, dict(pl_module.model.named_parameters())
 
         def faulty() -> None:
