@@ -90,7 +90,7 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
-    return "\n".join(f"{name:<18}{text}" for name, text in rows)
+    return "\n".join(f"{name:<17} {text}" for name, text in rows)
 
 
 def _count(number: int) -> str:
