@@ -44,7 +44,9 @@ def test_a_run_moves_between_cut_and_data_parallel_layouts(precision, chain, tol
     assert len(parts["curve"]) == len(alone["curve"]) == steps + steps // 2
     for one, other in zip(parts["curve"], alone["curve"], strict=True):
         assert one[:2] == other[:2]
-        assert [one[2], one[5]] == [None if v is None else pytest.approx(v, rel=tolerance) for v in (other[2], other[5])]
+        assert [one[2], one[5]] == [
+            None if v is None else pytest.approx(v, rel=tolerance) for v in (other[2], other[5])
+        ]
 
 
 class InfinityOn(pl.Callback):
