@@ -68,28 +68,27 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     model, recipe = config.model, config.precision
     reasons = reasons_to_stay_high(linear_names(model), recipe, model.num_layers)
     names = sorted({name.rpartition(".")[2] for name, reason in reasons.items() if reason is None and "." in name})
-    tokens = _token_cut(config, degrees)
     parts: list[PrecisionConfig | PhaseConfig] = [recipe, *recipe.phases]
-    texts = {
+    found = {
         (f"precision.{slot}", text): None
         for part in parts
         for slot, cast in slots_of(part).items()
         if cast.quantises
-        for name in names
-        for text in _slot_texts(slot, cast, _cuts(name, slot.rpartition(".")[2], model, degrees.tp, tokens))
+        for axis, cut in _cuts(slot.rpartition(".")[2], names, config, degrees)
+        for text in _cut_texts(cast, axis == CONTRACTION[slot], cut)
     }
-    yield from (Problem(*each) for each in texts)
+    yield from (Problem(*each) for each in found)
 
 
-def _slot_texts(slot: str, cast: CastConfig, cuts: dict[int, Cut]) -> Iterator[str]:
-    for axis, cut in cuts.items():
-        block, rotated = _extent(cast.block, axis == CONTRACTION[slot]), 1
-        if cast.hadamard is not None and axis == CONTRACTION[slot]:
-            rotated = cast.hadamard.size
-        for size, what in ((block, f"blocks of {cast.block}"), (rotated, f"rotations of {rotated}")):
-            if cut.part % size:
-                share = f"{cut.whole} / {cut.whole // cut.part} = {cut.part}"
-                yield f"has {what}, and a rank's part of {cut.text} is {share}, no multiple of {size}. Cut it less."
+def _cut_texts(cast: CastConfig, contraction: bool, cut: Cut) -> Iterator[str]:
+    rotated = cast.hadamard.size if cast.hadamard is not None and contraction else 1
+    for size, what in (
+        (_extent(cast.block, contraction), f"blocks of {cast.block}"),
+        (rotated, f"rotations of {rotated}"),
+    ):
+        if cut.part % size:
+            share = f"{cut.whole} / {cut.whole // cut.part} = {cut.part}"
+            yield f"has {what}, and each part of {cut.text} is {share} long, no multiple of {size}. Cut it less."
 
 
 def _extent(block: str, contraction: bool) -> int:
@@ -100,25 +99,19 @@ def _extent(block: str, contraction: bool) -> int:
     return along if contraction else across
 
 
-def _token_cut(config: Config, degrees: Degrees) -> Cut | None:
-    length = config.data.sequence_length
-    text = f"a sequence (cp={degrees.cp}, two chunks per rank)"
-    return Cut(text, length, length // (2 * degrees.cp)) if degrees.cp > 1 else None
-
-
-def _cuts(name: str, operand: str, model: ModelConfig, tp: int, tokens: Cut | None) -> dict[int, Cut]:
-    """Return the axes of `operand` of linear `name` that ranks have parts of."""
-    query, key = model.num_heads * model.attention_head_dim, model.num_kv_heads * model.attention_head_dim
+def _cuts(operand: str, names: list[str], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
+    """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of linears `names` that ranks have parts of."""
+    model, tp, cp, length = config.model, degrees.tp, degrees.cp, config.data.sequence_length
+    if cp > 1 and operand != "w":
+        yield 0, Cut(f"a sequence (cp={cp}, two per rank)", length, length // (2 * cp))
+    if tp == 1:
+        return
+    query, key = (count * model.attention_head_dim for count in (model.num_heads, model.num_kv_heads))
     ffn = model.ffn_hidden_size
     outputs = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}  # column-parallel
     inputs = {"o_proj": query, "down_proj": ffn}  # row-parallel
-    cuts: dict[int, Cut] = {}
-    if tokens is not None and operand != "w":
-        cuts[0] = tokens
-    if tp == 1:
-        return cuts
-    if name in outputs and operand != "x":
-        cuts[0 if operand == "w" else 1] = Cut(f"{name}'s outputs (tp={tp})", outputs[name], outputs[name] // tp)
-    if name in inputs and operand != "dy":
-        cuts[1] = Cut(f"{name}'s inputs (tp={tp})", inputs[name], inputs[name] // tp)
-    return cuts
+    for widths, side, axes in ((outputs, "outputs", {"w": 0, "dy": 1}), (inputs, "inputs", {"x": 1, "w": 1})):
+        for width in dict.fromkeys(widths.values()):
+            cut = [name for name in names if widths.get(name) == width]
+            if cut and operand in axes:
+                yield axes[operand], Cut(f"the {side} of {', '.join(cut)} (tp={tp})", width, width // tp)

@@ -170,6 +170,29 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
         assert plan["communication"] == (3 if (layout, reduction) == ("ddp", "tree") else 2) * largest
 
 
+CUT = [
+    ("tp", 2, "bf16", []),
+    ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full"]),
+    ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
+    ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
+    ("fsdp_cp", 4, "bf16", []),
+    ("cp", 2, "bf16", ["parallel.activation_checkpoint=full"]),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "precision", "more"), CUT)
+def test_bytes_of_cut_weights_and_shared_sequences(layout, world, precision, more, ranks, small_run, tmp_path):
+    words = words_of(layout, "tree", precision, "model.num_kv_heads=2", f"trainer.devices={world}", *more)
+    words += ["data.global_batch_size=4", "data.sequence_length=64"]
+    config = compose_config(small_run(tmp_path, *words))
+    sent, held, _ = ranks(world).call(measured, config)
+    ranks(world).close()  # as in test_model_parallel.py
+    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
+    plan = memory_bytes(config)
+    kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
+    assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
+
+
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b"])
 def test_units_are_the_groups_that_are_sharded(model):
     """Shapes by formula against the parameters of the model, group by group."""

@@ -49,7 +49,7 @@ FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5)
 LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 1e-1)}
 CAST = Limits(2e-4, 1e-3, 5e-2, 2e-2)
 SHAPES = {
-    "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512", "data.global_batch_size=2"],  # blocks of 128
+    "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512"],  # blocks of 128
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64
     "mxfp8": ["data.sequence_length=128"],
     "quartet": ["data.sequence_length=128"],
@@ -136,7 +136,7 @@ def run(small_run, tmp_path_factory, ranks):
     def traced(world: int, *words: str, planted: str | None = None) -> Trace:
         config = compose_config(
             small_run(
-                tmp_path_factory.mktemp("run"), "data.micro_batch_size=1", "data.global_batch_size=4",
+                tmp_path_factory.mktemp("run"), "data.micro_batch_size=2", "data.global_batch_size=4",
                 "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
                 "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64", "checkpoint.every_steps=null",
                 "optim.gradient_clip_norm=0.5", *words,

@@ -128,7 +128,7 @@ def compose_degrees(config: Config) -> Any:
     ("recipe", "words", "said"),
     [
         ("mxfp8", ["model.num_kv_heads=1"], "num_kv_heads = 1"),
-        ("mxfp8", ["model.head_dim=48"], "96 / 2 = 48, no multiple of 32"),
+        ("mxfp8", ["model.head_dim=48"], "96 / 2 = 48 long, no multiple of 32"),
         ("mxfp4_sr", ["data.sequence_length=192"], "rotations of 64"),
     ],
 )
