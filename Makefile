@@ -49,7 +49,8 @@ lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build && $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_llm
+	cp -r benchmarks build/types/
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_llm -p benchmarks
 
 format: setup  ## let ruff reformat and mend what it can
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -21,7 +21,8 @@ def measure() -> Iterator[Row]:
     model = Decoder(run.model, torch.bfloat16)
     initialise(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    data, step_tokens = StepDataset(corpus, 0, 1), run.data.global_batch_size * run.data.sequence_length
+    micro_batches = list(range(run.data.global_batch_size // run.data.micro_batch_size))
+    data, step_tokens = StepDataset(corpus, micro_batches), run.data.global_batch_size * run.data.sequence_length
     batch = data[0]
 
     def train() -> None:

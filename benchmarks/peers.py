@@ -83,7 +83,7 @@ def hugging_face_trainer_steps() -> Iterator[None]:
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             go.get()
 
-        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, *_: Any, **__: Any) -> None:
             done.put(None)
             go.get()
 

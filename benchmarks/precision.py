@@ -1,6 +1,7 @@
 """A training step of one linear layer under each recipe's emulation, against bf16, at 2048 tokens."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ def one_step(recipe: str, inputs: int, outputs: int) -> Callable[[], None]:
     if config.quantises:
         swap_linears(model, config, num_layers=3, device_type="cpu")
     set_step_key(model, StepKey(0, 0, 0))
+    weight: Any = block["linear"].weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, inputs, generator=generator).bfloat16().requires_grad_()
     dy = torch.randn(TOKENS, outputs, generator=generator).bfloat16()
@@ -33,8 +35,8 @@ def one_step(recipe: str, inputs: int, outputs: int) -> Callable[[], None]:
     def step() -> None:
         block["linear"](x).backward(dy)
         with torch.no_grad():
-            block["linear"].weight.sub_(block["linear"].weight.grad, alpha=1e-6)
-        block["linear"].weight.grad = x.grad = None
+            weight.sub_(weight.grad, alpha=1e-6)
+        weight.grad = x.grad = None
 
     return step
 

@@ -41,11 +41,16 @@ class RecordSink(Protocol):
         """Return what `summary.json` says about this sink, as far as it is known by now."""
 
 
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    """Return the run's `summary.json`, {} where there is none yet."""
+    file = run_dir / "summary.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
 def mark_failed(run_dir: Path, detail: str) -> None:
     """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
-    file = run_dir / "summary.json"
-    if file.exists():
-        write_json(file, {**json.loads(file.read_text(encoding="utf-8")), "status": "failed", "detail": detail})
+    if summary := summary_of(run_dir):
+        write_json(run_dir / "summary.json", {**summary, "status": "failed", "detail": detail})
 
 
 class RunFolder(pl.Callback):

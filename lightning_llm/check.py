@@ -127,7 +127,8 @@ def _precision_problems(config: Config) -> list[Problem]:
         problems.append(Problem("precision.reduce_dtype", text))
     if recipe.quantises and config.parallel.compile:
         text = (
-            "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false."
+            "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false, "
+            "which it follows, or itself."
         )
         problems.append(Problem("parallel.compile", text))
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.config_file import write_config
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.run_state import decide_start
 from lightning_llm.schema import Config
@@ -23,6 +24,9 @@ SAVE_SECONDS = 120
 def train(arguments: argparse.Namespace) -> int:
     """Train one run, or with -m one for each combination; return the exit code."""
     if arguments.multirun:
+        if rank_environment() is not None:
+            text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
+            raise ConfigError(Problem("-m", text))
         return sweep(arguments)
     if arguments.config:
         config = load_config(arguments.config, arguments.overrides)
@@ -33,6 +37,12 @@ def train(arguments: argparse.Namespace) -> int:
     check_disk(config)
     if rank_environment() is not None:
         return _run_rank(config)
+    if config.world not in (None, config.trainer.devices):
+        text = (
+            f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
+            "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
+        )
+        raise ConfigError(Problem("world", text))
     start = decide_start(config)
     if start.finished:
         print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
@@ -74,8 +84,10 @@ def start_ranks(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.ERROR)
+    from lightning_llm.callbacks.run_folder import mark_failed, summary_of
+
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
     folder = Path(config.run.dir)
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(f".{folder.name}.starting.yaml")
@@ -96,6 +108,10 @@ def start_ranks(config: Config) -> int:
     try:
         elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
     except SignalException as stop:
+        if (detail := summary_of(folder)) and detail["status"] == "running":
+            print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
+            mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+            return 1
         return 128 + int(stop.sigval)
     except ChildFailedError as error:
         return _first_failure(error, folder)
@@ -106,14 +122,18 @@ def start_ranks(config: Config) -> int:
 
 def _first_failure(error: Any, folder: Path) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
+    from lightning_llm.callbacks.run_folder import mark_failed, summary_of
+
     rank, failure = error.get_first_failure()
     if failure.exitcode in (2, 130, 143):
         return int(failure.exitcode)  # rank 0 has said why
+    if not isinstance(failure.message, dict) and failure.exitcode > 0:
+        known = summary_of(folder)
+        if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say
+            return int(failure.exitcode)
     message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
     why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[-1]}"
+    detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[0]}"
     print(f"error: {detail}", file=sys.stderr)
-    from lightning_llm.callbacks.run_folder import mark_failed
-
     mark_failed(folder, detail)
     return 1

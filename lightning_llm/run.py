@@ -94,9 +94,14 @@ def agree_on_config(config: Config) -> Config:
     """
     if not dist.is_initialized():
         return config
-    hashes: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hashes, config_hash(config))
-    others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+    here = config.trainer.devices, config_hash(config)
+    found = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    devices = sorted({each[0] for each in found})
+    if len(devices) > 1:
+        text = f"ranks per machine are {', '.join(map(str, devices))}. Start as many on each."
+        raise ConfigError(Problem("trainer.devices", text))
+    others = [rank for rank, each in enumerate(found) if each != found[0]]
     if others:
         text = f"of rank(s) {', '.join(map(str, others))} differs from rank 0's. Start all with the same words."
         raise ConfigError(Problem("the config", text))
@@ -136,14 +141,25 @@ def data_line(config: Config, corpus: Corpus) -> str:
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped. Rank 0's."""
-    if not is_first_rank():
-        return
+    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped. Collective.
+
+    Raises:
+        ConfigError: on every rank, where one does not see rank 0's folder.
+    """
     folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config(config, folder / "config.yaml")
-    corpus.tokenizer.save(folder / "tokenizer.json")
-    drop_after(folder / "checkpoints", start.step)
+    if is_first_rank():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(config, folder / "config.yaml")
+        corpus.tokenizer.save(folder / "tokenizer.json")
+        drop_after(folder / "checkpoints", start.step)
+    if dist.is_initialized():
+        seen: list[bool] = [False] * dist.get_world_size()
+        dist.barrier()
+        dist.all_gather_object(seen, (folder / "config.yaml").is_file())
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
+            raise ConfigError(Problem("run.dir", text))
 
 
 def quiet_lightning() -> None:

@@ -27,6 +27,25 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
     )
 
 
+def initialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter its moments, zeros, at step 0: what an optimizer otherwise makes within its first step.
+
+    Whoever asks a fresh optimizer for its state (torch.distributed.checkpoint does so by a step of learning rate 0)
+    would leave it at step 1, with another bias correction from then on.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 

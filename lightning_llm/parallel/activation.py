@@ -28,14 +28,24 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
     for name, block in blocks.items():
         if int(name.rpartition(".")[2]) % config.activation_checkpoint_every:
             continue
-        contexts = recompute_contexts(block)
-        if config.activation_checkpoint == "selective":
-            contexts = _selective(contexts if quantised_layers(block) else None)
-        # The model draws no torch random numbers, so there is no generator state to carry into the recomputation; the
-        # keys of stochastic rounding are, by the context.
-        block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        keys = recompute_contexts(block) if quantised_layers(block) else None
+        contexts = _selective(keys) if config.activation_checkpoint == "selective" else keys
+        block.forward = _recomputed(block.forward, contexts)
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
+    # The model draws no torch random numbers, so there is no generator state to carry into the recomputation; the keys
+    # of stochastic rounding are, by the context.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if contexts is not None:
+        options["context_fn"] = contexts
+
+    def recomputed(
+        *arguments: Any, **named: Any
+    ) -> Any:  # a function of ours: torch.compile skips a partial of torch's
+        return checkpoint(forward, *arguments, **options, **named)
+
+    return recomputed
 
 
 def _selective(keys: Contexts | None) -> Contexts:

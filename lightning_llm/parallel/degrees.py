@@ -108,6 +108,8 @@ def bitwise_problem(degrees: Degrees, zero_stage: int, count: int) -> str | None
     below = count * degrees.dp // once
     if zero_stage >= 2 and not _is_power_of_two(degrees.dp_shard) and count * degrees.dp_replicate > 1:
         return f"dp_shard={degrees.dp_shard} is no power of two"
+    if zero_stage == 1 and degrees.dp_replicate > 1 and not _is_power_of_two(count * degrees.dp_shard):
+        return f"{count * degrees.dp_shard} micro-batches below each replica are no power of two"
     if once > 1 and not _is_power_of_two(below):
         return f"{below} micro-batches below each of {once} ranks are no power of two"
     return None

@@ -39,7 +39,9 @@ class GradientSync:
         """Set up for the backward pass of the rank's micro-batch number `turn`; backward passes come in this order."""
         if self.root is None:
             return
-        self.root.set_is_last_backward(last)
+        # FSDP2 reduces on a stream of its own, and waits for it at the end of a backward pass it takes for the last.
+        read_next = self.layout.tree and not self.once and turn % 2 == 1  # by `after_backward`
+        self.root.set_is_last_backward(last or read_next)
         if self.layout.config.zero_stage < 3:
             self.root.set_reshard_after_backward(last)  # what is gathered stays so until the step ends
         if self.once:

@@ -64,6 +64,8 @@ class TreeReduceScatter:
     ) -> None:
         """Write the sum over `group` of this rank's part of `input_tensor` [ranks * n] to `output_tensor` [n]."""
         if self.hold:
+            if input_tensor.is_cuda:  # it is FSDP2's, which may give its memory away once this call is over
+                input_tensor.record_stream(torch.cuda.current_stream())
             self._kept.push([input_tensor], level=1)
             output_tensor.zero_()
             return

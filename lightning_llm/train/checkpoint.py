@@ -69,6 +69,11 @@ def save(
 def _finish(partial: Path, final: Path, facts: dict[str, Any]) -> None:
     """Write the manifest and move the folder to its name."""
     files = sorted(file for file in partial.rglob("*") if file.is_file())
+    stored = dcp.FileSystemReader(partial / TENSORS).read_metadata().storage_data or {}
+    missing = sorted({part.relative_path for part in stored.values()} - {file.name for file in files})
+    if missing:
+        text = f"{partial.parent} is not one folder for all ranks ({', '.join(missing)} of others are not seen here)"
+        raise OSError(f"the checkpoint is not whole: {text}. Set run.root to storage that all nodes share.")
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
     _write_json(partial / "manifest.json", {"version": VERSION, **facts, "torch": torch.__version__, "files": sizes})
     for path in [*partial.rglob("*"), partial]:

@@ -28,7 +28,8 @@ class Checkpointing(pl.Callback):
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM, sent to any rank, lets a step
-    end on all of them (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT stops at once.
+    end on all of them (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT to this
+    process stops it at once.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class Checkpointing(pl.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked == signal.SIGINT == number:
             raise StoppedBySignal(number, self.saved_step)
-        self._asked = number
+        self._asked = self._asked or number
         if self._strategy is not None:
-            self._strategy.ask_to_stop(number)
+            self._strategy.ask_to_stop(self._asked)
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         number = trainer.strategy.stop_signal

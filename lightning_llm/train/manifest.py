@@ -62,7 +62,7 @@ def drop_after(folder: Path, step: int) -> None:
     """Delete every checkpoint above `step`: a run that goes on from there makes its own."""
     for path in folder.glob("step=*"):
         if path.name.removeprefix("step=").isdigit() and int(path.name.removeprefix("step=")) > step:
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def prune(folder: Path, keep_last: int) -> None:
@@ -71,8 +71,12 @@ def prune(folder: Path, keep_last: int) -> None:
         (each for path in folder.glob("step=*") if (each := find_checkpoint(path))), key=lambda each: each.step
     )
     for old in found[:-keep_last]:
-        doomed = old.folder.with_name(f".{old.folder.name}.deleted")
-        old.folder.rename(doomed)  # from here on nothing takes it for a checkpoint
-        shutil.rmtree(doomed)
+        _delete(old.folder)
     for left in [*folder.glob(".step=*.partial"), *folder.glob(".step=*.deleted")]:
         shutil.rmtree(left)
+
+
+def _delete(checkpoint: Path) -> None:
+    doomed = checkpoint.with_name(f".{checkpoint.name}.deleted")
+    checkpoint.rename(doomed)  # from here on nothing takes it for a checkpoint
+    shutil.rmtree(doomed)

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_llm.data.corpus import Batch
+from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.fully_shard import reshard
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.checkpoint import restore
@@ -61,6 +62,7 @@ class TrainStrategy(ModelParallelStrategy):
             raise RuntimeError("the Trainer connects an accelerator before it sets the strategy up")
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
+        initialise_state(self.optimizers[0])
         if self.resume_from is not None:
             module = self.lightning_module
             module.completed_steps = restore(self.resume_from, module, self.optimizers[0], self.precision_plugin)

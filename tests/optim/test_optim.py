@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_llm.optim.optimizer import build_optimizer, decay_groups
+from lightning_llm.optim.optimizer import build_optimizer, decay_groups, initialise_state
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.parallel.grad_norm import clip_gradients
@@ -117,3 +117,24 @@ def test_clipping_leaves_what_is_within_untouched_bit_for_bit():
     before = parameter.grad.clone()
     clip_gradients([parameter], 1.0, ALONE)
     assert torch.equal(parameter.grad, before)
+
+
+def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    def weights(looked_at: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        if looked_at:
+            initialise_state(optimizer)
+            assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            get_optimizer_state_dict(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    assert torch.equal(weights(looked_at=True), weights(looked_at=False))

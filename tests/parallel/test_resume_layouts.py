@@ -1,5 +1,6 @@
 """A run that is killed, or stopped, goes on under another layout and number of ranks to the same bits."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -61,7 +62,10 @@ def test_killed_twice_and_resumed_under_other_layouts(precision, chain, ranks, w
         if killed_at is not None:
             with pytest.raises(RuntimeError, match="failed"):
                 ranks(world).call(killed_run, config, killed_at, world - 1)
+            checkpoints = Path(config.run.dir) / "checkpoints"
+            assert max(int(path.name[5:]) for path in checkpoints.glob("step=*")) == killed_at // 4 * 4
         else:
             parts = ranks(world).call(traced_run, config)
+    assert json.loads((Path(config.run.dir) / "summary.json").read_text())["resumed_from_step"] == 8
     whole["gradients"] = parts["gradients"] = []  # those of a run's own first steps
     assert difference(whole, parts) is None

@@ -1,0 +1,47 @@
+"""Recomputed blocks are compiled as others are, to the same gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.parallel.activation import checkpoint_blocks
+from lightning_llm.parallel.compile import compile_blocks
+from lightning_llm.schema import ModelConfig, ParallelConfig
+
+MODEL = ModelConfig(
+    name="tiny", vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_hidden_size=64,
+    max_sequence_length=16,
+)  # fmt: skip
+
+
+def gradients(mode: str, compiled: bool) -> list[torch.Tensor]:
+    model = Decoder(MODEL, torch.float32)
+    initialise(model, 0)
+    checkpoint_blocks(model.blocks, ParallelConfig(name="single", activation_checkpoint=mode))
+    if compiled:
+        compile_blocks(model.blocks)
+    tokens = torch.arange(32).view(2, 16)
+    next_token_loss_sum(model(tokens), tokens).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_compiled_block_is_compiled_whatever_it_recomputes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        captured.extend(str(node.target) for part in parts for node in part.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=backend))
+    torch._dynamo.reset()
+    compiled = gradients(mode, compiled=True)
+    assert sum("linear" in target for target in captured) >= 7  # q, k, v, output; gate, up, down
+    for one, other in zip(compiled, gradients("none", compiled=False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
