@@ -138,8 +138,8 @@ def run(small_run, tmp_path_factory, ranks):
             small_run(
                 tmp_path_factory.mktemp("run"), "data.micro_batch_size=2", "data.global_batch_size=4",
                 "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
-                "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64", "checkpoint.every_steps=null",
-                "optim.gradient_clip_norm=0.5", *words,
+                "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64",
+                "checkpoint.every_steps=null", "optim.gradient_clip_norm=0.5", *words,
             )
         )  # fmt: skip
         trace = ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
