@@ -17,8 +17,8 @@ def clip_gradients(
     """Scale all gradients by min(1, max_norm / norm) in place; return the 2-norm of the whole, from before.
 
     Squares are summed in fp64 over tensors, shards and pipeline stages, and the norm is rounded to fp32: how gradients
-    are cut then shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every rank; None
-    for `max_norm` measures only. `copies`: those of `parameters` that another rank counts.
+    are cut then shows only where the true norm lies within 1e-16 of the middle between two fp32 numbers. Equal on every
+    rank; None for `max_norm` measures only. `copies`: those of `parameters` that another stage counts.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     elsewhere = {id(parameter) for parameter in copies}

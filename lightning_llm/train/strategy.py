@@ -22,8 +22,8 @@ class TrainStrategy(ModelParallelStrategy):
     """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists.
 
     Lightning's loop calls training_step, zero_grad and backward in that order. Forward and backward of all
-    micro-batches happen in `training_step` (a pipeline's schedule runs both in one call), so `backward` only fires the hooks around
-    it and the module's zero_grad does nothing.
+    micro-batches happen in `training_step` (a pipeline's schedule runs both in one call), so `backward` only fires the
+    hooks around it and the module's zero_grad does nothing.
     """
 
     def __init__(self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Any = None):

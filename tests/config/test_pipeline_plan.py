@@ -1,4 +1,4 @@
-"""Pipelines before they run: the split of layers, what `plan` says of it, and what does not fit, with the arithmetic."""
+"""Pipelines before they run: the split of layers, what `plan` says of it, what does not fit. 10 seconds."""
 
 import json
 from itertools import combinations
@@ -40,7 +40,9 @@ def test_no_other_split_has_a_lighter_heaviest_stage(stages, tied, vocabulary):
         weights[-1] += table
         return max(weights)
 
-    every = ([b - a for a, b in zip((0, *cut), (*cut, 9), strict=True)] for cut in combinations(range(1, 9), stages - 1))
+    every = (
+        [b - a for a, b in zip((0, *cut), (*cut, 9), strict=True)] for cut in combinations(range(1, 9), stages - 1)
+    )
     assert heaviest([len(part.layers) for part in parts]) == min(map(heaviest, every))
 
 
@@ -121,7 +123,12 @@ def test_gpipe_takes_any_number_of_micro_batches():
 
 def test_layouts_work_at_two_ranks_per_axis():
     for layout, world in (("pp", 2), ("pp_interleaved", 2), ("fsdp_pp", 4), ("ddp_pp", 4)):
-        words = [f"parallel={layout}", f"trainer.devices={world}", "data.micro_batch_size=1", "data.global_batch_size=8"]
+        words = [
+            f"parallel={layout}",
+            f"trainer.devices={world}",
+            "data.micro_batch_size=1",
+            "data.global_batch_size=8",
+        ]
         config = compose_config(["model=llama_tiny", *words])
         check_config(config)
         assert resolve_degrees(config.parallel, world).pp == 2

@@ -45,7 +45,7 @@ def degrees_of(layout: str, world: int) -> Degrees | None:
 
 
 def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str]) -> list[Case]:
-    """Return all cases; in a pipeline of p stages a rank computes p, 2 p or 4 p micro-batches per step, else 1, 2, 4."""
+    """Return all cases; a rank computes 1, 2 or 4 micro-batches per step, in a pipeline times its stages."""
     places = [(layout, world, degrees_of(layout, world)) for layout in layouts for world in worlds]
     cells = product([place for place in places if place[2]], (1, 2, 4), precisions, CHECKPOINTING)
     return [

@@ -1,6 +1,7 @@
-"""Every data-parallel layout file trains to the same bits as one rank alone: losses, norms, gradients and final parameters.
+"""Every data-parallel layout file trains to the same bits as one rank: losses, norms, gradients and final parameters.
 
-The matrix is made from `conf/parallel/`: a new layout file is tested by existing (pipelines in test_pipeline.py).
+The matrix is made from `conf/parallel/`: a new layout file is tested by existing (test_equal_pipelines.py,
+test_model_parallel.py have the others).
 """
 
 import pytest

@@ -16,7 +16,13 @@ from lightning_llm.parallel.degrees import bitwise_problem, resolve_degrees
 LAYERS = 5
 """Uneven over two and four stages."""
 TOLERANCE = 2e-6
-CUT = ["model.num_heads=2", "model.num_kv_heads=2", "model.head_dim=64", "model.hidden_size=128", "data.sequence_length=128"]
+CUT = [
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.head_dim=64",
+    "model.hidden_size=128",
+    "data.sequence_length=128",
+]
 """Two ranks can share it: whole heads, and whole rotations of 64."""
 INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2"]
 SOME = ["fp32", "bf16", "fp8_delayed", "mxfp4_sr"]
@@ -74,7 +80,9 @@ def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, ranks, words, alo
     assert max(norms) > 0.5, "nothing was clipped"
 
 
-@pytest.mark.parametrize(("layout", "world", "precision"), [("pp", 2, "fp32"), ("fsdp_pp", 4, "fp32"), ("pp", 4, "bf16")])
+@pytest.mark.parametrize(
+    ("layout", "world", "precision"), [("pp", 2, "fp32"), ("fsdp_pp", 4, "fp32"), ("pp", 4, "bf16")]
+)
 def test_a_tied_embedding_is_close(layout, world, precision, ranks, words, alone):
     """`of_all_stages` has compared the copies of first and last stage, gradients and parameters, bit for bit."""
     config = compose_config(words(layout, world, 8, precision, "model.tie_embeddings=true"))

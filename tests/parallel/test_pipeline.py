@@ -1,4 +1,4 @@
-"""What a pipeline adds: the order of a schedule and its bubble, an overflow on one stage, a loss on the last, a sample."""
+"""What a pipeline adds: a schedule's order and its bubble, an overflow on one stage, a loss on the last, a sample."""
 
 import json
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from lightning_llm.compose import compose_config
 from lightning_llm.parallel.pipeline import TrainStage
 from lightning_llm.parallel.stages import bubble_fraction
 
+SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]
 """What one rank does, in order: "F" or "B", stage, micro-batch."""
 
@@ -73,8 +74,13 @@ def of_torch(schedule: str, pp: int, micro_batches: int, virtual_stages: int) ->
     if schedule == "interleaved_1f1b":
         stages: Any = [Noting(index, pp, virtual_stages) for index in range(0, pp * virtual_stages, pp)]
         laid_out = ScheduleInterleaved1F1B(stages, micro_batches).pipeline_order
-        compute = [[each for each in laid_out[rank] if each and each.microbatch_index is not None] for rank in range(pp)]
-        return [[(each.computation_type.value, each.stage_index, each.microbatch_index) for each in rank] for rank in compute]
+        compute = [
+            [each for each in laid_out[rank] if each and each.microbatch_index is not None] for rank in range(pp)
+        ]
+        return [
+            [(each.computation_type.value, each.stage_index, each.microbatch_index) for each in rank]
+            for rank in compute
+        ]
     ranks: Any = [Noting(index, pp, 1) for index in range(pp)]
     for stage in ranks:
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
@@ -136,7 +142,7 @@ def words(small_run, tmp_path):
 def test_a_recorded_step_has_the_bubble_that_plan_says(schedule, ranks, words):
     layout = "pp_interleaved" if schedule == "interleaved_1f1b" else "pp"
     config = compose_config(
-        words("run", f"parallel={layout}", f"parallel.schedule={schedule}", "trainer.devices=2", "trainer.max_steps=2", "schedule.warmup_steps=1",
+        words("run", f"parallel={layout}", f"parallel.schedule={schedule}", "trainer.devices=2", *SHORT,
               "trainer.validate_every_steps=null")
     )  # fmt: skip
     orders = ranks(2).call(recorded_run, config)
@@ -158,7 +164,9 @@ def overflowing_run(config: Any) -> dict[str, Any]:
 
 
 def test_an_overflow_on_one_stage_skips_the_step_on_all(ranks, words, tmp_path):
-    ours = ranks(2).call(overflowing_run, compose_config(words("ours", "parallel=pp", "trainer.devices=2", "precision=fp16")))
+    ours = ranks(2).call(
+        overflowing_run, compose_config(words("ours", "parallel=pp", "trainer.devices=2", "precision=fp16"))
+    )
     alone = ranks(1).call(overflowing_run, compose_config(words("alone", "precision=fp16")))
     assert difference(ours, alone) is None
     records = [json.loads(line) for line in Path(tmp_path / "ours/run/metrics.jsonl").read_text().splitlines()]
@@ -187,7 +195,7 @@ def test_a_loss_that_is_not_finite_ends_every_rank(ranks, words):
 
 
 def test_a_sample_is_that_of_one_rank(ranks, words, tmp_path):
-    sample = ["callbacks=default", "callbacks.sample.max_new_tokens=12", "trainer.max_steps=2", "schedule.warmup_steps=1"]
+    sample = ["callbacks=default", "callbacks.sample.max_new_tokens=12", *SHORT]
     for name, world, layout in (("ours", 2, "pp_interleaved"), ("alone", 1, "single")):
         more = [f"parallel={layout}", f"trainer.devices={world}"]
         ranks(world).call(run_and_leave, compose_config(words(name, *sample, *more)))
