@@ -26,9 +26,10 @@ def run(ranks, small_run, tmp_path):
     return traced
 
 
+FULL = pytest.mark.full
 CHAINS = [
     ("fp32", [("fsdp_tp", 4), ("cp", 2), ("zero3", 2)], 2e-6),
-    ("fp8_delayed", [("zero1", 2), ("fsdp_cp_tp", 4), ("tp", 2), ("single", 1)], 2e-4),
+    pytest.param("fp8_delayed", [("zero1", 2), ("fsdp_cp_tp", 4), ("tp", 2), ("single", 1)], 2e-4, marks=FULL),
 ]
 
 
