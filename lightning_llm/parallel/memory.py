@@ -34,9 +34,9 @@ def memory_bytes(config: Config) -> dict[str, int]:
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
     - `activations`: Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does
       not store: 34 s b h per layer in 16 bit; see `_layer_bytes` for tensor and context parallelism. Of a recomputed
-      not store: 34 s b h per layer in 16 bit; see `_layer_bytes` for tensor and context parallelism. Of a recomputed
       layer its input stays, and with selective checkpointing `selective_bytes_per_token`; one layer at a time is whole
       again. In a pipeline, of all micro-batches in flight.
+    - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
       of all micro-batches in the compute dtype.
     """
     degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
