@@ -205,6 +205,15 @@ def test_other_products_train_as_one_rank_does(layout, world, words, run, alone)
     assert exceeded(off(ours, alone(model)), FP32) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "world"), [("tp", 2), ("cp", 2), ("fsdp_cp_tp", 4)])
+def test_compiled_blocks_train_as_one_rank_does(layout, world, run, alone):
+    """Graphs end where something crosses the group; one rank is not compiled."""
+    words = ["model.num_layers=1", "parallel.activation_checkpoint=full"]
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", "parallel.compile=true", *words)
+    assert exceeded(off(ours, alone(words[:1])), FP32) == []
+
+
 class Planted(pl.Callback):
     """A fault of one kind from the first step on."""
 
