@@ -126,7 +126,16 @@ def activation_bytes(config: Config, degrees: Degrees, parts: list[StagePart], c
     if config.parallel.activation_checkpoint == "selective":
         kept += tokens_of(config, degrees) * selective_bytes_per_token(config, degrees.tp)
     layers = sum(len(part.layers) for part in parts)
-    return ((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole
+    held = ((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole
+    return held + _mask_bytes(config, degrees) * chunks
+
+
+def _mask_bytes(config: Config, degrees: Degrees) -> int:
+    """Return the bytes of the mask that says which keys of all ranks a rank's queries see: a bool for each pair."""
+    if degrees.cp == 1:
+        return 0
+    sequences = config.data.micro_batch_size if config.data.document_mask else 1
+    return sequences * config.data.sequence_length**2 // degrees.cp
 
 
 def _layer_bytes(config: Config, degrees: Degrees) -> int:
