@@ -32,6 +32,7 @@ def layout_facts(config: Config) -> dict[str, Any]:
         "world": world,
         **asdict(degrees),
         "zero_stage": parallel.zero_stage,
+        "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
         "reduction": parallel.reduction,
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
@@ -100,6 +101,7 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     world = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
     degrees = " x ".join(f"{axis}={facts[axis]}" for axis in AXES if facts[axis] > 1)
     words = [f"{world}: {degrees}" if degrees else world]
+    words += ["sequence parallel"] if facts["sequence_parallel"] else []
     words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
     words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []
     if facts["activation_checkpoint"] != "none":

@@ -57,8 +57,8 @@ def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield Problem("data.sequence_length", text)
     elif tp > 1 and config.parallel.sequence_parallel and length // cp % tp:
         text = (
-            f"is {length}, of which {cp} context-parallel rank(s) have {length // cp} tokens each, and tp={tp} does not "
-            f"divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
+            f"is {length}, of which {cp} context-parallel rank(s) have {length // cp} tokens each, and tp={tp} does "
+            f"not divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
         )
         yield Problem("data.sequence_length", text)
 

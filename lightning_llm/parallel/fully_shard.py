@@ -28,9 +28,11 @@ def shard_decoder(
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
     replicas = layout.degrees.dp_replicate > 1 and not layout.tree  # the tree sums over replicas by itself
-    mesh = layout.mesh["dp_shard"] if layout.shared_mesh is None else layout.shared_mesh
-    if replicas:
-        mesh = DeviceMesh._concatenate([layout.mesh["dp_replicate"], mesh])
+    if layout.shared_mesh is None:
+        mesh = layout.mesh[("dp_replicate", "dp_shard") if replicas else ("dp_shard",)]
+    else:  # an axis made of two cannot be sliced together with another
+        shared = layout.shared_mesh
+        mesh = DeviceMesh._concatenate([layout.mesh["dp_replicate"], shared]) if replicas else shared
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3

@@ -33,8 +33,9 @@ def memory_bytes(config: Config) -> dict[str, int]:
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
     - `activations`: Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does
-      not store: 34 s b h per layer in 16 bit; see `_layer_bytes` for tensor and context parallelism. Of a recomputed layer its input stays, and with selective checkpointing
-      `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches in flight.
+      not store: 34 s b h per layer in 16 bit; see `_layer_bytes` for tensor and context parallelism. Of a recomputed
+      layer its input stays, and with selective checkpointing `selective_bytes_per_token`; one layer at a time is whole
+      again. In a pipeline, of all micro-batches in flight.
     - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
       of all micro-batches in the compute dtype.
     """
@@ -125,7 +126,16 @@ def activation_bytes(config: Config, degrees: Degrees, parts: list[StagePart], c
     if config.parallel.activation_checkpoint == "selective":
         kept += tokens_of(config, degrees) * selective_bytes_per_token(config, degrees.tp)
     layers = sum(len(part.layers) for part in parts)
-    return ((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole
+    held = ((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole
+    return held + _mask_bytes(config, degrees) * chunks
+
+
+def _mask_bytes(config: Config, degrees: Degrees) -> int:
+    """Return the bytes of the mask that says which keys of all ranks a rank's queries see: a bool for each pair."""
+    if degrees.cp == 1:
+        return 0
+    sequences = config.data.micro_batch_size if config.data.document_mask else 1
+    return sequences * config.data.sequence_length**2 // degrees.cp
 
 
 def _layer_bytes(config: Config, degrees: Degrees) -> int:

@@ -25,7 +25,9 @@ class WholeLogits(nn.Module):
     def __init__(self, model: Decoder, layout: Layout):
         super().__init__()
         self.model, self.layout, self.config = model, layout, model.config
-        self.multiple = max(1, 2 * layout.degrees.cp if layout.degrees.cp > 1 else 1) * model.token_shards
+        chunks = 2 * layout.degrees.cp if layout.degrees.cp > 1 else 1
+        self.multiple = chunks * model.token_shards
+        self.train(model.training)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[B, T, V]` of `tokens` `[B, T]`, the same on every rank; what pads them comes last.

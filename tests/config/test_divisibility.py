@@ -30,7 +30,7 @@ def said(*words: str) -> str:
             ["parallel=fsdp_cp_tp", "trainer.devices=4", "data.sequence_length=128", "precision=fp8_subchannel"],
             [
                 "precision.fprop.x: has blocks of 1x128, and each part of the inputs of o_proj (tp=2) is 192 / 2 = 96",
-                "precision.fprop.w: has blocks of 128x128, and each part of the outputs of k_proj, q_proj, v_proj (tp=2)",
+                "precision.fprop.w: has blocks of 128x128, and each part of the outputs of k_proj, q_proj, v_proj",
                 "precision.wgrad.dy: has blocks of 1x128, and each part of a sequence (cp=2, two per rank) is 128 / 4",
             ],
         ),

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
@@ -26,6 +27,16 @@ class Case:
     """Per step, over all ranks; the accumulation is this over the data-parallel ranks."""
     precision: str
     checkpointing: str = "none"
+
+    def values(self) -> tuple[Any, ...]:
+        """Return what is combined with what."""
+        return (
+            self.layout,
+            self.world,
+            self.micro_batches // self.world,
+            self.precision,
+            self.checkpointing,
+        )
 
     def __str__(self) -> str:
         return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
@@ -53,12 +64,11 @@ def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str])
     ]
 
 
-def covering(cases: list[Case], strength: int) -> list[Case]:
+def covering(cases: list[Any], strength: int) -> list[Any]:
     """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
 
-    def combined(case: Case) -> set:
-        values = (case.layout, case.world, case.micro_batches // case.world, case.precision, case.checkpointing)
-        return set(combinations(enumerate(values), strength))
+    def combined(case: Any) -> set:
+        return set(combinations(enumerate(case.values()), strength))
 
     open_cases = [(case, combined(case)) for case in cases]
     wanted = set().union(*(values for _, values in open_cases))

@@ -177,7 +177,7 @@ CUT = [
     ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full"]),
     ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
-    ("fsdp_cp", 4, "bf16", []),
+    pytest.param("fsdp_cp", 4, "bf16", [], marks=pytest.mark.full),
     ("cp", 2, "bf16", ["parallel.activation_checkpoint=full"]),
 ]
 

@@ -6,23 +6,19 @@ matrix is made from `conf/parallel/`: a new layout file with tp or cp is tested 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations, product
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from layout_matrix import CONFIGS, CUT, covering
 from traced_run import Trace, traced_run
 
 from lightning_llm.compose import compose_config
 from lightning_llm.parallel.gradient_sync import local
 
-CONFIGS = {
-    name: config
-    for name in sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml"))
-    if (config := compose_config([f"parallel={name}"]).parallel).pp == 1 and (config.tp, config.cp) != (1, 1)
-}
+LAYOUTS = [name for name in CUT if CONFIGS[name].pp == 1]
 GPT = [
     "model.norm=layernorm", "model.bias=true", "model.position=learned", "model.activation=gelu",
     "model.tie_embeddings=true", "model.init=gpt2",
@@ -74,6 +70,10 @@ class Case:
         parts = (self.layout, self.world, self.model, self.precision, self.checkpointing, edges, self.reduction)
         return "-".join(map(str, (*parts, documents)))
 
+    def values(self) -> tuple[Any, ...]:
+        """Return what is combined with what: the number of ranks follows from the layout."""
+        return tuple(value for name, value in vars(self).items() if name != "world")
+
     def words(self) -> list[str]:
         return [
             f"parallel={self.layout}", f"trainer.devices={self.world}",
@@ -94,27 +94,10 @@ class Case:
 
 
 def cases_on(precisions: list[str], world_of: Callable[[str], int]) -> list[Case]:
-    places = [(layout, world_of(layout)) for layout in CONFIGS]
+    places = [(layout, world_of(layout)) for layout in LAYOUTS]
     values = (MODELS, precisions, ("none", "full", "selective"), (True, False), ("tree", "native"))
     cells = product(places, *values, (False, True))
     return [Case(layout, world, *rest) for (layout, world), *rest in cells]
-
-
-def covering(cases: list[Case], strength: int) -> list[Case]:
-    """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
-
-    def combined(case: Case) -> set:
-        values = vars(case) | {"world": None}
-        return set(combinations(values.items(), strength))
-
-    open_cases = [(case, combined(case)) for case in cases]
-    wanted = set().union(*(values for _, values in open_cases))
-    chosen = []
-    while wanted:
-        case, values = max(open_cases, key=lambda each: len(each[1] & wanted))
-        chosen.append(case)
-        wanted -= values
-    return chosen
 
 
 def small(layout: str) -> int:
@@ -138,8 +121,8 @@ def run(small_run, tmp_path_factory, ranks):
             small_run(
                 tmp_path_factory.mktemp("run"), "data.micro_batch_size=2", "data.global_batch_size=4",
                 "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
-                "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64", "checkpoint.every_steps=null",
-                "optim.gradient_clip_norm=0.5", *words,
+                "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64",
+                "checkpoint.every_steps=null", "optim.gradient_clip_norm=0.5", *words,
             )
         )  # fmt: skip
         trace = ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
@@ -202,6 +185,33 @@ def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
 def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
     ours, reference = run(case.world, *case.words()), alone(case.shape())
     assert exceeded(off(ours, reference), LIMITS.get(case.precision, CAST)) == []
+
+
+PRODUCTS = [
+    ("zero1", 4, ["parallel.tp=2"]),
+    ("fsdp_tp", 4, ["model.ffn_hidden_size=258"]),  # 129 rows per part, which two ranks of FSDP2 pad to 130
+    pytest.param("ddp", 4, ["parallel.tp=2"], marks=pytest.mark.full),
+    pytest.param("ddp", 4, ["parallel.cp=2"], marks=pytest.mark.full),
+    pytest.param("zero2", 4, ["parallel.cp=2"], marks=pytest.mark.full),
+    pytest.param("hsdp", 4, ["parallel.cp=2", "parallel.reduction=native"], marks=pytest.mark.full),
+    pytest.param("hsdp", 8, ["parallel.cp=2"], marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "words"), PRODUCTS)
+def test_other_products_train_as_one_rank_does(layout, world, words, run, alone):
+    model = [word for word in words if word.startswith("model.")]
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *words)
+    assert exceeded(off(ours, alone(model)), FP32) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "world"), [("tp", 2), ("cp", 2), ("fsdp_cp_tp", 4)])
+def test_compiled_blocks_train_as_one_rank_does(layout, world, run, alone):
+    """Graphs end where something crosses the group; one rank is not compiled."""
+    words = ["model.num_layers=1", "parallel.activation_checkpoint=full"]
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", "parallel.compile=true", *words)
+    assert exceeded(off(ours, alone(words[:1])), FP32) == []
 
 
 class Planted(pl.Callback):

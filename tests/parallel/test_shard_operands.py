@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from traced_run import leave_groups
+from traced_run import leave_groups, run_with
 
 from lightning_llm.compose import compose_config
 from lightning_llm.keyed_hash import StepKey
@@ -116,6 +116,48 @@ def test_shard_scope_takes_the_scale_of_the_shard(ranks):
     differing = ranks(4).call(differing_slots, [config], "shard")
     quantised = {slot for slot, cast in slots_of(config.precision).items() if cast.quantises}
     assert {each.split()[2] for each in differing} == quantised
+
+
+def first_operands(config: Config) -> list[Tensor]:
+    """Return what the first quantised GEMM of a run multiplies on rank 0: x and w, of the first micro-batch."""
+    kept: list[Tensor] = []
+    operand = _Call.operand
+
+    def noted(call: _Call, x: Tensor, slot: str, axis: int) -> Any:
+        made = operand(call, x, slot, axis)
+        if len(kept) < 2:
+            kept.append(made.dequantised())
+        return made
+
+    _Call.operand = noted
+    try:
+        run_with(config)
+    finally:
+        _Call.operand = operand
+    return kept
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
+def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, ranks, small_run, tmp_path):
+    """Within training, too: embedding, norm and gathering leave x at step 1 as one rank has it."""
+
+    def run(layout: str, world: int) -> list[Tensor]:
+        words = [f"parallel={layout}", f"trainer.devices={world}", f"precision={recipe}", "precision.casts=eager"]
+        words += ["model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=64", "model.num_layers=3"]
+        words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
+        words += ["precision.modules.first_blocks_high=0"]  # further on, sums in another order have been before
+        made = ranks(world).call(first_operands, compose_config(small_run(tmp_path / layout, *words)))
+        ranks(world).close()  # as in test_model_parallel.py
+        return made
+
+    x, w = run("single", 1)
+    tensor_x, tensor_w = run("tp", 2)
+    context_x, context_w = run("cp", 2)
+    assert torch.equal(tensor_x, x)
+    assert torch.equal(tensor_w, w.chunk(2)[0])
+    own = x.unflatten(0, (2, 64))[:, positions_of(0, 2, 64)].flatten(0, 1)  # 2 sequences in a micro-batch
+    assert torch.equal(context_x, own)
+    assert torch.equal(context_w, w)
 
 
 def compose_degrees(config: Config) -> Any:
