@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.mlflow_sweep import ENVIRONMENT
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
 from lightning_llm.callbacks.records import Record
 from lightning_llm.callbacks.run_folder import Status
@@ -57,13 +58,6 @@ COMPARED_KEYS = (
     "schedule.decay_fraction",
     "schedule.final_factor",
 )
-WRITER_ENVIRONMENT = {
-    # Without these an unreachable server is tried for minutes before anyone hears of it.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def tracking_uri(config: Config) -> str:
@@ -90,28 +84,53 @@ def compared_parameters(config: Config) -> dict[str, str]:
     return {key: _as_text(value) for key, value in values.items()}
 
 
+def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a `RunWriter` is told of a run; `facts` is the run's summary."""
+    git = facts["git"]
+    made = {
+        "run_dir": str(run_dir.absolute()),
+        "host": facts["host"],
+        "process": facts["process"],
+        "device": facts["device"],
+        "config_hash": config_hash(config),
+        "git_sha": git["sha"],
+        "git_dirty": git["dirty"],
+        "mlflow.source.name": "lightning-llm",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": git["sha"],
+        **{f"version.{package}": version for package, version in facts["versions"].items()},
+        "data_hash": facts.get("data_hash"),
+        **config.logger.tags,
+    }
+    parameters = {"parameters": _as_text(facts["parameters"])} if "parameters" in facts else {}
+    return {
+        "run_dir": str(run_dir.absolute()),
+        "tracking_uri": tracking_uri(config),
+        "experiment": config.run.experiment,
+        "run_name": config.run.name,
+        "params": compared_parameters(config) | parameters,
+        "tags": {key: _as_text(value) for key, value in made.items() if value is not None},
+        "resumed_from_step": None,
+    }
+
+
 class MLflowTracker:
     """A `RecordSink` that has another process bring MLflow up to date with the run's folder every `flush_seconds`.
 
-    Nothing here waits for MLflow but `close`, for at most `close_seconds`. `parameters` and `tags` are logged beside
-    those made from `config` (say the parameter count, the hash of the data). A folder that holds a run id goes on
-    with that run.
+    Nothing here waits for MLflow but `close`, for at most `close_seconds`. A folder that holds a run id goes on with
+    that run.
     """
 
     def __init__(
         self,
         config: Config,
         run_dir: Path,
-        parameters: Mapping[str, Any] | None = None,
-        tags: Mapping[str, str] | None = None,
         flush_seconds: float = 2.0,
         close_seconds: float = 20.0,
     ):
         self.config = config
         self.run_dir = Path(run_dir)
         self.uri = tracking_uri(config)
-        self.parameters = {key: _as_text(value) for key, value in (parameters or {}).items()}
-        self.tags = dict(tags or {})
         self.flush_seconds = flush_seconds
         self.close_seconds = close_seconds
         # -P: the working folder must not offer modules of its own
@@ -125,13 +144,7 @@ class MLflowTracker:
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
         """Start the writing process."""
-        job = {
-            "run_dir": str(self.run_dir.absolute()),
-            "tracking_uri": self.uri,
-            "experiment": self.config.run.experiment,
-            "run_name": self.config.run.name,
-            "params": compared_parameters(self.config) | self.parameters,
-            "tags": self._tags(facts),
+        job = writer_job(self.config, self.run_dir, facts) | {
             "resumed_from_step": resumed_from_step,
             "flush_seconds": self.flush_seconds,
             "close_seconds": self.close_seconds,
@@ -146,7 +159,7 @@ class MLflowTracker:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 cwd=self._working_folder(),
-                env={**WRITER_ENVIRONMENT, **os.environ, "PYTHONPATH": search_path},
+                env={**ENVIRONMENT, **os.environ, "PYTHONPATH": search_path},
                 start_new_session=True,  # Ctrl-C is for the training process, which then says how it ended
             )
             os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]
@@ -187,24 +200,6 @@ class MLflowTracker:
         if self._ended:
             about["writer_cpu_seconds"] = round(self._ended["cpu_seconds"], 3)
         return {"mlflow_run_id": path.read_text().strip() if path.exists() else None, "mlflow": about}
-
-    def _tags(self, facts: Mapping[str, Any]) -> dict[str, str]:
-        git = facts["git"]
-        tags = {
-            "run_dir": str(self.run_dir.absolute()),
-            "host": facts["host"],
-            "device": facts["device"],
-            "config_hash": config_hash(self.config),
-            "git_sha": git["sha"],
-            "git_dirty": git["dirty"],
-            "mlflow.source.name": "lightning-llm",
-            "mlflow.source.type": "LOCAL",
-            "mlflow.source.git.commit": git["sha"],
-            **{f"version.{package}": version for package, version in facts["versions"].items()},
-            **self.tags,
-            **self.config.logger.tags,
-        }
-        return {key: _as_text(value) for key, value in tags.items() if value is not None}
 
     def _working_folder(self) -> Path:
         """Return a folder for the writer to live in: MLflow creates ./mlruns in it."""

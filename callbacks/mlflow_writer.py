@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store
 from lightning_llm.callbacks.records import decode
 
 RUN_ID_FILE = "mlflow_run_id"
@@ -29,7 +30,6 @@ STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
 LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt")
-LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
 METRICS_PER_BATCH = 1000
 LONGEST_PAUSE_SECONDS = 60.0
 DIED = {"status": "stopped", "detail": "the training process ended without saying how", "figures": {}}
@@ -52,7 +52,10 @@ def points(record: Mapping[str, Any]) -> list[Point]:
 
 
 class RunWriter:
-    """One MLflow run and how much of the run's folder it holds. Every method may be called again after it raised."""
+    """One MLflow run and how much of the run's folder it holds. Every method may be called again after it raised.
+
+    A job that is `late` brings up to date what was written while MLflow was away: no point is logged twice.
+    """
 
     def __init__(self, job: Mapping[str, Any]):
         self.job = job
@@ -107,93 +110,46 @@ class RunWriter:
             yield batch, end
 
     def _connect(self) -> None:
-        client, experiment_id = self._open_store()
-        run = self._continued_run(client)
+        client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
+        id_file = self.run_dir / RUN_ID_FILE
+        run = known_run(client, id_file.read_text().strip() if id_file.exists() else None)
         if run is None:
             run = client.create_run(experiment_id, run_name=self.job["run_name"])
-            (self.run_dir / RUN_ID_FILE).write_text(run.info.run_id + "\n")
+            id_file.write_text(run.info.run_id + "\n")
         else:
             client.update_run(run.info.run_id, status="RUNNING")
         self.run_id = run.info.run_id
         self._describe(client, run)
         self._log_artifacts(client, FIRST_ARTIFACTS)
+        mark_orphans(client, experiment_id)
         self._client = client
         print(json.dumps({"event": "connected", "run_id": self.run_id}), flush=True)
-
-    def _open_store(self) -> tuple[Any, str]:
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-
-        uri, name, options = self.job["tracking_uri"], self.job["experiment"], {}
-        lock: Any = contextlib.nullcontext()
-        if uri.startswith("sqlite:///"):
-            # Several processes that meet a fresh database would all create its tables, and all but one fail.
-            from filelock import FileLock
-
-            database = Path(uri.removeprefix("sqlite:///"))
-            lock = FileLock(f"{database}.lock", timeout=60)
-            # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
-            options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
-        with lock:
-            client = MlflowClient(uri)
-            experiment = client.get_experiment_by_name(name)
-            if experiment is not None:
-                return client, experiment.experiment_id
-            try:
-                return client, client.create_experiment(name, **options)
-            except MlflowException:  # on a server another run may have created it in between
-                experiment = client.get_experiment_by_name(name)
-                if experiment is None:
-                    raise
-                return client, experiment.experiment_id
-
-    def _continued_run(self, client: Any) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        path = self.run_dir / RUN_ID_FILE
-        run_id = path.read_text().strip() if path.exists() else ""
-        if not run_id:
-            return None
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # another database than the one it was begun in
-                return None
-            raise
-        return run if run.info.lifecycle_stage == "active" else None
 
     def _describe(self, client: Any, run: Any) -> None:
         """Log parameters and tags. Parameters are immutable: one that a resumed run changes becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         known, tags = run.data.params, dict(self.job["tags"])
-        params = {key: self._fit(client, "params", key, value) for key, value in self.job["params"].items()}
+        params = fit(client, run.info.run_id, "params", self.job["params"])
         tags |= {f"resumed/{key}": value for key, value in params.items() if known.get(key, value) != value}
         resumed, synced = self.job["resumed_from_step"], int(run.data.tags.get("synced_step", 0))
         if resumed is not None:
             tags["resumed_from_step"] = str(resumed)
             # Points after the checkpoint stay in MLflow from before; those up to it may not all have got there.
             self._first_step = synced if synced <= resumed else resumed + 1
+        elif self.job.get("late"):
+            self._first_step = synced
         client.log_batch(
             run.info.run_id,
             params=[Param(key, value) for key, value in params.items() if key not in known],
-            tags=[RunTag(key, self._fit(client, "tags", key, value)) for key, value in tags.items()],
+            tags=[RunTag(key, value) for key, value in fit(client, run.info.run_id, "tags", tags).items()],
         )
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        fitted = {key: self._fit(self._client, "tags", key, value) for key, value in tags.items()}
+        fitted = fit(self._client, self.run_id, "tags", tags)
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in fitted.items()])
-
-    def _fit(self, client: Any, kind: str, key: str, value: str) -> str:
-        """Return `value`, or its beginning and where the whole of it is, if it is longer than MLflow takes."""
-        if len(value) <= LARGEST_VALUE[kind]:
-            return value
-        file = f"{kind}/{key}.txt"
-        client.log_text(self.run_id, value, file)
-        marker = f" ... [cut, whole in artifact {file}]"
-        return value[: LARGEST_VALUE[kind] - len(marker)] + marker
 
     def _log_artifacts(self, client: Any, names: tuple[str, ...]) -> None:
         for name in names:

@@ -1,9 +1,12 @@
-"""Which code a run came from."""
+"""Which code a run came from, and which process."""
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import psutil
 
 import lightning_llm
 from lightning_llm.workspace import checkout
@@ -28,6 +31,25 @@ def git_state() -> dict[str, Any]:
     sha = _git(root, "rev-parse", "HEAD") if root else None
     status = _git(root, "status", "--porcelain") if sha else None
     return {"sha": sha, "dirty": None if status is None else bool(status)}
+
+
+def process_mark() -> str:
+    """Return a name of this process that no later one gets: host, number, and when it was started (seconds)."""
+    return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
+
+
+def has_ended(mark: str) -> bool:
+    """Return whether the process of `mark` is known to be gone; False for one of another machine, or for no mark."""
+    host, _, rest = mark.partition(" ")
+    number, _, started = rest.partition(" ")
+    if host != platform.node() or not number.isdigit():
+        return False
+    try:
+        process = psutil.Process(int(number))
+        # Boot time, and with it this number, may move by a second when the clock is set.
+        return abs(process.create_time() - float(started)) > 2 or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _git(root: Any, *arguments: str) -> str | None:

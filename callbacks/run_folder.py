@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal, Protocol
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.provenance import git_state, versions
+from lightning_llm.callbacks.provenance import git_state, process_mark, versions
 from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
@@ -61,10 +60,17 @@ class RunFolder(pl.Callback):
     first status stays.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[RecordSink] = (), resumed_from_step: int | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[RecordSink] = (),
+        resumed_from_step: int | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ):
         self.run_dir = Path(run_dir)
         self.sinks = list(sinks)
         self.resumed_from_step = resumed_from_step
+        self.facts = dict(facts or {})
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._file: Any = None
         self._summary: dict[str, Any] = {}
@@ -95,13 +101,14 @@ class RunFolder(pl.Callback):
             ) from error
         self._summary = {
             "status": "running",
-            "pid": os.getpid(),
             "host": platform.node(),
+            "process": process_mark(),
             "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
             "resumed_from_step": self.resumed_from_step,
             "device": device,
             "versions": versions(),
             "git": git_state(),
+            **self.facts,
         }
         self._write_summary()
         for sink in self.sinks:

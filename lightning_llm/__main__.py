@@ -14,6 +14,7 @@ VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.plan:plan", "print what a run would do, without running it"),
     "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
+    "sync": ("lightning_llm.sync:sync", "bring MLflow up to date with run folders that it missed"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
 }
 
@@ -60,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
                 "folder", type=Path, metavar="DIR", help="vectors: manifest.json and the .npz files it names"
             )
             child.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
+        if verb == "sync":
+            text = "run folders, sweeps or folders of them; none: every run of the outputs folder"
+            child.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=text)
+            child.add_argument(
+                "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
+            )
         if verb in ("plan", "recipes"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser

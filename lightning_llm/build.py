@@ -1,6 +1,8 @@
 """`Config` -> the objects that train. Every class named in YAML is made here."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -50,9 +52,18 @@ def build_module(config: Config, corpus: Corpus) -> LanguageModule:
 
 
 def build_trainer(
-    config: Config, device: torch.device, layout: Layout, checkpoint: Checkpoint | None, sinks: list[RecordSink]
+    config: Config,
+    device: torch.device,
+    layout: Layout,
+    checkpoint: Checkpoint | None,
+    sinks: list[RecordSink],
+    facts: Mapping[str, Any] | None = None,
 ) -> pl.Trainer:
-    """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing."""
+    """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing.
+
+    `facts` is what the run's summary says of it beside the config.
+    """
+    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, checkpoint), facts)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
@@ -68,7 +79,7 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, _resumed_from(config, checkpoint), sinks),
+        callbacks=_callbacks(config, folder),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -78,14 +89,13 @@ def build_trainer(
     )
 
 
-def _callbacks(config: Config, resumed_from_step: int | None, sinks: list[RecordSink]) -> list[pl.Callback]:
+def _callbacks(config: Config, folder: RunFolder) -> list[pl.Callback]:
     chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
-    folder = Path(config.run.dir)
     return [
         *chosen,
-        RunFolder(folder, sinks, resumed_from_step),
+        folder,
         Checkpointing(
-            folder / "checkpoints",
+            folder.run_dir / "checkpoints",
             config.checkpoint,
             config_hash(config),
             config.trainer.max_steps,

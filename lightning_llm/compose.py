@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -41,24 +41,32 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
         ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
     """
     with _hydra(config_dir) as search:
-        if _recipe_sweep_params(overrides, search):
+        if any(_recipe_sweep(overrides, search)):
             raise ConfigError(Problem("recipe", "this recipe is a sweep of several runs. Add -m, or use make sweep."))
         return _compose_one(_parse(overrides), search)
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
-    """Return (overrides, config) of every job of a sweep: the product of all `a=1,2`, the recipe's own included.
+    """Return (what tells it from the others, config) of every job of a sweep, in the order they are to run.
+
+    Jobs are the product of all `a=1,2`, those of the recipe's `hydra.sweeper.params` included, and then of each line of
+    its `sweep.also`. What is typed takes the place of the recipe's choices for the same key, in both.
 
     Raises:
         ConfigError: with the problems of all jobs, each said once.
     """
     with _hydra(config_dir) as search:
-        parsed = _parse([*_recipe_sweep_params(overrides, search), *overrides])
+        params, also = _recipe_sweep(overrides, search)
+        typed = _parse(overrides)
+        plain = [each for each in typed if not each.is_sweep_override()]
+        groups = [_parse([*params, *overrides])]
+        groups += [[*plain, *_typed_first(_parse(line.split()), typed)] for line in also]
         problems: dict[Problem, None] = {}
         jobs = []
-        for words in product(*(_choices_of(each) for each in parsed)):
+        for words in (words for parsed in groups for words in product(*(_choices_of(each) for each in parsed))):
             try:
-                jobs.append((list(words), _compose_one(_parse(words), search)))
+                chosen = [word for word in words if word not in overrides]
+                jobs.append((chosen, _compose_one(_parse(words), search)))
             except ConfigError as error:
                 problems.update(dict.fromkeys(error.problems))
         if problems:
@@ -95,6 +103,12 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
             "${run.root}/${run.experiment}/${run.name}"  # a file keeps it resolved, where it was made of these
         )
     return _checked(tree)
+
+
+def typed_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the one value that the overrides set `key` to, None where they do not, or to several."""
+    found = [each for each in _parse(overrides) if each.key_or_group == key and not each.is_sweep_override()]
+    return str(found[-1].value()) if found else None
 
 
 @contextmanager
@@ -172,19 +186,34 @@ def _choices_of(parsed: Override) -> list[str]:
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
-def _recipe_sweep_params(overrides: Sequence[str], search: list[str]) -> list[str]:
-    """Return the `hydra.sweeper.params` of the chosen recipe as overrides, less those typed on the command line."""
+def _recipe_sweep(overrides: Sequence[str], search: list[str]) -> tuple[list[str], list[str]]:
+    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
     if not any(each.key_or_group == "recipe" for each in _parse(overrides)):
-        return []
+        return [], []
     typed = {each.key_or_group for each in _parse(overrides)}
     plain = [each.input_line or "" for each in _parse(overrides) if not each.is_sweep_override()]
     try:
         words = [_forced(each, search) for each in _parse(plain)]
         tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException):
-        return []  # the same composition follows for each job, and says there what is wrong
+        return [], []  # the same composition follows for each job, and says there what is wrong
     params = tree.hydra.sweeper.get("params") or {}
-    return [f"{key}={value}" for key, value in params.items() if key not in typed]
+    return [f"{key}={value}" for key, value in params.items() if key not in typed], list(_also(tree))
+
+
+def _also(tree: DictConfig) -> Sequence[str]:
+    """Return `sweep.also`: overrides of further jobs, one line of words each. Raises ConfigError if it is not that."""
+    lines = OmegaConf.select(tree, "sweep.also") or []
+    unknown = set(tree.get("sweep") or {}) - {"also"}
+    if unknown or not isinstance(lines, list | ListConfig) or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(Problem("sweep", "takes `also` alone: a list of lines like 'precision=bf16 seed=0,1'."))
+    return lines
+
+
+def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
+    """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
+    choices = {each.key_or_group: each for each in typed if each.is_sweep_override()}
+    return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
 def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
@@ -195,6 +224,7 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
         with open_dict(tree):
             tree.recipe = tree.hydra.runtime.choices.get("recipe")
             del tree["hydra"]
+            tree.pop("sweep", None)  # read by compose_sweep
         config = _checked(tree)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_llm.schema import Config
 
-NOT_IDENTITY = ("run.", "logger.", "resume", "precision.casts")
+NOT_IDENTITY = ("run.", "logger.", "launcher.", "resume", "precision.casts")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts run to the same bits."""
 
 FREE_ON_RESUME = (

@@ -15,7 +15,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.run_state import decide_start
 from lightning_llm.schema import Config
-from lightning_llm.sweep import sweep
+from lightning_llm.sweep.run import sweep
 
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""

@@ -56,8 +56,8 @@ def run(config: Config) -> int:
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        sinks = tracking_sinks(config, corpus)
-        trainer = build_trainer(config, device, layout, start.checkpoint, sinks)
+        facts = {"parameters": count_parameters(config.model).total, "data_hash": corpus.fingerprint}
+        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
@@ -168,12 +168,11 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
 
 
-def tracking_sinks(config: Config, corpus: Corpus) -> list[RecordSink]:
+def tracking_sinks(config: Config) -> list[RecordSink]:
     """Return where the run's records go beside its own folder; rank 0 alone tracks."""
     if config.logger.name == "none" or not is_first_rank():
         return []
-    parameters = {"parameters": count_parameters(config.model).total}
-    return [MLflowTracker(config, Path(config.run.dir), parameters, {"data_hash": corpus.fingerprint})]
+    return [MLflowTracker(config, Path(config.run.dir))]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

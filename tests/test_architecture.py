@@ -27,6 +27,7 @@ LAYERS = {
         "run",
         "run_state",
         "sweep",
+        "sync",
     },
     6: {"__main__"},
 }

@@ -171,7 +171,9 @@ class Pipeline:
         decoder = self.stages[0 if self.has_first else -1].decoder
         if not (decoder.config.tie_embeddings and decoder.embedding is not None):
             return None
-        return decoder.embedding.weight
+        weight: Any = decoder.embedding.weight  # torch declares it a plain tensor
+        tied: nn.Parameter = weight
+        return tied
 
     @property
     def copies(self) -> list[nn.Parameter]:

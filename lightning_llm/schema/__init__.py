@@ -5,7 +5,15 @@ from lightning_llm.schema.data import DataConfig
 from lightning_llm.schema.model import ModelConfig
 from lightning_llm.schema.optim import OptimConfig, ScheduleConfig
 from lightning_llm.schema.precision import PrecisionConfig
-from lightning_llm.schema.run import Callbacks, CheckpointConfig, LoggerConfig, ParallelConfig, RunConfig, TrainerConfig
+from lightning_llm.schema.run import (
+    Callbacks,
+    CheckpointConfig,
+    LauncherConfig,
+    LoggerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainerConfig,
+)
 
 
 class Config(Group):
@@ -22,6 +30,7 @@ class Config(Group):
     callbacks: Callbacks
     logger: LoggerConfig
     run: RunConfig
+    launcher: LauncherConfig = LauncherConfig()
     recipe: str | None = None
     seed: int = 0
     resume: str | None = None
@@ -32,6 +41,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "LauncherConfig",
     "LoggerConfig",
     "ModelConfig",
     "OptimConfig",

@@ -76,4 +76,21 @@ class LoggerConfig(Group):
     tags: dict[str, str] = {}
 
 
+class LauncherConfig(Group):
+    """`launcher`: where the jobs of a sweep (`train -m`) run. One run alone does not read it."""
+
+    name: Literal["local", "slurm"] = "local"
+    at_once: PositiveInt = Field(1, description="jobs that run at the same time")
+    cluster: Literal["slurm", "local"] = Field("slurm", description="local: try a submission without Slurm")
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    timeout_minutes: PositiveInt = Field(1440, description="after which Slurm ends a job")
+    cpus_per_task: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    memory_gb: PositiveInt | None = Field(None, description="per node")
+    setup: list[str] = Field([], description="shell lines before the job, say to load modules")
+
+
 Callbacks = dict[str, dict[str, Any] | None]

@@ -20,6 +20,7 @@ from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.schema import Config
 
 HERE = Path(__file__).parent
+FACTS = {"parameters": 123_456, "data_hash": "d00d"}
 
 
 def summary(config: Config) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def summary(config: Config) -> dict[str, Any]:
 
 def tracked(config: Config, **arguments: Any) -> tuple[RunFolder, MLflowTracker]:
     tracker = MLflowTracker(config, Path(config.run.dir), flush_seconds=0.1, **arguments)
-    return RunFolder(Path(config.run.dir), [tracker]), tracker
+    return RunFolder(Path(config.run.dir), [tracker], facts=FACTS), tracker
 
 
 def history(store: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
@@ -39,7 +40,7 @@ def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     store: MlflowClient, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = TinyModule(config)
-    folder, _ = tracked(config, parameters={"parameters": 123_456}, tags={"data_hash": "d00d"}, close_seconds=60)
+    folder, _ = tracked(config, close_seconds=60)
     fit(module, [folder])
     told = summary(config)
     assert told["mlflow"]["synced"] is True

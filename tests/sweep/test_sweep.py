@@ -1,4 +1,4 @@
-"""`train -m` with its real child processes: one after another, all checked before the first. 40 seconds."""
+"""`train -m` with its real child processes, all checked before the first. 60 seconds."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
@@ -17,29 +18,48 @@ ROOT = Path(__file__).parents[2]
 
 
 def job_folders(root: Path) -> list[Path]:
-    """Return the folders of the one sweep under `root`, in the order of its jobs; files beside them fail the test."""
+    """Return the folders of the one sweep under `root`, in the order of its jobs."""
     (sweep,) = (root / "default").iterdir()
-    return sorted(sweep.iterdir(), key=lambda each: int(each.name))
+    assert {each.name for each in sweep.iterdir() if not each.name.isdigit()} == {".claims", "sweep.json"}
+    return sorted((each for each in sweep.iterdir() if each.name.isdigit()), key=lambda each: int(each.name))
 
 
 def status(folder: Path) -> str:
     return json.loads((folder / "summary.json").read_text())["status"]
 
 
-def test_every_combination_runs_in_a_folder_of_its_own(tmp_path, small_run):
-    words = small_run(tmp_path, "trainer.max_steps=1", "schedule.name=constant", "seed=3,4")
-    done = subprocess.run([sys.executable, "-m", "lightning_llm", "train", "-m", *words], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    told = done.stdout.decode()
+def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, small_run, capfd):
+    words = [*small_run(tmp_path, "trainer.max_steps=1", "schedule.name=constant", "seed=3,4"), "logger=mlflow"]
+    assert main(["train", "-m", *words]) == 0
+    told = capfd.readouterr().out
     folders = job_folders(tmp_path)
     assert [folder.name for folder in folders] == ["0", "1"]
     assert f"2 of 2 jobs finished, in {folders[0].parent}" in told
-    assert told.index("job    1/2") < told.index("job    2/2")
+    assert told.index("job    1/2 0 seed=3") < told.index("job    2/2 1 seed=4")
     for folder in folders:
         assert status(folder) == "finished"
         assert steps_saved(folder) == [1]
         assert (folder / "config.yaml").is_file()
     assert read_metrics(folders[0])[0]["loss"] != read_metrics(folders[1])[0]["loss"]
+
+    store = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    runs = store.search_runs([store.get_experiment_by_name("default").experiment_id])
+    about = json.loads((folders[0].parent / "sweep.json").read_text())
+    (parent,) = [run for run in runs if run.info.run_id == about["mlflow_run_id"]]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {run.data.params["seed"] for run in children} == {"3", "4"}
+    assert {run.info.run_name for run in children} == {"0 seed=3", "1 seed=4"}
+    assert parent.data.metrics == {"jobs/finished": 2.0, "jobs/failed": 0.0, "jobs/total": 2.0}
+    assert parent.data.tags["axis.seed"] == "3,4"
+    assert parent.data.tags["sweep_hash"] == about["hash"]
+
+    written = {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")}
+    assert main(["train", "-m", *words]) == 0
+    told = capfd.readouterr().out
+    assert "0 seed=3: finished, left as it is" in told
+    assert "nothing left to do" in told
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")} == written
 
 
 def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_run, capfd):
@@ -49,7 +69,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_
     assert (status(failed), status(finished)) == ("failed", "finished")
     told = capfd.readouterr()
     assert "1 of 2 jobs finished" in told.out
-    assert f"exit code 1: {failed}" in told.err
+    assert f"exit code 1: {failed} (optim.learning_rate=1e30): NonFiniteError" in told.err
 
 
 @pytest.mark.parametrize(
@@ -87,5 +107,5 @@ def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run)
     (only,) = job_folders(tmp_path)
     assert status(only) == "stopped"
     assert steps_saved(only) == [read_metrics(only)[-1]["step"]]
-    assert "stopped in job 1 of 2" in told
+    assert "stopped in job 0 of 2" in told
     assert "Traceback" not in told

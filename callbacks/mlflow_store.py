@@ -1,0 +1,84 @@
+"""An MLflow store opened so that many processes may do so at once, and what dead processes left in it. No torch."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.callbacks.provenance import has_ended
+
+LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
+ORPHANED = "its process died without saying how it ended"
+
+
+def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
+    """Return (client, id of the experiment), both made where they are not there yet."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    lock: Any = contextlib.nullcontext()
+    options = {}
+    if uri.startswith("sqlite:///"):
+        # Several processes that meet a fresh database would all create its tables, and all but one fail.
+        from filelock import FileLock
+
+        database = Path(uri.removeprefix("sqlite:///"))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{database}.lock", timeout=60)
+        # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
+        options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
+    with lock:
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name(experiment_name)
+        if experiment is not None:
+            return client, experiment.experiment_id
+        try:
+            return client, client.create_experiment(experiment_name, **options)
+        except MlflowException:  # on a server another run may have created it in between
+            experiment = client.get_experiment_by_name(experiment_name)
+            if experiment is None:
+                raise
+            return client, experiment.experiment_id
+
+
+def known_run(client: Any, run_id: str | None) -> Any:
+    """Return the run of that id, or None if this store does not have it, or has it deleted."""
+    from mlflow.exceptions import MlflowException
+
+    if not run_id:
+        return None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # another store than the one it was begun in
+            return None
+        raise
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def mark_orphans(client: Any, experiment_id: str) -> list[str]:
+    """Mark runs KILLED that say RUNNING and whose process, on this machine, is gone; return their ids.
+
+    So ends what went down with its machine, or was killed together with its writer.
+    """
+    marked = []
+    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
+        if has_ended(run.data.tags.get("process", "")):
+            client.set_tag(run.info.run_id, "status_detail", ORPHANED)
+            client.set_terminated(run.info.run_id, "KILLED")
+            marked.append(run.info.run_id)
+    return marked
+
+
+def fit(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:
+    """Return `values`, those longer than MLflow takes as a beginning and where the whole is; `kind`: params or tags."""
+    return {key: _fit(client, run_id, kind, key, value) for key, value in values.items()}
+
+
+def _fit(client: Any, run_id: str, kind: str, key: str, value: str) -> str:
+    if len(value) <= LARGEST_VALUE[kind]:
+        return value
+    file = f"{kind}/{key}.txt"
+    client.log_text(run_id, value, file)
+    marker = f" ... [cut, whole in artifact {file}]"
+    return value[: LARGEST_VALUE[kind] - len(marker)] + marker

@@ -1,0 +1,99 @@
+"""The MLflow run that the runs of one sweep are children of. Run as a process: MLflow takes seconds and may hang.
+
+Standard input is one JSON object: tracking_uri, experiment, run_id (or null), run_name, params, tags, metrics, status
+(or null: it is under way), artifacts. The standard output's last line is {"run_id": ...}.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store
+from lightning_llm.callbacks.provenance import process_mark
+from lightning_llm.workspace import checkout
+
+TIMEOUT_SECONDS = 90.0
+ENVIRONMENT = {
+    # Without these an unreachable server is tried for minutes before anyone hears of it.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str) -> dict[str, Any]:
+    """Return the job of the parent run of the sweep in `folder`; `about` is its sweep.json, whose axes are tags."""
+    return {
+        "tracking_uri": tracking_uri,
+        "experiment": about["experiment"],
+        "run_id": about["mlflow_run_id"],
+        "run_name": folder.name,
+        "params": {"recipe": str(about["recipe"])},
+        "tags": {
+            "sweep": folder.name,
+            "sweep_hash": about["hash"],
+            "sweep_folder": str(folder),
+            "process": process_mark(),
+            "mlflow.source.name": "lightning-llm",
+            "mlflow.source.type": "LOCAL",
+            **{f"axis.{key}": ",".join(values) for key, values in about["axes"].items()},
+        },
+        "metrics": {},
+        "status": None,
+        "artifacts": [str(folder / "sweep.json")],
+    }
+
+
+def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Bring the parent run that `job` describes up to date; return (its id or None, what went wrong or "")."""
+    root = checkout()
+    search_path = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_sweep"]
+    with tempfile.TemporaryDirectory() as folder:  # MLflow creates ./mlruns where it is started
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(job), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, cwd=folder,
+                env={**ENVIRONMENT, **os.environ, "PYTHONPATH": search_path}, start_new_session=True,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return None, str(error)
+    if done.returncode:
+        return None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:500]
+    return json.loads(done.stdout.strip().splitlines()[-1])["run_id"], ""
+
+
+def update(job: Mapping[str, Any]) -> str:
+    """Create or continue the parent run and write what `job` says; return its id."""
+    from mlflow.entities import Metric, Param, RunTag
+
+    client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
+    mark_orphans(client, experiment_id)
+    run = known_run(client, job["run_id"]) or client.create_run(experiment_id, run_name=job["run_name"])
+    run_id = str(run.info.run_id)
+    now = round(time.time() * 1000)
+    params = {key: value for key, value in job["params"].items() if key not in run.data.params}
+    client.log_batch(
+        run_id,
+        metrics=[Metric(key, float(value), now, 0) for key, value in job["metrics"].items()],
+        params=[Param(key, value) for key, value in fit(client, run_id, "params", params).items()],
+        tags=[RunTag(key, value) for key, value in fit(client, run_id, "tags", job["tags"]).items()],
+    )
+    for path in job["artifacts"]:
+        if Path(path).exists():
+            client.log_artifact(run_id, path)
+    if job["status"]:
+        client.set_terminated(run_id, job["status"])
+    elif run.info.status != "RUNNING":
+        client.update_run(run_id, status="RUNNING")
+    return run_id
+
+
+if __name__ == "__main__":
+    print(json.dumps({"run_id": update(json.loads(sys.stdin.read()))}))

@@ -1,0 +1,140 @@
+"""What a sweep is: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.callbacks.records import write_json
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import config_hash
+from lightning_llm.schema import Config
+
+FILE = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep. `words` tell it from the others; `key` names it over all starts of the sweep."""
+
+    number: int
+    words: tuple[str, ...]
+    key: str
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The number and the words."""
+        return f"{self.number} {' '.join(self.words)}".strip()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Jobs in one folder. `hash` is the definition's, whatever the folder is called."""
+
+    folder: Path
+    hash: str
+    jobs: tuple[Job, ...]
+    parent_run_id: str | None = None
+
+    @property
+    def experiment(self) -> str:
+        """The MLflow experiment of all its runs."""
+        return self.jobs[0].config.run.experiment
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The values that jobs differ in, by key."""
+        found: dict[str, dict[str, None]] = {}
+        for job in self.jobs:
+            for word in job.words:
+                key, _, value = word.lstrip("+").partition("=")
+                found.setdefault(key, {})[value] = None
+        return {key: list(values) for key, values in found.items()}
+
+
+def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
+    """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
+
+    The hash is over the jobs' config hashes, so the same command finds its folder again. Where the folder holds a sweep
+    already, jobs keep the numbers they have there and new ones are added behind: a sweep given a name can grow.
+
+    Raises:
+        ConfigError: jobs of several experiments, or the folder holds something that is no sweep.
+    """
+    first = jobs[0][1]
+    if len({config.run.experiment for _, config in jobs}) > 1:
+        raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
+    keys = _keys([config_hash(config) for _, config in jobs])
+    digest = sha256(json.dumps(sorted(keys)).encode()).hexdigest()[:12]
+    recipe = (first.recipe or "sweep").rpartition("/")[2]
+    folder = Path(first.run.root) / first.run.experiment / (name or f"{recipe}-{digest}")
+    known = _read(folder)
+    numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
+    following = max(numbers.values(), default=-1) + 1
+    made = []
+    for key, (words, config) in zip(keys, jobs, strict=True):
+        if key not in numbers:
+            numbers[key], following = following, following + 1
+        number = numbers[key]
+        update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(words)}".strip()}
+        placed = config.model_copy(update={"run": config.run.model_copy(update=update)})
+        made.append(Job(number, tuple(words), key, placed))
+    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"))
+
+
+def write(sweep: Sweep) -> dict[str, Any]:
+    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
+    known = {each["key"]: each for each in _read(sweep.folder).get("jobs", [])}
+    known |= {job.key: {"number": job.number, "words": list(job.words), "key": job.key} for job in sweep.jobs}
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "hash": sweep.hash,
+        "experiment": sweep.experiment,
+        "recipe": sweep.jobs[0].config.recipe,
+        "axes": sweep.axes,
+        "mlflow_run_id": sweep.parent_run_id,
+        "jobs": sorted(known.values(), key=lambda each: each["number"]),
+    }
+    write_json(sweep.folder / FILE, about)
+    return about
+
+
+def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
+    """Return the sweep with its MLflow parent run, which every job names in its tags."""
+    tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
+    if parent_run_id:
+        tags["mlflow.parentRunId"] = parent_run_id
+    jobs = []
+    for job in sweep.jobs:
+        logger = job.config.logger.model_copy(update={"tags": job.config.logger.tags | tags})
+        jobs.append(replace(job, config=job.config.model_copy(update={"logger": logger})))
+    return replace(sweep, jobs=tuple(jobs), parent_run_id=parent_run_id)
+
+
+def _keys(hashes: list[str]) -> list[str]:
+    """Return each job's config hash; a second run of the same config (to compare it with itself) gets "-1", ..."""
+    seen: Counter[str] = Counter()
+    keys = []
+    for each in hashes:
+        keys.append(f"{each}-{seen[each]}" if seen[each] else each)
+        seen[each] += 1
+    return keys
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return {}
+    try:
+        return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
+        raise ConfigError(Problem("run.name", text)) from error

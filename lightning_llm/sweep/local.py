@@ -1,0 +1,104 @@
+"""Jobs of a sweep as processes on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning_llm.config_file import write_config
+from lightning_llm.sweep.definition import Job
+from lightning_llm.sweep.progress import Progress
+from lightning_llm.sweep.state import Outcome, claimed, state_of
+
+
+class Relay:
+    """Hands SIGINT and SIGTERM to the jobs under way, whenever they come; `received`: the first of them, or 0."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.processes: set[subprocess.Popen[bytes]] = set()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        for process in list(self.processes):
+            process.send_signal(number)
+
+
+@contextmanager
+def signals_passed_on() -> Iterator[Relay]:
+    """Catch SIGINT and SIGTERM for the jobs while the context lasts."""
+    relay = Relay()
+    before: dict[Any, Any] = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield relay
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
+    """Run `jobs`, `at_once` of them at a time, and tell `progress` of each. None is started after a signal.
+
+    One at a time speaks on this terminal; several write to `logs/N.log` beside their folders and share the cores.
+    """
+    told = threading.Lock()
+
+    def one(job: Job) -> None:
+        if relay.received:
+            return
+        with claimed(job) as mine:
+            if not mine or state_of(job.folder) == "finished":  # another start of this sweep was faster
+                return
+            with told:
+                progress.starting(job)
+            began = time.monotonic()
+            code = _run(job, at_once, relay)
+        with told:
+            progress.ended(Outcome(job, code, time.monotonic() - began))
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for each in [pool.submit(one, job) for job in jobs]:
+            while not each.done():  # signals are handled between waits
+                time.sleep(0.05)
+            each.result()
+
+
+def job_command(job: Job) -> tuple[list[str], Path]:
+    """Write the job's frozen config; return the command that runs it, and the file, which can go once it has run."""
+    file = job.folder.with_suffix(".yaml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
+    write_config(job.config.model_copy(update={"resume": resume}), file)
+    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file)], file
+
+
+def _run(job: Job, at_once: int, relay: Relay) -> int:
+    command, file = job_command(job)
+    environment = dict(os.environ)
+    output: Any = None
+    if at_once > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
+        log = job.folder.parent / "logs" / f"{job.number}.log"
+        log.parent.mkdir(exist_ok=True)
+        output = log.open("ab")
+    try:
+        # In a process group of its own: a terminal's Ctrl-C would reach it beside ours, and the second one kills.
+        process = subprocess.Popen(command, process_group=0, env=environment, stdout=output, stderr=output)
+        relay.processes.add(process)
+        if relay.received:  # it came while the process was started
+            process.send_signal(relay.received)
+        code = process.wait()
+        relay.processes.discard(process)
+    finally:
+        if output is not None:
+            output.close()
+        file.unlink(missing_ok=True)  # the folder holds it as config.yaml
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,111 @@
+"""`train -m`: every combination of a sweep, checked before the first starts, each run in a process of its own."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightning_llm.callbacks.mlflow import tracking_uri
+from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
+from lightning_llm.check import check_config, check_disk
+from lightning_llm.compose import compose_sweep, typed_value
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.schema import Config
+from lightning_llm.sweep.definition import Sweep, define, tracked, write
+from lightning_llm.sweep.local import run_here, signals_passed_on
+from lightning_llm.sweep.progress import Progress
+from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
+from lightning_llm.sweep.state import Outcome, detail_of, state_of
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Run what is left to do of a sweep in `run.root/experiment/<sweep>/<n>`.
+
+    Finished runs are skipped, those that failed or were stopped go on, those that run elsewhere are left alone.
+    Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and stop.
+    """
+    if arguments.config:
+        raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
+    jobs = compose_sweep(arguments.overrides, arguments.config_dir)
+    _check_all([config for _, config in jobs])
+    whole = define(jobs, typed_value(arguments.overrides, "run.name"))
+    todo = [job for job in whole.jobs if state_of(job.folder) not in ("finished", "running")]
+    for job in whole.jobs:
+        if job not in todo:
+            print(f"job    {job.name}: {state_of(job.folder)}, left as it is")
+    if not todo:
+        print(f"sweep  nothing left to do, in {whole.folder}")
+        return 0
+    whole = _open(whole)
+    numbers = {job.number for job in todo}
+    todo = [job for job in whole.jobs if job.number in numbers]  # they know their parent now
+    progress = Progress(len(todo))
+    with signals_passed_on() as relay:
+        launcher = todo[0].config.launcher
+        if launcher.name == "slurm":
+            run_on_slurm(todo, relay, progress)
+        else:
+            run_here(todo, launcher.at_once, relay, progress)
+    return _close(whole, progress.outcomes, relay.received)
+
+
+def _check_all(configs: list[Config]) -> None:
+    problems: dict[Problem, None] = dict.fromkeys(slurm_problems(configs[0].launcher))
+    if any(config.launcher != configs[0].launcher for config in configs):
+        problems[Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")] = None
+    for config in configs:
+        try:
+            check_config(config)
+            check_disk(config, jobs=len(configs))
+        except ConfigError as error:
+            problems.update(dict.fromkeys(error.problems))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _open(whole: Sweep) -> Sweep:
+    """Write the sweep's file, and the MLflow run that its jobs are children of, before any of them starts."""
+    whole.folder.mkdir(parents=True, exist_ok=True)
+    parent = whole.parent_run_id
+    about = write(whole)
+    if whole.jobs[0].config.logger.name == "mlflow":
+        found, problem = write_parent(parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config)))
+        parent = found or parent
+        if problem:
+            print(
+                f"note   MLflow has no parent run of this sweep ({problem}). The jobs run all the same; later: "
+                f"lightning-llm sync {whole.folder}",
+                file=sys.stderr,
+            )
+    whole = tracked(whole, parent)
+    write(whole)
+    return whole
+
+
+def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
+    """Print how the sweep came out, tell MLflow, and return the exit code."""
+    states = [state_of(job.folder) for job in whole.jobs]
+    finished = states.count("finished")
+    failed = [each for each in outcomes if each.code and not (stopped_by and each.code in (130, 143))]
+    running = states.count("running")
+    status = "KILLED" if stopped_by else "FAILED" if failed or finished + running < len(states) else "FINISHED"
+    if whole.jobs[0].config.logger.name == "mlflow":
+        job = parent_job(whole.folder, write(whole), tracking_uri(whole.jobs[0].config))
+        job["metrics"] = {"jobs/finished": finished, "jobs/failed": len(failed), "jobs/total": len(states)}
+        job["status"] = None if running else status
+        _, problem = write_parent(job)
+        if problem:
+            print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
+    print(f"sweep  {finished} of {len(states)} jobs finished, in {whole.folder}")
+    for each in failed:
+        print(f"  exit code {each.code}: {each.job.folder} ({' '.join(each.job.words)}): {_why(each.job.folder)}",
+              file=sys.stderr)  # fmt: skip
+    if stopped_by:
+        stopped = [str(job.number) for job, state in zip(whole.jobs, states, strict=True) if state == "stopped"]
+        text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}; the same command goes on"
+        print(f"{text}: {whole.folder}", file=sys.stderr)
+        return 128 + stopped_by
+    return 1 if failed else 0
+
+
+def _why(folder: Path) -> str:
+    return detail_of(folder) or "it said nothing; see its output"

@@ -1,0 +1,98 @@
+"""The verb `sync`: MLflow gets what it missed, from the folders of runs and sweeps, which have everything."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import chdir
+from pathlib import Path
+
+from lightning_llm.callbacks.figures import final_figures
+from lightning_llm.callbacks.mlflow import tracking_uri, writer_job
+from lightning_llm.callbacks.mlflow_store import ORPHANED
+from lightning_llm.callbacks.mlflow_sweep import ENVIRONMENT, parent_job, update
+from lightning_llm.callbacks.mlflow_writer import RunWriter
+from lightning_llm.callbacks.records import read_records, write_json
+from lightning_llm.compose import load_config
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.schema import Config
+from lightning_llm.sweep.definition import FILE
+from lightning_llm.sweep.state import state_of
+from lightning_llm.workspace import default_outputs
+
+
+def sync(arguments: argparse.Namespace) -> int:
+    """Bring MLflow up to date with each run below the given folders; return 0, or 1 where one could not be logged.
+
+    A run whose process died without a word is marked KILLED (and "stopped" in its summary). One that is running is
+    brought up to date and left running. No point is logged twice.
+    """
+    folders = list(_run_folders(arguments.folders or [Path(default_outputs())]))
+    if not folders:
+        where = ", ".join(map(str, arguments.folders)) or default_outputs()
+        raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    failed = 0
+    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
+        for folder in folders:
+            try:
+                print(f"{folder}: {_sync_one(folder, arguments.tracking_uri)}", flush=True)
+            except Exception as error:  # whatever MLflow raises, the other runs are tried
+                failed += 1
+                print(f"{folder}: not logged: {type(error).__name__}: {error}".splitlines()[0][:500], file=sys.stderr)
+    print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
+    return 1 if failed else 0
+
+
+def _run_folders(given: Sequence[Path]) -> Iterator[Path]:
+    seen = set()
+    missing = [Problem("FOLDER", f"{path} does not exist.") for path in given if not path.is_dir()]
+    if missing:
+        raise ConfigError(missing)
+    for root in given:
+        for file in sorted(root.absolute().rglob("metrics.jsonl")):
+            if (file.parent / "config.yaml").is_file() and file.parent not in seen:
+                seen.add(file.parent)
+                yield file.parent
+
+
+def _sync_one(folder: Path, uri: str | None) -> str:
+    """Log one run; return a word on what was done. Raises whatever MLflow raises."""
+    config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"] if uri else [])
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    config = _with_parent(config, folder)
+    state = state_of(folder)
+    if state == "stopped" and summary["status"] == "running":
+        summary |= {"status": "stopped", "detail": ORPHANED}
+    writer = RunWriter({**writer_job(config, folder, summary), "late": True})
+    if state == "running":
+        writer.sync()
+    else:
+        writer.finish(
+            summary["status"], summary.get("detail", ""), final_figures(read_records(folder / "metrics.jsonl"))
+        )
+    about = {**summary.get("mlflow", {}), "synced": state != "running"}
+    about.pop("problem", None)
+    if state != "running":  # its own process writes its summary
+        write_json(folder / "summary.json", {**summary, "mlflow_run_id": writer.run_id, "mlflow": about})
+    return f"{state}, run {writer.run_id}"
+
+
+def _with_parent(config: Config, folder: Path) -> Config:
+    """Return the config with its sweep's parent run in the tags; one that could not be made then is made now."""
+    file = folder.parent / FILE
+    if not file.is_file():
+        return config
+    about = json.loads(file.read_text(encoding="utf-8"))
+    job = parent_job(folder.parent, about, tracking_uri(config))
+    states = [state_of(folder.parent / str(each["number"])) for each in about["jobs"]]
+    if "running" not in states:
+        job["status"] = "FINISHED" if set(states) == {"finished"} else "FAILED" if "failed" in states else "KILLED"
+    parent = update(job)
+    if parent != about["mlflow_run_id"]:
+        write_json(file, {**about, "mlflow_run_id": parent})
+    tags = {**config.logger.tags, "mlflow.parentRunId": parent}
+    return config.model_copy(update={"logger": config.logger.model_copy(update={"tags": tags})})

@@ -1,0 +1,177 @@
+"""`lightning-llm sync`: what MLflow missed, from folders alone; and runs whose process is gone."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from protocol_module import make_config
+
+from lightning_llm.__main__ import main
+from lightning_llm.callbacks.mlflow import writer_job
+from lightning_llm.callbacks.mlflow_store import ORPHANED, mark_orphans
+from lightning_llm.callbacks.mlflow_writer import RunWriter
+from lightning_llm.callbacks.provenance import process_mark
+from lightning_llm.callbacks.records import write_json
+from lightning_llm.callbacks.run_folder import RunFolder, summary_of
+from lightning_llm.config_file import write_config
+
+GONE = " ".join([*process_mark().split()[:2], "1"])
+"""The mark of a process that had this one's number long ago."""
+
+
+def recorded(root: Path, name: str, status: Any = "finished", **changes: Any) -> Path:
+    """Return the folder of a run that MLflow never heard of."""
+    config = make_config(root, run={"name": name, "dir": str(root / "trial" / name)}, **changes)
+    folder = RunFolder(Path(config.run.dir), facts={"parameters": 10, "data_hash": "d00d"})
+    folder.open("cpu")
+    for step in (1, 2, 3):
+        folder.write({"step": step, "tokens": 8 * step, "loss": 4.0 - step})
+    folder.write({"step": 3, "tokens": 24, "val_loss": 1.5})
+    if status != "running":
+        folder.close(status, "" if status == "finished" else "NonFiniteError: loss")
+    write_config(config, folder.run_dir / "config.yaml")
+    return folder.run_dir
+
+
+def history(store: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in store.get_metric_history(run_id, key)]
+
+
+def test_runs_that_mlflow_missed_are_there_once_however_often_it_is_called(
+    store: MlflowClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, failed = recorded(tmp_path, "done"), recorded(tmp_path, "broken", "failed")
+    for _ in range(2):
+        assert main(["sync", str(tmp_path)]) == 0
+    assert "2 of 2 runs are in MLflow" in capsys.readouterr().out
+    ids = {folder: summary_of(folder)["mlflow_run_id"] for folder in (done, failed)}
+    runs = {folder: store.get_run(run_id) for folder, run_id in ids.items()}
+    assert [runs[done].info.status, runs[failed].info.status] == ["FINISHED", "FAILED"]
+    assert runs[failed].data.tags["status_detail"] == "NonFiniteError: loss"
+    assert history(store, ids[done], "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert history(store, ids[done], "val_loss") == [(3, 1.5)]
+    assert runs[done].data.metrics["final/val_loss"] == 1.5
+    assert runs[done].data.params["parameters"] == "10"
+    assert runs[done].data.tags["data_hash"] == "d00d"
+    assert summary_of(done)["mlflow"]["synced"] is True
+    assert len(store.search_runs([runs[done].info.experiment_id])) == 2
+
+
+def test_what_a_run_logged_itself_is_gone_on_with(store: MlflowClient, tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path, "half")
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:2]))
+    config = make_config(tmp_path, run={"name": "half", "dir": str(run_dir)})
+    before = RunWriter(writer_job(config, run_dir, summary_of(run_dir)))
+    before.sync()
+    metrics.write_bytes(b"".join(lines))
+    assert main(["sync", str(run_dir)]) == 0
+    assert summary_of(run_dir)["mlflow_run_id"] == before.run_id
+    assert history(store, before.run_id, "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
+def test_a_run_whose_process_died_is_killed_and_one_that_lives_is_left_running(
+    store: MlflowClient, tmp_path: Path
+) -> None:
+    dead, alive = recorded(tmp_path, "dead", "running"), recorded(tmp_path, "alive", "running")
+    write_json(dead / "summary.json", {**summary_of(dead), "process": GONE})
+    assert main(["sync", str(dead), str(alive)]) == 0
+    assert (summary_of(dead)["status"], summary_of(dead)["detail"]) == ("stopped", ORPHANED)
+    assert summary_of(alive)["status"] == "running"
+    states = {
+        folder.name: store.get_run((folder / "mlflow_run_id").read_text().strip()).info.status
+        for folder in (dead, alive)
+    }
+    assert states == {"dead": "KILLED", "alive": "RUNNING"}
+
+
+def test_a_later_start_marks_what_a_power_cut_left_running(store: MlflowClient, tmp_path: Path) -> None:
+    experiment = store.create_experiment("trial")
+    marks = {"dead": GONE, "alive": process_mark(), "elsewhere": "another-host 12 3", "unmarked": ""}
+    runs = {
+        name: store.create_run(experiment, run_name=name, tags={"process": mark} if mark else {}).info.run_id
+        for name, mark in marks.items()
+    }
+    run_dir = recorded(tmp_path, "later")
+    config = make_config(tmp_path, run={"name": "later", "dir": str(run_dir)})
+    RunWriter(writer_job(config, run_dir, summary_of(run_dir))).sync()
+    states = {name: store.get_run(run_id).info.status for name, run_id in runs.items()}
+    assert states == {"dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING", "unmarked": "RUNNING"}
+    assert mark_orphans(store, experiment) == []
+
+
+def test_a_sweep_gets_the_parent_it_could_not_have(store: MlflowClient, tmp_path: Path) -> None:
+    for number in ("0", "1"):
+        recorded(tmp_path, number)
+    sweep = {
+        "hash": "abc", "experiment": "trial", "recipe": None, "axes": {"seed": ["0", "1"]}, "mlflow_run_id": None,
+        "jobs": [{"number": 0, "words": [], "key": "a"}, {"number": 1, "words": [], "key": "b"}],
+    }  # fmt: skip
+    write_json(tmp_path / "trial" / "sweep.json", sweep)
+    assert main(["sync", str(tmp_path / "trial")]) == 0
+    parent = json.loads((tmp_path / "trial" / "sweep.json").read_text())["mlflow_run_id"]
+    assert store.get_run(parent).info.status == "FINISHED"
+    assert store.get_run(parent).data.tags["axis.seed"] == "0,1"
+    children = store.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent}'")
+    assert {run.info.run_name for run in children} == {"0", "1"}
+
+
+def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sync", str(tmp_path)]) == 2
+    assert "there is no run" in capsys.readouterr().err
+    assert main(["sync", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_an_unreachable_server_fails_each_run_and_changes_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = recorded(tmp_path, "lonely")
+    before = summary_of(run_dir)
+    assert main(["sync", str(run_dir), "--tracking-uri", "http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr()
+    assert "not logged: " in told.err
+    assert "0 of 1 runs are in MLflow" in told.out
+    assert summary_of(run_dir) == before
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """A real `mlflow server`, for some 15 seconds of starting."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "kept"),
+    ]  # fmt: skip
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                    break
+            except OSError:
+                time.sleep(0.3)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+
+
+@pytest.mark.full
+def test_a_real_server_takes_runs_over_http(server: str, tmp_path: Path) -> None:
+    run_dir = recorded(tmp_path, "remote")
+    assert main(["sync", str(run_dir), "--tracking-uri", server]) == 0
+    store = MlflowClient(server)
+    run = store.get_run(summary_of(run_dir)["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert history(store, run.info.run_id, "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert {file.path for file in store.list_artifacts(run.info.run_id)} == {"config.yaml", "loss.png", "summary.json"}

@@ -1,0 +1,232 @@
+"""Which jobs a sweep has, what they are called over repeated starts, and which of them are left to do. Seconds."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lightning_llm.callbacks.provenance import has_ended, process_mark
+from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.errors import ConfigError
+from lightning_llm.identity import config_hash
+from lightning_llm.sweep import local
+from lightning_llm.sweep.definition import Job, define, write
+from lightning_llm.sweep.local import Relay, run_here
+from lightning_llm.sweep.progress import Progress, duration
+from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
+from lightning_llm.sweep.state import claimed, state_of
+
+RECIPE = """# @package _global_
+# Two precisions, and bf16 against itself.
+run: {experiment: mine}
+hydra: {sweeper: {params: {precision: "bf16,fp32", seed: "0,1"}}}
+sweep:
+  also: ["precision=bf16 data.micro_batch_size=1 seed=0,1"]
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    (tmp_path / "groups" / "recipe").mkdir(parents=True)
+    (tmp_path / "groups" / "recipe" / "mine.yaml").write_text(RECIPE)
+    return tmp_path / "groups"
+
+
+def sweep_of(tmp_path: Path, *words: str, name: str | None = None):
+    return define(compose_sweep([f"run.root={tmp_path}", *words]), name)
+
+
+def test_a_recipe_adds_jobs_beside_its_product(recipes: Path) -> None:
+    jobs = compose_sweep(["recipe=mine"], recipes)
+    assert [(c.precision.name, c.data.micro_batch_size, c.seed) for _, c in jobs] == [
+        ("bf16", 4, 0), ("bf16", 4, 1), ("fp32", 4, 0), ("fp32", 4, 1), ("bf16", 1, 0), ("bf16", 1, 1),
+    ]  # fmt: skip
+    assert jobs[4][0] == ["precision=bf16", "data.micro_batch_size=1", "seed=0"]
+
+
+def test_what_is_typed_takes_the_place_of_a_recipes_choices(recipes: Path) -> None:
+    jobs = compose_sweep(["recipe=mine", "seed=5,6", "precision=mxfp8", "trainer.max_steps=9"], recipes)
+    assert [(c.precision.name, c.seed, c.data.micro_batch_size) for _, c in jobs] == [
+        ("mxfp8", 5, 4), ("mxfp8", 6, 4), ("bf16", 5, 1), ("bf16", 6, 1),
+    ]  # fmt: skip
+    assert {config.trainer.max_steps for _, config in jobs} == {9}
+
+
+@pytest.mark.parametrize("also", ['{"a": 1}', "[3]", '["precision=bf16"], and: 2'])
+def test_other_keys_of_a_sweep_are_refused(also: str, recipes: Path) -> None:
+    (recipes / "recipe" / "mine.yaml").write_text(f"# @package _global_\n# x\nsweep: {{also: {also}}}\n")
+    with pytest.raises(ConfigError, match="sweep: takes `also` alone"):
+        compose_sweep(["recipe=mine", "seed=0,1"], recipes)
+
+
+def test_a_recipe_that_is_a_sweep_is_no_single_run(recipes: Path) -> None:
+    with pytest.raises(ConfigError, match="Add -m"):
+        compose_config(["recipe=mine"], recipes)
+
+
+def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) -> None:
+    first = sweep_of(tmp_path, "seed=0,1")
+    assert sweep_of(tmp_path, "seed=1,0").folder == first.folder  # the order is not what it is
+    assert sweep_of(tmp_path, "seed=0,1", "logger=none", "launcher.at_once=2").folder == first.folder
+    assert sweep_of(tmp_path, "seed=0,1,2").folder != first.folder
+    assert [job.key for job in first.jobs] == [config_hash(job.config) for job in first.jobs]
+    assert [job.folder for job in first.jobs] == [first.folder / "0", first.folder / "1"]
+    assert first.axes == {"seed": ["0", "1"]}
+
+
+def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> None:
+    write(sweep_of(tmp_path, "seed=1,2", name="grown"))
+    grown = sweep_of(tmp_path, "seed=0,1,2,3", name="grown")
+    assert [(job.config.seed, job.number) for job in grown.jobs] == [(0, 2), (1, 0), (2, 1), (3, 3)]
+    write(sweep_of(tmp_path, "seed=3", name="grown"))
+    listed = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())["jobs"]
+    assert [each["number"] for each in listed] == [0, 1, 2]
+
+
+def test_the_same_run_twice_is_two_jobs(tmp_path: Path) -> None:
+    first, second = sweep_of(tmp_path, "logger.tags.copy=a,b").jobs
+    assert (first.number, second.number) == (0, 1)
+    assert second.key == f"{first.key}-1"
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "default" / "taken").mkdir(parents=True)
+    (tmp_path / "default" / "taken" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"no sweep.*run\.name"):
+        sweep_of(tmp_path, "seed=0,1", name="taken")
+
+
+def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one for all jobs"):
+        sweep_of(tmp_path, "run.experiment=a,b")
+
+
+def test_processes_are_told_apart_from_those_that_took_their_number() -> None:
+    mine = process_mark()
+    host, number, started = mine.split()
+    assert not has_ended(mine)
+    assert has_ended(f"{host} {number} {float(started) - 100:.0f}")
+    assert not has_ended(f"elsewhere {number} {started}")  # nobody here can tell
+    assert not has_ended("")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        mark = f"{host} {child.pid} {started}"
+        child.communicate(b"\n")
+    assert has_ended(mark)
+
+
+def summary(job: Job, status: str, process: str = "") -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "summary.json").write_text(json.dumps({"status": status, "process": process, "detail": ""}))
+
+
+def test_a_run_whose_process_died_is_stopped(tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    assert state_of(job.folder) == "new"
+    summary(job, "running", process_mark())
+    assert state_of(job.folder) == "running"
+    host, number, _ = process_mark().split()
+    summary(job, "running", f"{host} {number} 1")
+    assert state_of(job.folder) == "stopped"
+    summary(job, "failed")
+    assert state_of(job.folder) == "failed"
+
+
+CHILD = """
+import json, pathlib, sys, time, yaml
+config = yaml.safe_load(open(sys.argv[1]))
+folder = pathlib.Path(config["run"]["dir"]); folder.mkdir()
+(folder / "began").write_text(str(time.monotonic()))
+time.sleep(0.5)
+(folder / "ended").write_text(str(time.monotonic()))
+print("spoke", config["resume"])
+status = "failed" if config["seed"] == 2 else "finished"
+(folder / "summary.json").write_text(json.dumps({"status": status}))
+sys.exit(status == "failed")
+"""
+
+
+@pytest.fixture
+def short_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that take half a second and fail for seed 2, in place of training."""
+    real = local.job_command
+
+    def command(job: Job):
+        words, file = real(job)
+        assert words[:3] == [sys.executable, "-m", "lightning_llm"]
+        return [sys.executable, "-c", CHILD, str(file)], file
+
+    monkeypatch.setattr(local, "job_command", command)
+    monkeypatch.setattr("lightning_llm.sweep.slurm.job_command", command)
+
+
+def times(job: Job) -> tuple[float, float]:
+    return float((job.folder / "began").read_text()), float((job.folder / "ended").read_text())
+
+
+@pytest.mark.usefixtures("short_children")
+def test_two_at_a_time_are_two_and_never_three(tmp_path: Path) -> None:
+    jobs = sweep_of(tmp_path, "seed=0,1,2,3").jobs
+    progress = Progress(len(jobs))
+    run_here(jobs, 2, Relay(), progress)
+    assert {each.job.number: each.code for each in progress.outcomes} == {0: 0, 1: 0, 2: 1, 3: 0}
+    began = [times(job)[0] for job in jobs]
+    most = max(sum(times(job)[0] <= moment < times(job)[1] for job in jobs) for moment in began)
+    assert most == 2
+    assert (jobs[0].folder.parent / "logs" / "0.log").read_text() == "spoke auto\n"
+    assert sorted(path.name for path in jobs[0].folder.parent.iterdir()) == [".claims", "0", "1", "2", "3", "logs"]
+
+
+@pytest.mark.usefixtures("short_children")
+def test_two_starts_of_one_sweep_share_its_jobs(tmp_path: Path) -> None:
+    jobs = sweep_of(tmp_path, "seed=0,1,3").jobs
+    both = [Progress(len(jobs)), Progress(len(jobs))]
+    threads = [threading.Thread(target=run_here, args=(jobs, 1, Relay(), each)) for each in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done = [outcome.job.number for each in both for outcome in each.outcomes]
+    assert sorted(done) == [0, 1, 2]  # the folder of a job that ran twice would be there already
+
+
+def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    with claimed(job) as mine, claimed(job) as also:
+        assert (mine, also) == (True, False)
+    with claimed(job) as again:
+        assert again
+
+
+@pytest.mark.usefixtures("short_children")
+def test_submitit_runs_jobs_as_it_would_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    jobs = sweep_of(tmp_path, "seed=0,2", "launcher=slurm", "launcher.cluster=local").jobs
+    progress = Progress(len(jobs))
+    run_on_slurm(jobs, Relay(), progress)
+    assert {each.job.config.seed: each.code for each in progress.outcomes} == {0: 0, 2: 1}
+    logs = (jobs[0].folder.parent / "slurm").glob("*_0_log.out")
+    assert any("spoke auto" in log.read_text() for log in logs)
+
+
+def test_what_slurm_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["launcher=slurm", "launcher.partition=gpu", "launcher.gpus_per_node=8", "trainer.devices=8", "world=16"]
+    config = compose_config([f"run.root={tmp_path}", *words])
+    asked = array_parameters(config)
+    assert (asked["nodes"], asked["tasks_per_node"]) == (2, 8)
+    assert (asked["slurm_partition"], asked["gpus_per_node"], asked["slurm_array_parallelism"]) == ("gpu", 8, 8)
+    assert array_parameters(config.model_copy(update={"world": None}))["tasks_per_node"] == 1
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=tmp_path / "slurm", cluster="debug")
+    executor.update_parameters(**asked)  # raises for a parameter that submitit does not know
+    monkeypatch.setenv("PATH", os.devnull)
+    assert "there is no sbatch here" in str(next(iter(slurm_problems(config.launcher))))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(12.2, "12s"), (185, "3m05s"), (9600, "2h40m")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
