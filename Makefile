@@ -36,7 +36,7 @@ plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)
 
 ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
+	$(BIN)/mlflow ui --workers 1 --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
 
 test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" $(ARGS)

@@ -7,19 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
 from lightning_llm.callbacks.provenance import git_state, process_mark, versions
-from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
+from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 
 __all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
-
-Status = Literal["finished", "failed", "stopped"]
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_deg
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
+from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
@@ -50,6 +50,9 @@ def check_disk(config: Config, jobs: int = 1) -> None:
         ConfigError: no right to write, or too little space, with the arithmetic.
     """
     folder = nearest_existing(Path(config.run.dir))
+    if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
+        text = f"is '{config.run.name}', which leads out of run.root/experiment. Name the folder itself as run.dir."
+        raise ConfigError(Problem("run.name", text))
     if not os.access(folder, os.W_OK):
         raise ConfigError(
             Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root.")
@@ -96,13 +99,9 @@ def _length_problems(config: Config) -> list[Problem]:
 
 
 def _schedule_problems(config: Config) -> list[Problem]:
-    schedule = config.schedule
-    total = schedule.total_steps or config.trainer.max_steps
-    if schedule.name != "constant" and schedule.warmup_steps >= total:
-        text = (
-            f"is {schedule.warmup_steps}, and the schedule has only {total} steps "
-            "(schedule.total_steps, or trainer.max_steps where that is null). Warm up for fewer."
-        )
+    schedule, total = config.schedule, config.schedule.total_steps
+    if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
+        text = f"is {schedule.warmup_steps}, and schedule.total_steps is {total}. Warm up for fewer."
         return [Problem("schedule.warmup_steps", text)]
     return []
 
@@ -132,7 +131,7 @@ def _precision_problems(config: Config) -> list[Problem]:
         )
         problems.append(Problem("parallel.compile", text))
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
-    problems += nothing_converted(recipe, reasons)
+    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons)
     return problems + _rotation_problems(config)
 
 

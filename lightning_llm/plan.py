@@ -25,7 +25,7 @@ def plan(arguments: argparse.Namespace) -> int:
         config = compose_config(arguments.overrides, arguments.config_dir)
     check_config(config)
     facts = plan_facts(config)
-    print(json.dumps(facts, indent=1) if arguments.json else render(facts))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(config)]))
     return 0
 
 
@@ -68,6 +68,18 @@ def plan_line(config: Config, device: "torch.device") -> str:
         describe_device(device),
     ]
     return "plan   " + " | ".join(parts)
+
+
+def notes(config: Config) -> list[str]:
+    """Return what is allowed and may still surprise, one line each."""
+    schedule, steps = config.schedule, config.trainer.max_steps
+    told = []
+    if schedule.name != "constant" and schedule.warmup_steps >= (schedule.total_steps or steps):
+        told.append(
+            f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
+            "learning rate is still rising when the run ends"
+        )
+    return told
 
 
 def render(facts: dict[str, Any]) -> str:

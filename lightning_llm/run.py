@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
@@ -21,9 +22,9 @@ from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
-from lightning_llm.plan import plan_line
+from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.swap import choose_backend
-from lightning_llm.ranks import is_first_rank
+from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
@@ -40,6 +41,7 @@ def run(config: Config) -> int:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_training)
+        die_with_launcher()
         quiet_lightning()
         device = choose_device(config)
         if config.trainer.threads:
@@ -52,6 +54,8 @@ def run(config: Config) -> int:
             say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
             return 0
         say(plan_line(config, device))
+        for line in [*notes(config), *resume_lines(config, start)]:
+            say(line)
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
@@ -128,6 +132,23 @@ def decide_together(config: Config) -> Start:
     if isinstance(found[0], ConfigError):
         raise found[0]
     return found[0] or Start()
+
+
+def resume_lines(config: Config, start: Start) -> list[str]:
+    """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
+    if config.resume is None:
+        return []
+    if start.checkpoint is None:
+        return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
+    lines = [f"resume from step {start.step}: {start.checkpoint.folder}"]
+    before = load_config(start.checkpoint.folder.parent.parent / "config.yaml", []).trainer.max_steps
+    schedule, now = config.schedule, config.trainer.max_steps
+    if schedule.name != "constant" and schedule.total_steps is None and before != now:
+        lines.append(
+            f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
+            f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
+        )
+    return lines
 
 
 def data_line(config: Config, corpus: Corpus) -> str:

@@ -8,6 +8,7 @@ from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
 from lightning_llm.schema import Config
+from lightning_llm.sweep.state import state_of
 from lightning_llm.train.manifest import Checkpoint, find_checkpoint, last_checkpoint
 
 
@@ -35,6 +36,10 @@ def decide_start(config: Config) -> Start:
     """
     folder = Path(config.run.dir)
     holds_run = (folder / "config.yaml").is_file()
+    if holds_run and state_of(folder) == "running":
+        mark = json.loads((folder / "summary.json").read_text())["process"]
+        text = f"{folder} is being trained right now, by process {mark.split()[1]} of this machine. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text))
     if config.resume is None:
         if folder.is_dir() and any(folder.iterdir()):
             what = "a run" if holds_run else "files that are no run's"
@@ -54,7 +59,7 @@ def decide_start(config: Config) -> Start:
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
-    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and _status(folder) == "finished"
+    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     return Start(checkpoint, done)
 
 
@@ -87,11 +92,3 @@ def _must_match(config: Config, folder: Path) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _status(folder: Path) -> str | None:
-    try:
-        status = json.loads((folder / "summary.json").read_text()).get("status")
-    except (OSError, json.JSONDecodeError):
-        return None
-    return status if isinstance(status, str) else None

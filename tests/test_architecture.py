@@ -22,6 +22,7 @@ LAYERS = {
         "conform",
         "launch",
         "plan",
+        "probe",
         "ranks",
         "recipes_catalog",
         "run",

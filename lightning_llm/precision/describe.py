@@ -46,8 +46,12 @@ def _slot(slot: str, cast: CastConfig, compute_dtype: str) -> dict[str, Any]:
     if cast == HIGH:
         return {"format": compute_dtype, "runs": "native", "reason": "not quantised"}
     if not cast.quantises:
-        reason = f"what fprop.{slot.rpartition('.')[2]} quantised, not quantised again"
-        return {"format": compute_dtype, "source": cast.source, "runs": "emulated", "reason": reason}
+        quantised = cast.source == "quantised"
+        reason = (
+            f"what fprop.{slot.rpartition('.')[2]} quantised, not quantised again" if quantised else "rotated alone"
+        )
+        shown = cast.model_dump(exclude_none=True, include={"source", "hadamard"})
+        return {"format": compute_dtype, **shown, "runs": "emulated", "reason": reason}
     defaults = HIGH.model_dump()
     keys = cast.model_dump(exclude_none=True, exclude={"format"})
     shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults[key]}

@@ -121,11 +121,15 @@ def restore(
     return int(progress["step"])
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint `folder`, whole, on the CPU, in one process: "model.<parameter>", ..."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return the checkpoint's tensors whose names begin with `prefix` ("model.<parameter>", ...), whole, on the CPU."""
     reader = dcp.FileSystemReader(folder / TENSORS)
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(prefix)
+    }
     with _without_its_warning():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors

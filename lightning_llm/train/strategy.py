@@ -127,6 +127,11 @@ class TrainStrategy(ModelParallelStrategy):
         losses: Tensor = module.pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, scale)
         return losses
 
+    def run_again(self, batch: Batch) -> None:
+        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        self.optimizers[0].zero_grad(set_to_none=True)
+        self._accumulate(batch)
+
     def ask_to_stop(self, signal_number: int) -> None:
         """Note that this rank was sent a signal; all ranks stop after the same step."""
         self._asked_to_stop = signal_number

@@ -156,8 +156,8 @@ def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision,
         assert one[5:] == tuple(approximately(value, loss) for value in other[5:])
     for step, expected in enumerate(single["gradients"]):
         for name, gradient in expected.items():
-            error = (ours["gradients"][step][name] - gradient).norm() / gradient.norm()
-            assert error < (1e-5 if precision == "fp32" else 5e-2), (step, name)
+            error = (ours["gradients"][step][name] - gradient).norm()  # delayed scales start at 1, some gradients at 0
+            assert error <= gradient.norm() * (1e-5 if precision == "fp32" else 5e-2), (step, name)
 
 
 def approximately(value: float | None, tolerance: float) -> object:
