@@ -8,7 +8,7 @@ RECIPE ?= quickstart
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train sweep compare plan test test-full lint format bench gpu-check ui clean
+.PHONY: help setup train sweep compare plan test test-full golden lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 
 test-full: setup  ## all tests
 	LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+
+golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff and mypy

@@ -114,14 +114,6 @@ def lint_rules() -> str:
     return "\n".join(items) + "\n"
 
 
-def native_matrix() -> str:
-    """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
-    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
-    body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
-    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
-    return f"{_table(rows[0], body)}\n{listed}"
-
-
 MARGIN = 0.01
 PAIR_SDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02)
 POWER_SEEDS = (2, 3, 5, 8)
@@ -142,6 +134,14 @@ def verdict_power() -> str:
     return _table(header, rows)
 
 
+def native_matrix() -> str:
+    """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
+    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
+    body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
+    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    return f"{_table(rows[0], body)}\n{listed}"
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -156,8 +156,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
-    "native-matrix": native_matrix,
     "verdict-power": verdict_power,
+    "native-matrix": native_matrix,
 }
 
 

@@ -10,7 +10,9 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees, untrained
+from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees
+from lightning_llm.parallel.divisibility import cut_problems
+from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.capability import Capability, capability_here
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
@@ -20,7 +22,7 @@ from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_o
 
 
 def check_config(config: Config, to_train: bool = True) -> None:
-    """Return quietly if the run can start; without `to_train`, if it can be planned.
+    """Return quietly if the run can start here; without `to_train`, if it could on the machine it is planned for.
 
     Raises:
         ConfigError: with every rule that is broken.
@@ -29,11 +31,12 @@ def check_config(config: Config, to_train: bool = True) -> None:
     unfit = list(layout_problems(config.parallel, world))
     degrees = Degrees(dp_replicate=world) if unfit else resolve_degrees(config.parallel, world)
     problems = [
-        *shape_problems(config.model),
+        *(shape := shape_problems(config.model)),
         *_length_problems(config),
         *_schedule_problems(config),
         *unfit,
-        *(untrained(degrees) if to_train else ()),
+        *([] if unfit or shape else cut_problems(config, degrees)),
+        *pipeline_problems(config, degrees),
         *lint(config.precision),
         *_precision_problems(config),
         *_native_problems(config, to_train),

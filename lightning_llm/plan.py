@@ -37,8 +37,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def plan_facts(config: Config) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
 
-    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step; both are None for a layout that this
-    version does not train.
+    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step.
     Raises ConfigError where the degrees do not multiply to the world.
     """
     tokens = config.data.global_batch_size * config.data.sequence_length
@@ -108,7 +107,7 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
-    return "\n".join(f"{name:<18}{text}" for name, text in rows)
+    return "\n".join(f"{name:<17} {text}" for name, text in rows)
 
 
 def _backend(facts: dict[str, Any]) -> str:

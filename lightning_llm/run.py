@@ -32,11 +32,11 @@ from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import drop_after
-from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.train.nonfinite import StepNotMadeError
 
 
 def run(config: Config) -> int:
-    """Train; return 0, 1 where the loss stopped being finite, or 128 + the signal that stopped it.
+    """Train; return 0, 1 where a step was not finite or spikes.policy ended the run, or 128 + the signal that did.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
@@ -72,7 +72,7 @@ def run(config: Config) -> int:
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
         return 128 + stop.number
-    except NonFiniteError as error:
+    except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
         return 1
     leave_process_group()

@@ -41,20 +41,24 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] in the dtype of `x` [..., in_features]."""
+        return self.multiply(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x weight^T + bias` through the plan's casts, for a shard of the weight."""
         if self.bypass:
-            return self._without_casts(x)
+            return self._without_casts(x, weight, bias)
         plan = self.plan if self.observe is None else replace(self.plan, observe=self.observe)
         record = None
         if self.plan.delayed_casts():
             self._materialise_state(x.device)
             # A recomputation merges the same amax again, which changes nothing.
             record = self._record if self.training and torch.is_grad_enabled() else None
-        return quantised_linear(x, self.weight, self.bias, plan, self.keys, self.scale, record)
+        return quantised_linear(x, weight, bias, plan, self.keys, self.scale, record)
 
-    def _without_casts(self, x: Tensor) -> Tensor:
+    def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
-            return quantised_linear(x, self.weight, self.bias, replace(self.plan, casts=HIGH_CASTS))
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return quantised_linear(x, weight, bias, replace(self.plan, casts=HIGH_CASTS))
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lightning_llm.schema.base import Group, PositiveFloat, PositiveInt
+from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt
 
 
 class ParallelConfig(Group):
@@ -15,7 +15,14 @@ class ParallelConfig(Group):
     dp_shard: PositiveInt | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
     cp: PositiveInt | None = Field(1, description="ranks that share a sequence")
     tp: PositiveInt | None = Field(1, description="ranks that share each weight's computation")
-    pp: PositiveInt | None = Field(1, description="pipeline stages")
+    pp: PositiveInt | None = Field(1, description="ranks that each hold some of the layers: a pipeline")
+    sequence_parallel: bool = Field(
+        True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = Field(
+        "1f1b", description="the order of micro-batches in the pipeline; `train` refuses the zero-bubble ones"
+    )
+    virtual_stages: PositiveInt = Field(1, description="pipeline stages per rank, for interleaved_1f1b")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
     )
@@ -43,6 +50,25 @@ class TrainerConfig(Group):
     compile: bool = Field(False, description="what parallel.compile takes unless set itself")
     deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
     threads: PositiveInt | None = Field(None, description="CPU threads per rank; null: torch's choice")
+
+
+class SpikesConfig(Group):
+    """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
+
+    name: str = "default"
+    policy: Literal["log", "skip", "stop"] = Field(
+        "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
+    )
+    window_steps: int = Field(128, ge=32, description="steps that the usual loss and its noise are taken from")
+    level_steps: int = Field(16, ge=8, description="steps that the present level is taken from")
+    loss_threshold: PositiveFloat = Field(7.0, description="a spike's rise over the level, in sigmas of the loss")
+    grad_norm_threshold: PositiveFloat = Field(12.0, description="the same for the logarithm of the gradient norm")
+    loss_noise_floor: PositiveFloat = Field(0.01, description="least sigma of the loss, nats")
+    grad_norm_noise_floor: PositiveFloat = Field(0.1, description="least sigma of the logarithm of the gradient norm")
+    shift_slack: PositiveFloat = Field(1.0, description="CUSUM: sigmas over the usual loss that a step has for free")
+    shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
+    divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
+    max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
 
 
 class CheckpointConfig(Group):
