@@ -131,7 +131,8 @@ def native_decision(config: Config, here: Capability | None = None) -> Decision:
     """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
     if here is None:
         here = capability_here(config.trainer.accelerator)
-    return decide(config.precision, here, linear_widths(config.model), config.model.bias)
+    cut = config.parallel.tp != 1 or config.parallel.cp != 1
+    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut)
 
 
 def _native_problems(config: Config, to_train: bool) -> list[Problem]:

@@ -264,16 +264,21 @@ def _sentence(problem: Problem) -> str:
 
 
 def decide(
-    recipe: PrecisionConfig, here: Capability, widths: Mapping[str, int] | None = None, bias: bool = False
+    recipe: PrecisionConfig,
+    here: Capability,
+    widths: Mapping[str, int] | None = None,
+    bias: bool = False,
+    cut: bool = False,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
+    `cut`: tensors are cut over ranks by tensor or context parallelism.
     `precision.backend=native` makes "refused" of what would be emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, bias) if recipe.quantises else Decision("emulated")
+        decision = decide(high, here, widths, bias, cut) if recipe.quantises else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
@@ -282,6 +287,9 @@ def decide(
     problems = list(found)
     if native is not None:
         problems += size_problems(native, widths or {}, bias)
+        if cut:
+            text = "or parallel.cp is not 1, and Transformer Engine sees a rank's part of a tensor alone."
+            problems.append(Problem("parallel.tp", text))
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     if recipe.backend == "emulated":
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))

@@ -147,11 +147,11 @@ class NativeLinear(QuantisedLinear):
         self._delayed: DelayedQuantizers | None = None
 
     @torch.compiler.disable  # a compiled block runs it as it is
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features]."""
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x weight^T, [..., out_features] in the dtype of `x` [..., in_features]; `bias` only without casts."""
         self._follow_plan(x.device)
         if self.bypass or self._native is None:
-            return self._without_casts(x)
+            return self._without_casts(x, weight, bias)
         if self._delayed is not None:
             self._materialise_state(x.device)
             if self.scale is None or self.amax_history is None:
@@ -161,12 +161,12 @@ class NativeLinear(QuantisedLinear):
         rows = x.reshape(-1, self.in_features)  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
-        y = self._multiply(F.pad(rows, (0, 0, 0, padding)) if padding else rows)  # [M + padding, N]
+        y = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
         return y[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def _run(self, rows: Tensor, weight: Tensor) -> Tensor:
         kernel = self._kernel[0]
-        kernel.__dict__["weight"] = self.weight.to(rows.dtype)
+        kernel.__dict__["weight"] = weight.to(rows.dtype)
         try:
             with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
                 y: Tensor = kernel(rows)

@@ -128,6 +128,12 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     assert native_decision(automatic, here).refusals() == []
 
 
+def test_tensors_cut_over_ranks_are_emulated():
+    for words, runs in (([], "native"), (["parallel.tp=2"], "emulated"), (["parallel.cp=2"], "emulated")):
+        config = compose_config(["precision=fp8_current", *words])
+        assert native_decision(config, HOPPER).runs == runs
+
+
 def test_each_kernel_has_its_multiple():
     for name, kind in (("fp8_current", "current"), ("fp8_subchannel", "subchannel"), ("fp8_delayed", "delayed")):
         multiple = MULTIPLES[kind]
