@@ -151,7 +151,7 @@ class NativeLinear(QuantisedLinear):
         """Return [..., out_features] in the dtype of `x` [..., in_features]."""
         self._follow_plan(x.device)
         if self.bypass or self._native is None:
-            return self._without_casts(x)
+            return self._without_casts(x, self.weight, self.bias)
         if self._delayed is not None:
             self._materialise_state(x.device)
             if self.scale is None or self.amax_history is None:
