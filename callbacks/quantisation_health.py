@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lightning_llm.callbacks.health_table import Tensors, table
 from lightning_llm.callbacks.records import cut_back
+from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.precision.linear import SLOT_NAMES, SeenCast
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
@@ -56,7 +58,7 @@ class QuantisationHealth(pl.Callback):
         self._sums = self._ranges = torch.zeros(0)
         self._scales: dict[tuple[int, str], Tensor] = {}
         self._compared: set[tuple[int, str]] = set()
-        self._observing = self._warned = False
+        self._anywhere = self._observing = self._warned = False
         self._batch: Any = None
         self._tensors: Tensors = {}
         self._step = 0
@@ -64,9 +66,11 @@ class QuantisationHealth(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Find the layers; drop what a resumed run will measure again."""
         self._layers = [layer for layer in quantised_layers(pl_module.model) if not layer.plan.fixed]
+        # A pipeline's stage may have none, and still takes part in what all sum.
+        self._anywhere = any(trainer.strategy.layout.gather_over_stages(bool(self._layers)))
         if not trainer.is_global_zero:
             return
-        if not self._layers:
+        if not self._anywhere:
             name = pl_module.config.precision.name
             print(f"health precision={name} has no emulated casts here: only NaN and Inf are looked for", flush=True)
         file = Path(pl_module.config.run.dir, HEALTH_FILE)
@@ -77,7 +81,7 @@ class QuantisationHealth(pl.Callback):
         """Begin to observe, if this is a step to."""
         self._batch = batch
         step = pl_module.completed_steps + 1
-        if not self._layers or (step != 1 and step % self.every_steps):
+        if not self._anywhere or (step != 1 and step % self.every_steps):
             return
         shape, device = (len(self._layers), len(SLOT_NAMES)), trainer.strategy.root_device
         self._sums = torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device)
@@ -107,14 +111,11 @@ class QuantisationHealth(pl.Callback):
         if not self._observing:
             return
         self._stop_observing()
-        layout = trainer.strategy.layout
-        sums = layout.reduce(self._sums, dist.ReduceOp.SUM).cpu()
-        lowest = layout.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN).cpu()
-        highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX).cpu()
+        names, sums, lowest, highest = self._of_all_ranks(trainer.strategy.layout)
         self._step = pl_module.completed_steps
         self._tensors = {
-            (layer.name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
-            for i, layer in enumerate(self._layers)
+            (name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
+            for i, name in enumerate(names)
             for s, slot in enumerate(SLOT_NAMES)
             if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
         }
@@ -125,6 +126,18 @@ class QuantisationHealth(pl.Callback):
         if trainer.is_global_zero:
             self._append(Path(pl_module.config.run.dir, HEALTH_FILE))
             self._warn()
+
+    def _of_all_ranks(self, layout: Layout) -> tuple[list[str], Tensor, Tensor, Tensor]:
+        """Return the layers' names, in the model's order, and their sums, lowest and highest [layers, slots, ..]."""
+        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        sums = layout.reduce(self._sums, dist.ReduceOp.SUM, *stage).cpu()
+        lowest = layout.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN, *stage).cpu()
+        highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX, *stage).cpu()
+        parts = layout.gather_over_stages(([layer.name for layer in self._layers], sums, lowest, highest))
+        names = [name for part in parts for name in part[0]]
+        order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank may have stages far apart
+        sums, lowest, highest = (torch.cat([part[i] for part in parts])[order] for i in (1, 2, 3))
+        return [names[i] for i in order], sums, lowest, highest
 
     def _by_slot(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
         record: dict[str, float] = {}
@@ -174,6 +187,12 @@ class QuantisationHealth(pl.Callback):
         self._observing = False
         for layer in self._layers:
             layer.observe = None
+
+
+def _block_of(name: str) -> int:
+    """Return 12 for "layers.12.attention.q_proj"; what is no block comes last."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else sys.maxsize
 
 
 def _figures(sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:

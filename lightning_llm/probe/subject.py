@@ -207,5 +207,5 @@ def with_recipe(place: Place, recipe: PrecisionConfig | None) -> Config:
         raise ConfigError(Problem("precision", text))
     emulated = (recipe or own).model_copy(update={"backend": "emulated"})
     config = place.config.model_copy(update={"precision": emulated})
-    check_config(config, to_train=False)
+    check_config(config)
     return config
