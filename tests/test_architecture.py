@@ -17,10 +17,12 @@ LAYERS = {
     5: {
         "build",
         "check",
+        "compare",
         "compose",
         "config_file",
         "conform",
         "launch",
+        "matrix",
         "plan",
         "probe",
         "ranks",
