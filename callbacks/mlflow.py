@@ -99,6 +99,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         "mlflow.source.git.commit": git["sha"],
         **{f"version.{package}": version for package, version in facts["versions"].items()},
         "data_hash": facts.get("data_hash"),
+        "precision.runs": facts.get("precision", {}).get("runs"),
         **config.logger.tags,
     }
     parameters = {"parameters": _as_text(facts["parameters"])} if "parameters" in facts else {}

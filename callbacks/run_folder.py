@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.provenance import git_state, process_mark, versions
+from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
@@ -54,9 +54,10 @@ class RunFolder(pl.Callback):
     """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run; rank 0 alone. The last of the callbacks.
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
-    holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
-    first status stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever
-    passed between a stop and the next start included, that went into steps that were kept.
+    holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
+    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
+    stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever passed
+    between a stop and the next start included, that went into steps that were kept.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class RunFolder(pl.Callback):
             "device": device,
             "versions": versions(),
             "git": git_state(),
+            "code_hash": code_hash(),
             **self.facts,
         }
         self._write_summary()

@@ -47,7 +47,7 @@ class Sample(pl.Callback):
     def _generate(self, trainer: pl.Trainer, pl_module: Any) -> str:
         from lightning_llm.model.generate import generate
 
-        tokenizer, model = pl_module.tokenizer, pl_module.model
+        tokenizer, model = pl_module.tokenizer, pl_module.whole_model
         tokens = [int(token) for token in tokenizer.encode_batch([self.prompt])[0]] or [tokenizer.end_of_document]
         device = trainer.strategy.root_device
         prompt_tokens = torch.tensor([tokens], dtype=torch.int64, device=device)  # [1, T]

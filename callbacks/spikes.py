@@ -50,7 +50,9 @@ class Spikes(pl.Callback):
                 parameters = list(pl_module.model.parameters())
                 pairs = zip(parameters, self._before, strict=True)
                 moved = [local(now.detach()) - old.to(now.device) for now, old in pairs]
-                pl_module.step_record["update_norm"] = global_norm(parameters, moved, trainer.strategy.layout)
+                pl_module.step_record["update_norm"] = global_norm(
+                    parameters, moved, trainer.strategy.layout, pl_module.copied_parameters
+                )
                 self._before = []
 
         for optimizer in trainer.optimizers:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.check import native_decision
 from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
@@ -23,6 +24,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.plan import notes, plan_line
+from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, decide_start
@@ -46,7 +48,11 @@ def run(config: Config) -> int:
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
-        choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
+        decision = native_decision(config)
+        if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+            raise ConfigError(decision.refusals())
+        if decision.runs == "emulated":
+            choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
         start = decide_together(config)
@@ -60,7 +66,7 @@ def run(config: Config) -> int:
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        facts = {"parameters": count_parameters(config.model).total, "data_hash": corpus.fingerprint}
+        facts = run_facts(config, corpus, decision)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
@@ -187,6 +193,18 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "threads": torch.get_num_threads(),
+        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "precision": decision.facts(),
+    }
 
 
 def tracking_sinks(config: Config) -> list[RecordSink]:

@@ -120,6 +120,13 @@ class Corpus:
         streams = zip(self.names, self.shares, self.train, self.held_out, strict=True)
         return digest_of([self.tokenizer.fingerprint, [[n, w, t.digest, v.digest] for n, w, t, v in streams]])
 
+    @cached_property
+    def validation_fingerprint(self) -> str:
+        """32 hex digits of what a validation scores: the same tokens, each after the same context."""
+        streams = [[name, stream.digest] for name, stream in zip(self.names, self.held_out, strict=True)]
+        settings = [self.config.sequence_length, self.config.document_mask]
+        return digest_of([self.tokenizer.fingerprint, streams, self._validation_windows, settings])
+
     def sample(self, index: int) -> Sample:
         """Return global training sample `index` (from 0, without end); row r of step s is s * global_batch_size + r."""
         address = self.order.locate(index)

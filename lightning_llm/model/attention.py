@@ -50,6 +50,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.attention_head_dim
+        self.attend = dot_product_attention  # replaced where other ranks hold a part of the keys
         query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
@@ -66,4 +67,4 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
-        return self.o_proj(dot_product_attention(q, k, v, mask).flatten(2))  # [B, T, D]
+        return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]

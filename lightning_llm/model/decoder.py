@@ -5,7 +5,7 @@ used; activations, the residual stream included, are in `compute_dtype` from the
 The model knows no ranks and no number formats: it offers blocks, and a role per module that holds parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,14 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
 
 
+class TokenEmbedding(nn.Embedding):
+    """Rows by token id, `[V, D]`, and, where there is no head, the projection of hidden states onto them."""
+
+    def project(self, x: Tensor) -> Tensor:
+        """Return logits `[B, T, V]` of `x` `[B, T, D]`."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer with the shape of `config`.
 
@@ -42,12 +50,18 @@ class Decoder(nn.Module):
     some. An early stage sets `norm` and `head` to None and returns hidden states; a later one takes them in place of
     tokens and sets `embedding` to None. With `tie_embeddings` there is no head: `embedding` projects (one parameter,
     one name), and the last stage keeps it.
+
+    Ranks may hold a part of it: of the logits those of ids from `first_id` on, of the hidden states between blocks the
+    `token_shards`-th part of the tokens.
     """
+
+    first_id = 0
+    token_shards = 1
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
-        self.embedding: nn.Embedding | None = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.embedding: TokenEmbedding | None = TokenEmbedding(config.padded_vocab_size, config.hidden_size)
         self.position_embedding: nn.Embedding | None = None
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
@@ -57,6 +71,20 @@ class Decoder(nn.Module):
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
 
+    def stage(self, layers: Iterable[int], first: bool, last: bool) -> "Decoder":
+        """Return the part of a pipeline with the blocks `layers` (global indices), sharing its modules with this one.
+
+        Embeddings go to the `first` part, norm and head to the `last`; with `tie_embeddings` both have the embedding.
+        """
+        with torch.device("meta"):
+            part = Decoder(self.config.model_copy(update={"num_layers": 0}), self.compute_dtype)
+        part.config = self.config
+        part.embedding = self.embedding if first or (last and self.config.tie_embeddings) else None
+        part.position_embedding = self.position_embedding if first else None
+        part.layers = nn.ModuleDict({str(index): self.layers[str(index)] for index in layers})
+        part.norm, part.head = (self.norm, self.head) if last else (None, None)
+        return part
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
 
@@ -64,17 +92,21 @@ class Decoder(nn.Module):
         `positions` int64 `[B, T]` default to 0..T-1. With `document_ids` `[B, T]`, attention stays within tokens of
         equal id. Raises ValueError where T exceeds `max_sequence_length`.
         """
-        length = tokens.shape[1]
+        length = tokens.shape[1] * (self.token_shards if tokens.is_floating_point() else 1)
         if length > self.config.max_sequence_length:
             raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
         if positions is None:
             positions = torch.arange(length, device=tokens.device)  # [T]
         rope = rope_tables(self.config, positions) if self.config.position == "rope" else None  # 2 x [.., T, 1, K/2]
-        mask = None if document_ids is None else document_mask(document_ids)  # [B, 1, T, T]
+        mask = self.attention_mask(positions, document_ids)  # [B, 1, T, T]
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in self.layers.values():
             x = block(x, rope, mask)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
+
+    def attention_mask(self, positions: Tensor, document_ids: Tensor | None) -> Tensor | None:
+        """Return what `Attention.forward` takes as mask: None for plain causal attention."""
+        return None if document_ids is None else document_mask(document_ids)  # [B, 1, T, T]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, plus those of `positions` where learned."""
@@ -90,10 +122,10 @@ class Decoder(nn.Module):
         if self.head is not None:
             logits = self.head(x)  # [B, T, V]
         elif self.embedding is not None:
-            logits = F.linear(x, self.embedding.weight.to(x.dtype))  # [B, T, V]
+            logits = self.embedding.project(x)  # [B, T, V]
         else:
             raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
-        return mask_padding(logits, self.config.vocab_size)
+        return mask_padding(logits, self.config.vocab_size, self.first_id)
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:

@@ -9,5 +9,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., out_features]` in the dtype of `x` `[..., in_features]`."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.multiply(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x weight^T + bias` as this layer computes it, for a shard of its weight."""
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

@@ -8,7 +8,8 @@ IGNORED_LABEL = -100
 _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 
-def _chunk_rows(logits: Tensor) -> int:
+def chunk_rows(logits: Tensor) -> int:
+    """Return how many rows of `logits` [N, V] are worked on at once."""
     return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 27) // logits.shape[-1])
 
 
@@ -23,7 +24,7 @@ class _CrossEntropySum(torch.autograd.Function):
         ctx.save_for_backward(logits, labels)
         wide = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=logits.device)
-        rows = _chunk_rows(logits)
+        rows = chunk_rows(logits)
         for row, label in zip(logits.split(rows), labels.split(rows), strict=True):  # [R, V], [R]
             total += F.cross_entropy(row.to(wide), label, ignore_index=IGNORED_LABEL, reduction="sum")
         return total
@@ -32,7 +33,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
         logits, labels = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)  # [N, V]
-        rows = _chunk_rows(logits)
+        rows = chunk_rows(logits)
         for row, label, out in zip(logits.split(rows), labels.split(rows), grad_logits.split(rows), strict=True):
             counted = (label != IGNORED_LABEL)[:, None]  # [R, 1]
             grad = torch.softmax(row, dim=-1, dtype=grad_output.dtype)  # [R, V]

@@ -17,7 +17,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., D]` in the dtype of `x` `[..., D]`; the mean of squares is taken in fp32."""
-        return F.rms_norm(x, (self.size,), self.weight.to(x.dtype), self.eps)
+        return self.normalise(x, self.weight)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` does, with this weight; there is no bias."""
+        return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -31,8 +35,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `[..., D]` in the dtype of `x` `[..., D]`; mean and variance are taken in fp32."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, (self.size,), self.weight.to(x.dtype), bias, self.eps)
+        return self.normalise(x, self.weight, self.bias)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` does, with this weight and bias."""
+        return F.layer_norm(x, (self.size,), weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.eps)
 
 
 def build_norm(config: ModelConfig) -> RMSNorm | LayerNorm:

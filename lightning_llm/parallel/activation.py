@@ -18,13 +18,15 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
     """Make every n-th block recompute its forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
 
+    Blocks count by their global index, so that a pipeline's stages recompute those that a single rank does.
+
     "selective" keeps the outputs of matrix products and attention, which cost most to compute again (Korthikanti et al.
     2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps these).
     """
     if config.activation_checkpoint == "none":
         return
-    for index, block in enumerate(blocks.values()):
-        if index % config.activation_checkpoint_every:
+    for name, block in blocks.items():
+        if int(name.rpartition(".")[2]) % config.activation_checkpoint_every:
             continue
         keys = recompute_contexts(block) if quantised_layers(block) else None
         contexts = _selective(keys) if config.activation_checkpoint == "selective" else keys

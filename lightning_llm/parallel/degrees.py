@@ -33,6 +33,11 @@ class Degrees:
         """Ranks that train on different micro-batches."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share the shards of one copy of the parameters: those that share a sequence hold the same."""
+        return self.dp_shard * self.cp
+
     def coordinates(self, rank: int) -> "Degrees":
         """Return the place of `rank` (0 .. world - 1) on each axis, from 0."""
         places = []
@@ -124,11 +129,3 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
     if config.zero_stage == 0 and degrees.dp_shard > 1:
         text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
         yield Problem("parallel.zero_stage", text)
-
-
-def untrained(degrees: Degrees) -> Iterator[Problem]:
-    """Yield each axis that this version can lay out, but not yet train."""
-    for axis in ("cp", "tp", "pp"):
-        if getattr(degrees, axis) > 1:
-            text = f"is {getattr(degrees, axis)}, and this version trains with {axis}=1 alone; `plan` shows its groups."
-            yield Problem(f"parallel.{axis}", text)

@@ -3,14 +3,16 @@
 from dataclasses import asdict
 from typing import Any
 
-from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees, untrained
-from lightning_llm.parallel.memory import memory_bytes
+from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees
+from lightning_llm.parallel.memory import heaviest_place, memory_bytes
+from lightning_llm.parallel.stages import bubble_fraction, split_layers
 from lightning_llm.parallel.traffic import bytes_sent
 from lightning_llm.parallel.units import micro_batches_per_rank
-from lightning_llm.schema import Config, ParallelConfig
+from lightning_llm.schema import Config
 
-SHOWN_RANKS, SHOWN_GROUPS = 64, 4
-"""Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks."""
+SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
+"""Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
+Of more stages than that, the terminal shows the first and last two."""
 
 
 def layout_facts(config: Config) -> dict[str, Any]:
@@ -18,44 +20,71 @@ def layout_facts(config: Config) -> dict[str, Any]:
 
     `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
     them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
-    `bitwise_problem` says why not. `refused` lists what `train` refuses because this version does not train it yet.
+    `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
     Raises ConfigError where the degrees do not multiply to the world.
     """
     parallel, world = config.parallel, config.world or config.trainer.devices
     degrees = resolve_degrees(parallel, world)
     micro_batches = micro_batches_per_rank(config, degrees)
-    problem = difference_to_one_rank(parallel, degrees, micro_batches)
+    problem = difference_to_one_rank(config, degrees, micro_batches)
     return {
         "name": parallel.name,
         "world": world,
         **asdict(degrees),
         "zero_stage": parallel.zero_stage,
+        "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
         "reduction": parallel.reduction,
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
         "compile": parallel.compile,
+        "pipeline": pipeline_facts(config, degrees) if degrees.pp > 1 else None,
         "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
         "micro_batches_per_rank": micro_batches,
         "bitwise": problem is None,
         "bitwise_problem": problem,
-        "refused": [str(each) for each in untrained(degrees)],
     }
 
 
-def cost_facts(config: Config) -> dict[str, dict[str, int] | None]:
-    """Return `memory_bytes` and `bytes_sent` of a rank; None for a layout that this version does not train."""
-    known = not any(untrained(resolve_degrees(config.parallel, config.world or config.trainer.devices)))
+def cost_facts(config: Config) -> dict[str, dict[str, int]]:
+    """Return `memory_bytes` and `bytes_sent` of a rank."""
+    return {"memory_bytes": memory_bytes(config), "bytes_sent": bytes_sent(config)}
+
+
+def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
+    """Return a pipeline's `schedule`, `virtual_stages`, `stages` and `bubble_fraction`.
+
+    Each of `stages` has its `place` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
+    `embedding` and the `head`. `bubble_fraction` is the idle part of a step where all stages take equally long, and
+    `heaviest_place` the ranks that `memory_bytes` and `bytes_sent` are of.
+    """
+    parallel = config.parallel
     return {
-        "memory_bytes": memory_bytes(config) if known else None,
-        "bytes_sent": bytes_sent(config) if known else None,
+        "schedule": parallel.schedule,
+        "virtual_stages": parallel.virtual_stages,
+        "stages": [
+            {
+                "place": part.index % degrees.pp,
+                "layers": [part.layers[0], part.layers[-1]],
+                "embedding": part.first,
+                "head": part.last,
+            }
+            for part in split_layers(config.model, degrees.pp * parallel.virtual_stages)
+        ],
+        "bubble_fraction": bubble_fraction(
+            degrees.pp, micro_batches_per_rank(config, degrees), parallel.virtual_stages
+        ),
+        "heaviest_place": heaviest_place(config, degrees),
     }
 
 
-def difference_to_one_rank(parallel: ParallelConfig, degrees: Degrees, micro_batches: int) -> str | None:
+def difference_to_one_rank(config: Config, degrees: Degrees, micro_batches: int) -> str | None:
     """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
-    for axis in ("tp", "cp", "pp"):
+    parallel = config.parallel
+    for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1:
             return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
+    if degrees.pp > 1 and config.model.tie_embeddings:
+        return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
     if parallel.reduction == "native" and degrees.dp * micro_batches > 1:
         return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
     return bitwise_problem(degrees, parallel.zero_stage, micro_batches)
@@ -72,6 +101,7 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     world = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
     degrees = " x ".join(f"{axis}={facts[axis]}" for axis in AXES if facts[axis] > 1)
     words = [f"{world}: {degrees}" if degrees else world]
+    words += ["sequence parallel"] if facts["sequence_parallel"] else []
     words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
     words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []
     if facts["activation_checkpoint"] != "none":
@@ -83,8 +113,24 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("layout", ", ".join([facts["name"], *words])),
         *((f"  {axis}", _group_text(group)) for axis, group in facts["groups"].items()),
         ("  bits", "equal one rank's" if facts["bitwise"] else differ),
-        *(("  not trained", text) for text in facts["refused"]),
+        *_pipeline_rows(facts["pipeline"]),
     ]
+
+
+def _pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if pipeline is None:
+        return []
+    several = pipeline["virtual_stages"] > 1
+    words = [pipeline["schedule"], *([f"{pipeline['virtual_stages']} stages per rank"] if several else [])]
+    words += [f"bubble {pipeline['bubble_fraction']:.1%}", f"most memory on stage {pipeline['heaviest_place']}"]
+    texts = []
+    for stage in pipeline["stages"]:
+        low, high = stage["layers"]
+        layers = f"layer {low}" if low == high else f"layers {low}-{high}"
+        parts = [*(["embedding"] if stage["embedding"] else []), layers, *(["norm, head"] if stage["head"] else [])]
+        texts.append(f"[{', '.join(parts)}]")
+    shown = texts if len(texts) <= SHOWN_STAGES else [*texts[:2], "..", *texts[-2:]]
+    return [("  pipeline", ", ".join(words)), ("  stages", " ".join(shown))]
 
 
 def _group_text(group: dict[str, Any]) -> str:
@@ -99,9 +145,7 @@ def _group_text(group: dict[str, Any]) -> str:
     return f"{group['count']} group{'s' if group['count'] > 1 else ''} of {size}: {' '.join(shown)}{more}"
 
 
-def byte_rows(name: str, text: str, kinds: dict[str, int] | None) -> list[tuple[str, str]]:
+def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, str]]:
     """Return bytes by kind as lines, their sum first; kinds without any are left out."""
-    if kinds is None:
-        return [(name, "not estimated: this version does not train this layout")]
     parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
     return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_llm.model.decoder import Decoder
@@ -27,8 +28,11 @@ def shard_decoder(
     if layout.mesh is None:
         raise ValueError("sharding needs a process group, and this rank has joined none")
     replicas = layout.degrees.dp_replicate > 1 and not layout.tree  # the tree sums over replicas by itself
-    names = ("dp_replicate", "dp_shard") if replicas else ("dp_shard",)
-    mesh = layout.mesh[names]
+    if layout.shared_mesh is None:
+        mesh = layout.mesh[("dp_replicate", "dp_shard") if replicas else ("dp_shard",)]
+    else:  # an axis made of two cannot be sliced together with another
+        shared = layout.shared_mesh
+        mesh = DeviceMesh._concatenate([layout.mesh["dp_replicate"], shared]) if replicas else shared
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3
@@ -36,9 +40,9 @@ def shard_decoder(
         fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward)
     if model.head is not None:
         fully_shard(model.head, mesh=mesh, mp_policy=cast, reshard_after_forward=False)  # backward wants it at once
-        if model.embedding is not None:
-            embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
-            embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
+    if model.embedding is not None and not model.config.tie_embeddings:
+        embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
+        embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
     fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
     scatters: list[TreeReduceScatter] = []
     for module in sharded_modules(model):

@@ -1,33 +1,42 @@
 """When and how the gradients of a step's micro-batches become one sum on every rank that needs it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.memory import REPLICA_BUCKET_BYTES
+from lightning_llm.parallel.tensor import is_cut
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
 from lightning_llm.parallel.units import reduces_once
 
 
 class GradientSync:
-    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here."""
+    """Around each backward pass of one step. What FSDP2 reduces by itself it is told here; the rest is summed here.
 
-    def __init__(self, model: nn.Module, layout: Layout, scatters: list[TreeReduceScatter]):
+    One for each pipeline stage of the rank: `model` is the stage, or the whole model where there is no pipeline.
+    """
+
+    def __init__(self, model: Decoder, layout: Layout, scatters: list[TreeReduceScatter]):
         """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
+        self.model = model
         self.parameters = list(model.parameters())
         self.layout = layout
         self.scatters = scatters
-        self.root = model if isinstance(model, FSDPModule) else None
+        self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
         # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
         self.once = reduces_once(layout.config, layout.degrees)
         self._sum = TreeSum()
 
     def before_backward(self, turn: int, last: bool) -> None:
-        """Set up for the backward pass of the rank's micro-batch number `turn`, before its forward pass."""
+        """Set up for the backward pass of the rank's micro-batch number `turn`; backward passes come in this order."""
         if self.root is None:
             return
         # FSDP2 reduces on a stream of its own, and waits for it at the end of a backward pass it takes for the last.
@@ -58,19 +67,22 @@ class GradientSync:
     def finish(self) -> None:
         """Sum over replicas, after the last backward of the step; shards then hold the gradient of all micro-batches.
 
-        FSDP2 does so itself, within the backward pass, where parallel.reduction is native.
+        FSDP2 does so itself, within the backward pass, where parallel.reduction is native. Ranks that share a sequence
+        have each a part of every gradient, which FSDP2 has summed where it shards; those of a tensor-parallel group
+        have a part of what they all hold whole, where each saw its own tokens.
         """
-        group = self.layout.group("dp_replicate")
-        if group is None or not self.layout.tree:
-            return
-        for bucket in _buckets(self._gradients()):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            tree_all_reduce_(flat, group)
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
+        layout = self.layout
+        if layout.config.sequence_parallel and (group := layout.group("tp")) is not None:
+            whole = [parameter for parameter in self.parameters if not is_cut(parameter)]
+            _sum_buckets(self._gradients(whole), partial(dist.all_reduce, group=group))
+        if not layout.shards and (group := layout.group("cp")) is not None:
+            _sum_buckets(self._gradients(), partial(dist.all_reduce, group=group))
+        if layout.tree and (group := layout.group("dp_replicate")) is not None:
+            _sum_buckets(self._gradients(), partial(tree_all_reduce_, group=group))
 
-    def _gradients(self) -> list[Tensor]:
-        return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+    def _gradients(self, parameters: list[nn.Parameter] | None = None) -> list[Tensor]:
+        among = self.parameters if parameters is None else parameters
+        return [local(parameter.grad) for parameter in among if parameter.grad is not None]
 
     def _drop(self) -> None:
         for parameter in self.parameters:
@@ -80,6 +92,15 @@ class GradientSync:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that lies on this rank: a view of a DTensor's shard, a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_buckets(gradients: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
+    """Replace `gradients` by their sums over ranks; `reduce` takes a flat tensor to its sum, in place."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        reduce(flat)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -22,6 +22,8 @@ class Layout:
     degrees: Degrees
     rank: int = 0
     mesh: DeviceMesh | None = None
+    shared_mesh: DeviceMesh | None = None
+    """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
 
     @classmethod
     def of(cls, config: ParallelConfig, device: torch.device) -> "Layout":
@@ -35,7 +37,8 @@ class Layout:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        return cls(config, degrees, dist.get_rank(), mesh)
+        shared = mesh["dp_shard", "cp"]._flatten("fsdp") if degrees.cp > 1 else None
+        return cls(config, degrees, dist.get_rank(), mesh, shared)
 
     @property
     def place(self) -> Degrees:
@@ -58,13 +61,31 @@ class Layout:
         return self.config.reduction == "tree"
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of `axis` ("dp", "dp_shard", "dp_replicate", ...), None where it is one rank."""
+        """Return the process group of `axis`, None where it is one rank.
+
+        Beside the axes of the mesh: "dp", ranks that train on different data; "fsdp", ranks that shard parameters;
+        "world".
+        """
+        if axis == "world":
+            return None if self.mesh is None or self.degrees.world == 1 else dist.group.WORLD
+        if axis == "fsdp" and self.degrees.cp == 1:
+            axis = "dp_shard"
+        if axis == "fsdp":
+            return None if self.shared_mesh is None else self.shared_mesh.get_group()
         if axis == "dp" and self.degrees.dp_replicate == 1:
             axis = "dp_shard"
         elif axis == "dp" and self.degrees.dp_shard == 1:
             axis = "dp_replicate"
-        degree = self.degrees.dp if axis == "dp" else getattr(self.degrees, axis)
-        return None if self.mesh is None or degree == 1 else self.mesh.get_group(axis)
+        return None if self.mesh is None or getattr(self.degrees, axis) == 1 else self.mesh.get_group(axis)
+
+    def own_groups(self) -> list[dist.ProcessGroup]:
+        """Return every group that this layout made, each once."""
+        if self.mesh is None:
+            return []
+        names = [*(self.mesh.mesh_dim_names or ()), "dp", "fsdp"]
+        groups = {id(group): group for name in names if (group := self.group(name)) is not None}
+        groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
+        return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def micro_batches(self, count: int) -> list[int]:
         """Return the global indices of the `count` micro-batches that this rank computes in a step."""
@@ -87,9 +108,19 @@ class Layout:
         ordered[torch.tensor(order, device=values.device)] = gathered
         return ordered
 
-    def reduce(self, tensor: Tensor, op: Any, axis: str = "dp") -> Tensor:
-        """Return `tensor` reduced over the ranks of `axis`, in place; over one rank it is itself."""
-        group = self.group(axis)
-        if group is not None:
-            dist.all_reduce(tensor, op=op, group=group)
+    def gather_over_stages(self, value: Any) -> list[Any]:
+        """Return every pipeline rank's `value`, first stage first; only [value] without a pipeline."""
+        group = self.group("pp")
+        if group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.degrees.pp
+        dist.all_gather_object(gathered, value, group=group)
+        return gathered
+
+    def reduce(self, tensor: Tensor, op: Any, *axes: str) -> Tensor:
+        """Return `tensor` reduced over the ranks of each of `axes` in turn ("dp" for none), in place."""
+        for axis in axes or ("dp",):
+            group = self.group(axis)
+            if group is not None:
+                dist.all_reduce(tensor, op=op, group=group)
         return tensor

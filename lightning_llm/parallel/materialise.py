@@ -5,21 +5,25 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.init import parameter_slice
+from lightning_llm.model.init import CHUNK_ELEMENTS, parameter_slice
 
 
 @torch.no_grad()
 def materialise(model: Decoder, seed: int, device: torch.device) -> None:
-    """Put `model` on `device` with the weights of (seed, name): the same numbers however they are cut by rows."""
+    """Put `model` on `device` with the weights of (seed, name): the same numbers however they are cut."""
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        first_row, target = _rows(parameter) if isinstance(parameter, DTensor) else (0, parameter)
-        start = first_row * parameter.shape[1:].numel()
-        values = parameter_slice(model.config, seed, name, start, start + target.numel())
-        target.copy_(values.view_as(target))
+        origin, target = _shard(parameter) if isinstance(parameter, DTensor) else ((0, 0), parameter)
+        width = parameter.shape[1:].numel()  # of a row of the whole; a cut one has fewer elements
+        for rows in target.split(max(1, 64 * CHUNK_ELEMENTS // width)):
+            start = origin[0] * width
+            values = parameter_slice(model.config, seed, name, start, start + len(rows) * width)
+            columns = slice(origin[1], origin[1] + rows.shape[1]) if rows.ndim > 1 else 0
+            rows.copy_(values.view(len(rows), width)[:, columns])
+            origin = (origin[0] + len(rows), origin[1])
 
 
-def _rows(parameter: DTensor) -> tuple[int, torch.Tensor]:
-    """Return the first row, in the whole tensor, of this rank's shard, and the shard."""
+def _shard(parameter: DTensor) -> tuple[tuple[int, int], torch.Tensor]:
+    """Return the first row and column, in the whole tensor, of this rank's shard, and the shard."""
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0], parameter.to_local()
+    return (offset[0], offset[1] if len(offset) > 1 else 0), parameter.to_local()

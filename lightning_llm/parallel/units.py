@@ -46,26 +46,30 @@ class Units:
         return sum(unit.shard(ranks) for unit in self.each())
 
 
-def units_of(model: ModelConfig) -> Units:
+def units_of(
+    model: ModelConfig, blocks: int | None = None, first: bool = True, last: bool = True, tp: int = 1
+) -> Units:
     """Return the groups of a decoder of this shape: blocks, head and embedding by themselves, the rest as the root.
 
-    A tied embedding belongs to the root, and so does a table of positions.
+    A tied embedding belongs to the root, and so does a table of positions. Of a pipeline's rank: so many `blocks`, with
+    embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank: its
+    part of the linears and of the vocabulary, norms and positions whole.
     """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    query, key = model.num_heads * model.attention_head_dim, model.num_kv_heads * model.attention_head_dim
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp
+    query, key = (count * model.attention_head_dim // tp for count in (model.num_heads, model.num_kv_heads))
     widen = [(ffn, hidden)] * (2 if model.activation == "swiglu" else 1)
     linears = [(query, hidden), (key, hidden), (key, hidden), (hidden, query), *widen, (hidden, ffn)]
     biases = [(rows, 1) for rows, _ in linears] if model.bias else []
     norm = [(hidden, 1)] * (2 if model.norm == "layernorm" and model.bias else 1)
-    table = [(model.padded_vocab_size, hidden)]
-    tied = model.tie_embeddings
-    positions = [(model.max_sequence_length, hidden)] if model.position == "learned" else []
+    table = ((model.padded_vocab_size // tp, hidden),)
+    tied = table if model.tie_embeddings and (first or last) else ()
+    positions = [(model.max_sequence_length, hidden)] if model.position == "learned" and first else []
     return Units(
         block=Unit((*linears, *biases, *norm, *norm), cast=True),
-        num_blocks=model.num_layers,
-        head=Unit(() if tied else tuple(table), cast=True),
-        embedding=Unit(() if tied else tuple(table), cast=False),
-        root=Unit((*norm, *positions, *(table if tied else [])), cast=False),
+        num_blocks=model.num_layers if blocks is None else blocks,
+        head=Unit(table if last and not model.tie_embeddings else (), cast=True),
+        embedding=Unit(table if first and not model.tie_embeddings else (), cast=False),
+        root=Unit((*(norm if last else []), *positions, *tied), cast=False),
     )
 
 
@@ -74,9 +78,14 @@ def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
     return parallel.zero_stage > 0 or (parallel.reduction == "native" and degrees.dp > 1)
 
 
+def shard_ranks(parallel: ParallelConfig, degrees: Degrees) -> int:
+    """Return over how many ranks FSDP2 cuts parameters, 1 where it does not: those that share sequences count, too."""
+    return degrees.fsdp if uses_fsdp(parallel, degrees) else 1
+
+
 def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
     """Return whether gradients wait, whole, for the last micro-batch of a step: ZeRO-1."""
-    return parallel.zero_stage == 1 and degrees.dp_shard > 1
+    return parallel.zero_stage == 1 and degrees.fsdp > 1
 
 
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:

@@ -23,11 +23,25 @@ BlockShape = tuple[int, int] | None
 
 
 class Origin(NamedTuple):
-    """Where a shard lies in the whole tensor, so that its elements keep their random bits; stride 0: all columns."""
+    """Where a shard lies in the whole tensor, so that its elements keep their random bits; stride 0: all columns.
+
+    Where rows are tokens of sequences that ranks share, `positions` (int64) are those of a sequence's tokens that the
+    shard has, of `length` in all.
+    """
 
     row: int = 0
     column: int = 0
     row_stride: int = 0
+    positions: Tensor | None = None
+    length: int = 0
+
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """Return the row in the whole tensor, int64 [count], of each of the shard's `count` rows."""
+        rows = torch.arange(count, device=device, dtype=torch.int64)
+        if self.positions is not None:
+            own = self.positions.shape[0]
+            rows = rows // own * self.length + self.positions[rows % own]
+        return rows + self.row
 
 
 class Scaled(NamedTuple):
@@ -177,7 +191,7 @@ def keyed_noise(x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin)
         return None
     if key is None:
         raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
-    rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int64)[:, None] + origin.row
+    rows = origin.rows(x.shape[0], x.device)[:, None]
     columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)[None, :] + origin.column
     return uniform_noise(key, rows * (origin.row_stride or x.shape[1]) + columns, cast.noise_bits)
 
@@ -211,6 +225,17 @@ def round_blocks(
     operand = product.to(torch.bfloat16)
     inside = _unblocked(elements.abs() < FORMATS[cast.format].max, x, shape) if cast.clip_gradient else None
     return _unblocked(operand, x, shape), inside
+
+
+def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
+    """Return the largest magnitude of every block of `x`, fp32, shaped as a blocked multiplier ([1, 1] per tensor)."""
+    blocked, axes = _blocked(x, block_shape(cast.block, axis))
+    return blocked.float().abs().amax(dim=axes, keepdim=True)
+
+
+def count_beyond(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, limit: float) -> Tensor:
+    """Return how many elements of `x` [R, C], times their multiplier, are larger than `limit` in magnitude."""
+    return (_blocked(x, block_shape(cast.block, axis))[0].float().abs() * multiplier > limit).sum()
 
 
 def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:

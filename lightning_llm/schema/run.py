@@ -15,7 +15,14 @@ class ParallelConfig(Group):
     dp_shard: PositiveInt | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
     cp: PositiveInt | None = Field(1, description="ranks that share a sequence")
     tp: PositiveInt | None = Field(1, description="ranks that share each weight's computation")
-    pp: PositiveInt | None = Field(1, description="pipeline stages")
+    pp: PositiveInt | None = Field(1, description="ranks that each hold some of the layers: a pipeline")
+    sequence_parallel: bool = Field(
+        True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = Field(
+        "1f1b", description="the order of micro-batches in the pipeline; `train` refuses the zero-bubble ones"
+    )
+    virtual_stages: PositiveInt = Field(1, description="pipeline stages per rank, for interleaved_1f1b")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
     )

@@ -54,11 +54,11 @@ def save(
             storage_writer=dcp.FileSystemWriter(partial / TENSORS, sync_files=True),
             no_dist=not dist.is_initialized(),
         )
+    layout = module.trainer.strategy.layout
+    scalars = _union(layout.gather_over_stages(scalars))
+    delayed = _union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantisation.state(model).items()}))
     if first:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in module.quantisation.state(model).items()},
-            partial / PRECISION,
-        )
+        save_file({name: tensor.contiguous() for name, tensor in delayed.items()}, partial / PRECISION)
         loss_scale = asdict(precision.state) if precision.state else None
         counters = {"step": step, "skipped_steps": module.skipped_steps, "spikes": asdict(module.spikes.state)}
         _write_json(partial / PROGRESS, {**counters, "loss_scale": loss_scale, "optimizer": scalars})
@@ -100,7 +100,9 @@ def restore(
     model = module.model
     reader = dcp.FileSystemReader(checkpoint.folder / TENSORS)
     own = _parameters(model)
-    problems = _differences(reader.read_metadata().state_dict_metadata, own, checkpoint.folder)
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    whole = _union(module.trainer.strategy.layout.gather_over_stages(shapes))
+    problems = _differences(reader.read_metadata().state_dict_metadata, whole, checkpoint.folder)
     if problems:
         raise ConfigError(problems)
     progress = json.loads((checkpoint.folder / PROGRESS).read_text())
@@ -109,7 +111,8 @@ def restore(
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     with torch.no_grad(), _without_its_warning():
         dcp.load({"model": own, "optimizer": tensors}, storage_reader=reader, no_dist=not dist.is_initialized())
-    set_optimizer_state_dict(model, optimizer, {**tensors, **progress["optimizer"]}, options=FLAT)
+    scalars = {name: value for name, value in progress["optimizer"].items() if name in state}  # this stage's
+    set_optimizer_state_dict(model, optimizer, {**tensors, **scalars}, options=FLAT)
     module.quantisation.begin_step(model, int(progress["step"]))
     device = str(module.trainer.strategy.root_device)
     module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
@@ -120,11 +123,15 @@ def restore(
     return int(progress["step"])
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint `folder`, whole, on the CPU, in one process: "model.<parameter>", ..."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return the checkpoint's tensors whose names begin with `prefix` ("model.<parameter>", ...), whole, on the CPU."""
     reader = dcp.FileSystemReader(folder / TENSORS)
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(prefix)
+    }
     with _without_its_warning():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
@@ -138,20 +145,25 @@ def _without_its_warning() -> Iterator[None]:
         yield
 
 
+def _union(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all pipeline stages have by name; a tied embedding's entries, which two have, are equal."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
 def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _differences(stored: Mapping[str, Any], own: Mapping[str, Tensor], folder: Path) -> list[Problem]:
+def _differences(stored: Mapping[str, Any], own: Mapping[str, torch.Size], folder: Path) -> list[Problem]:
     kept = {name.removeprefix("model."): entry for name, entry in stored.items() if name.startswith("model.")}
     problems = [Problem(name, f"is not in the checkpoint {folder}.") for name in own if name not in kept]
     problems += [
         Problem(name, f"is in the checkpoint {folder} but not in this model.") for name in kept if name not in own
     ]
     problems += [
-        Problem(name, f"has shape {tuple(kept[name].size)} in {folder}, and {tuple(own[name].shape)} in this model.")
+        Problem(name, f"has shape {tuple(kept[name].size)} in {folder}, and {tuple(own[name])} in this model.")
         for name in own
-        if name in kept and kept[name].size != own[name].shape
+        if name in kept and kept[name].size != own[name]
     ]
     return problems
 

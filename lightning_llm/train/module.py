@@ -1,22 +1,30 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
+from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.units import micro_batches_per_rank
+from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.whole_logits import WholeLogits
+from lightning_llm.precision.native import Decision
+from lightning_llm.precision.swap import EMULATED
 from lightning_llm.schema import Config
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.spike_policy import SpikePolicy
@@ -32,19 +40,23 @@ class LanguageModule(pl.LightningModule):
     """
 
     model: Decoder
-    gradient_sync: GradientSync
+    gradient_syncs: list[GradientSync]
+    pipeline: Pipeline | None = None
+    sequence_cut: SequenceCut
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     VIEWS = ("val_loss", "val_loss_high_precision")
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str]):
+    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
-        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps)
+        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, decision)
         self.spikes = SpikePolicy(config.spikes)
         self.completed_steps = 0
         self.skipped_steps = 0
@@ -59,12 +71,21 @@ class LanguageModule(pl.LightningModule):
             return
         with torch.device("meta"):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
-        strategy = self.trainer.strategy
-        device = strategy.root_device
-        self.quantisation.swap(model, self.config.model.num_layers, device.type)
-        self.gradient_sync = apply_parallel(model, strategy.layout, self.config.precision, self.config.seed, device)
+        layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
+        self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
+        precision, length = self.config.precision, self.config.data.sequence_length
+        self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
+        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        if layout.degrees.pp > 1:
+            turns = micro_batches_per_rank(self.config, layout.degrees)
+            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
+
+    @property
+    def copied_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of this rank that another pipeline stage holds, too, and counts."""
+        return list(self.pipeline.copies) if self.pipeline else []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -82,7 +103,14 @@ class LanguageModule(pl.LightningModule):
 
     def training_step(self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return the fp32 sum of the losses of one micro-batch: tokens, labels and document ids are [B, T]."""
-        return next_token_loss_sum(self.model(tokens, document_ids=document_ids), labels)
+        tokens, labels, positions, document_ids = self.sequence_cut(tokens, labels, document_ids)
+        return self.loss_sum(self.model(tokens, positions, document_ids), labels)
+
+    @property
+    def whole_model(self) -> WholeLogits | PipelinedDecoder:
+        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        layout = self.trainer.strategy.layout
+        return WholeLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -108,13 +136,13 @@ class LanguageModule(pl.LightningModule):
         Raises:
             StepNotMadeError: the loss or the norm is not finite, or spikes.policy ends the run.
         """
-        parameters, layout = self.gradient_sync.parameters, self.trainer.strategy.layout
+        parameters, layout = list(self.model.parameters()), self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
         if plugin.config is not None:
             self.step_record["loss_scale"] = plugin.loss_scale
         plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
-        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout)
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, self.copied_parameters)
         # An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run.
         curable = plugin.overflow and (plugin.can_back_off or math.isfinite(self.step_record["loss"]))
         plugin.skip = self.spikes.judge(self.step_record) if not curable else True
@@ -150,15 +178,21 @@ class LanguageModule(pl.LightningModule):
             self._validation_sums[1] = self._validation_sums[0]  # the forward pass is the same one
 
     def _score(self, batch: Any, sums: Tensor) -> None:
-        logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+        tokens, all_labels, positions, documents = self.sequence_cut(batch.tokens, batch.labels, batch.document_ids)
+        forward = self.pipeline.forward if self.pipeline else self.model
+        logits = forward(tokens, positions, documents)  # [B, T, V]
+        if logits is None:  # the pipeline's last stage has them
+            return
         for source in batch.sources.unique():
-            labels = batch.labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
-            sums[source, 0] += next_token_loss_sum(logits, labels).double()
+            labels = all_labels.masked_fill((batch.sources != source)[:, None], -100)  # [B, T]
+            sums[source, 0] += self.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != -100).sum()
 
     def on_validation_epoch_end(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
-        sums = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").cpu()
+        layout = self.trainer.strategy.layout
+        # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
+        sums = layout.reduce(self._validation_sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
         self.trainer.strategy.reshard()
         step = self.completed_steps
         record: dict[str, Any] = {"step": step, "tokens": step * self.step_tokens}

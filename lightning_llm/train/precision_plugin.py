@@ -52,7 +52,7 @@ class TrainPrecision(Precision):
         if filled:
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
             found |= ~torch.isfinite(largest).all()
-        return bool(layout.reduce(found.int(), dist.ReduceOp.MAX).item())
+        return bool(layout.reduce(found.int(), dist.ReduceOp.MAX, "world").item())
 
     def optimizer_step(
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any

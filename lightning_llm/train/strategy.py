@@ -21,8 +21,8 @@ class TrainStrategy(ModelParallelStrategy):
     """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists.
 
     Lightning's loop calls training_step, zero_grad and backward in that order. Forward and backward of all
-    micro-batches happen in `training_step` (as a pipeline schedule needs it), so `backward` only fires the hooks around
-    it and the module's zero_grad does nothing.
+    micro-batches happen in `training_step` (a pipeline's schedule runs both in one call), so `backward` only fires the
+    hooks around it and the module's zero_grad does nothing.
     """
 
     def __init__(self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Any = None):
@@ -82,22 +82,53 @@ class TrainStrategy(ModelParallelStrategy):
     def _accumulate(self, batch: Batch) -> Tensor:
         """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
         module = self.lightning_module
-        count = batch.tokens.shape[0]
         targets = self.layout.reduce((batch.labels != -100).sum(), dist.ReduceOp.SUM).clamp(min=1)
-        losses = []
+        losses = self._pipelined(batch, targets) if module.pipeline else self._in_turn(batch, targets)
+        for sync in module.gradient_syncs:
+            sync.finish()
+        if module.pipeline:
+            module.pipeline.finish()
+        self._agree_on_stop()
+        losses = self.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
+        module.micro_batch_losses = self.layout.gather_micro_batches(losses)
+        return module.micro_batch_losses.sum()
+
+    def _in_turn(self, batch: Batch, targets: Tensor) -> Tensor:
+        """Run one micro-batch after the other; return the share of each in the step's loss, [A]."""
+        module, losses = self.lightning_module, []
+        (sync,) = module.gradient_syncs
+        count = batch.tokens.shape[0]
         for turn, index in enumerate(self.layout.micro_batches(count)):
             last = turn == count - 1
-            module.gradient_sync.before_backward(turn, last)
+            sync.before_backward(turn, last)
             module.quantisation.begin_micro_batch(module.model, module.completed_steps, index)
             documents = batch.document_ids[turn] if batch.document_ids is not None else None
             loss = module.training_step(batch.tokens[turn], batch.labels[turn], documents) / targets
             (loss * self.precision_plugin.loss_scale).backward()
-            module.gradient_sync.after_backward(turn, last)
+            sync.after_backward(turn, last)
             losses.append(loss.detach())
-        module.gradient_sync.finish()
-        self._agree_on_stop()
-        module.micro_batch_losses = self.layout.gather_micro_batches(torch.stack(losses))
-        return module.micro_batch_losses.sum()
+        return torch.stack(losses)
+
+    def _pipelined(self, batch: Batch, targets: Tensor) -> Tensor:
+        """Run all micro-batches through the pipeline's schedule; return the share of each in the step's loss, [A]."""
+        module = self.lightning_module
+        indices = self.layout.micro_batches(batch.tokens.shape[0])
+
+        def begin(stage: torch.nn.Module, turn: int) -> None:
+            module.quantisation.begin_micro_batch(stage, module.completed_steps, indices[turn])
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            share: Tensor = module.loss_sum(logits, labels) / targets
+            return share
+
+        scale = self.precision_plugin.loss_scale
+        losses: Tensor = module.pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, scale)
+        return losses
+
+    def run_again(self, batch: Batch) -> None:
+        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        self.optimizers[0].zero_grad(set_to_none=True)
+        self._accumulate(batch)
 
     def ask_to_stop(self, signal_number: int) -> None:
         """Note that this rank was sent a signal; all ranks stop after the same step."""
@@ -119,7 +150,8 @@ class TrainStrategy(ModelParallelStrategy):
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
         module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX))
+        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX, *stage))
         module.completed_steps += 1
         return result
 
@@ -133,7 +165,8 @@ class TrainStrategy(ModelParallelStrategy):
 
     def reshard(self) -> None:
         """Give back parameters that forward passes without a backward left gathered: after validating or sampling."""
-        reshard(self.lightning_module.model)
+        for sync in self.lightning_module.gradient_syncs:
+            reshard(sync.model)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the data-parallel ranks; `reduce_op` is "sum", "mean" or a ReduceOp."""

@@ -4,6 +4,7 @@ tests/parallel/test_bytes.py compares the same formulas with what ranks hold and
 """
 
 import json
+import math
 import subprocess
 import sys
 from functools import cache
@@ -12,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.check import check_config
 from lightning_llm.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.parallel.describe import layout_facts, layout_rows
 from lightning_llm.parallel.memory import memory_bytes
 from lightning_llm.parallel.traffic import bytes_sent
@@ -157,26 +156,17 @@ def test_a_large_world_is_shortened():
     assert len(json.dumps(facts)) < 4000
 
 
-def test_what_is_not_trained_yet_is_planned_and_said(capsys):
-    words = ["model=llama_8b", "parallel=zero3", "world=64", "parallel.tp=2", "parallel.pp=4", "parallel.cp=2"]
-    words += ["data.micro_batch_size=1", "data.global_batch_size=16"]
-    assert main(["plan", *words]) == 0
-    text = capsys.readouterr().out
-    for axis in ("tp", "pp", "cp"):
-        assert f"this version trains with {axis}=1 alone" in text
-    assert "memory            not estimated" in text
+def test_all_axes_at_once_are_planned_but_sequences_over_stages(capsys):
+    words = ["model=llama_8b", "parallel=zero3", "world=64", "parallel.tp=2", "parallel.pp=4"]
+    words += ["data.micro_batch_size=1", "data.global_batch_size=32"]
     assert main(["plan", "--json", *words]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["memory_bytes"], facts["bytes_sent"], facts["layout"]["dp_shard"]) == (None, None, 4)
-    assert facts["layout"]["micro_batches_per_rank"] == 4
-    assert [each.split(":")[0] for each in facts["layout"]["refused"]] == ["parallel.cp", "parallel.tp", "parallel.pp"]
+    assert (facts["layout"]["dp_shard"], facts["layout"]["micro_batches_per_rank"]) == (8, 4)
     assert facts["layout"]["bitwise"] is False
-    config = compose_config(words)
-    with pytest.raises(ConfigError, match="trains with tp=1 alone"):
-        check_config(config)
-    check_config(config, to_train=False)
     assert main(["plan", *words, "world=60"]) == 2  # what does not multiply is no layout
-    assert "needs a multiple of 16 ranks" in capsys.readouterr().err
+    assert "needs a multiple of 8 ranks" in capsys.readouterr().err
+    assert main(["plan", *words, "parallel.cp=2"]) == 2
+    assert "stages take whole sequences" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -203,8 +193,7 @@ def test_every_layout_has_a_plan(layout):
     for key in ("name", "zero_stage", "reduction", "activation_checkpoint", "activation_checkpoint_every", "compile"):
         assert facts["layout"][key] == getattr(parallel, key)
     degrees = [facts["layout"][axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    assert facts["layout"]["world"] == degrees[1] * degrees[2]
-    assert facts["layout"]["refused"] == []
+    assert facts["layout"]["world"] == math.prod(degrees)
     assert facts["memory_bytes"] == memory_bytes(config)
     lines = dict(line.split(maxsplit=1) for line in render(facts).splitlines())
     assert lines["layout"].startswith(f"{layout}, {facts['layout']['world']} rank")

@@ -34,7 +34,7 @@ def test_commands_compose_and_pass_the_checks(command, started_from_outside):
     if started_from_outside:
         assert "run.name" in command  # the default has the time in it, and ranks start one after the other
         config = config.model_copy(update={"world": 4})
-    check_config(config, to_train=arguments.verb == "train")
+    check_config(config)
 
 
 def test_the_tables_have_every_layout_and_key():

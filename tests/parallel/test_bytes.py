@@ -23,7 +23,7 @@ from lightning_llm.parallel.activation import _expensive_ops
 from lightning_llm.parallel.degrees import resolve_degrees
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.memory import memory_bytes, selective_bytes_per_token, tree_buffers
+from lightning_llm.parallel.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
 from lightning_llm.parallel.traffic import bytes_sent
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.parallel.units import units_of, uses_fsdp
@@ -36,6 +36,7 @@ KINDS = {
     "_reduce_scatter_base": "reduce_scatter",
     "alltoall_base": "all_to_all",
     "allreduce": "all_reduce",
+    "send": "send",
 }
 
 
@@ -49,12 +50,13 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()
-        if name.startswith("c10d::"):
+        if name.startswith("c10d::") and name != "c10d::recv_":
             large = max((t.nbytes for t in _tensors(args)), default=0)
             if large > 64:  # the step's counts and flags are no gradients or weights
                 kind = KINDS[name.removeprefix("c10d::").removesuffix("_")]
                 ranks = next(_group(each) for each in args if isinstance(each, torch.ScriptObject)).size()
-                self.bytes[kind] += large * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
+                ring = large * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
+                self.bytes[kind] += large if kind == "send" else ring
                 if kind != "all_gather":
                     self.largest_reduced = max(self.largest_reduced, large)
         return function(*args, **(kwargs or {}))
@@ -101,7 +103,8 @@ class Measure(pl.Callback):
         if modules:
             whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
             self._see("gathered", sum(p.untyped_storage().nbytes() for p in whole))
-        parameters = [p for each in modules for p in each._get_fsdp_state()._fsdp_param_group.fsdp_params]
+        groups = [group for each in modules for group in each._get_fsdp_state()._fsdp_param_groups]
+        parameters = [p for group in groups for p in group.fsdp_params]  # a stage's root may have none
         waiting = [p.unsharded_accumulated_grad for p in parameters]
         waiting += [p._unsharded_param.grad for p in parameters]
         self._see("unsharded_gradients", _bytes(tensor for tensor in waiting if tensor is not None))
@@ -168,6 +171,57 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
     assert {kind: held.get(kind, 0) for kind in HELD} == {kind: plan[kind] for kind in HELD}
     if layout != "hsdp":  # which reduces two sorts of things
         assert plan["communication"] == (3 if (layout, reduction) == ("ddp", "tree") else 2) * largest
+
+
+CUT = [
+    ("tp", 2, "bf16", []),
+    ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full"]),
+    ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
+    ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
+    pytest.param("fsdp_cp", 4, "bf16", [], marks=pytest.mark.full),
+    ("cp", 2, "bf16", ["parallel.activation_checkpoint=full"]),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "precision", "more"), CUT)
+def test_bytes_of_cut_weights_and_shared_sequences(layout, world, precision, more, ranks, small_run, tmp_path):
+    words = words_of(layout, "tree", precision, "model.num_kv_heads=2", f"trainer.devices={world}", *more)
+    words += ["data.global_batch_size=4", "data.sequence_length=64"]
+    config = compose_config(small_run(tmp_path, *words))
+    sent, held, _ = ranks(world).call(measured, config)
+    ranks(world).close()  # as in test_model_parallel.py
+    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
+    plan = memory_bytes(config)
+    kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
+    assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
+
+
+STAGED = [
+    ("pp", 2, "bf16", ["model.tie_embeddings=true"]),
+    ("pp_interleaved", 2, "fp32", []),
+    ("fsdp_pp", 4, "bf16", []),
+    ("pp_tp", 4, "fp32", ["model.num_kv_heads=2"]),
+]
+
+
+def measured_on(config: Config, rank: int) -> tuple[dict[str, int], dict[str, int], int]:
+    found = [measured(config)]
+    dist.broadcast_object_list(found, src=rank)
+    return found[0]
+
+
+@pytest.mark.parametrize(("layout", "world", "precision", "more"), STAGED)
+def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ranks, small_run, tmp_path):
+    words = words_of(layout, "tree", precision, f"trainer.devices={world}", "model.num_layers=4", *more)
+    config = compose_config(small_run(tmp_path, *words, "data.global_batch_size=4", "data.sequence_length=64"))
+    degrees = resolve_degrees(config.parallel, world)
+    rank = heaviest_place(config, degrees) * world // degrees.pp
+    sent, held, _ = ranks(world).call(measured_on, config, rank)
+    ranks(world).close()  # as in test_model_parallel.py
+    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
+    plan = memory_bytes(config)
+    kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
+    assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 
 
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b"])

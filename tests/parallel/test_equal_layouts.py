@@ -1,80 +1,21 @@
-"""Every layout file trains to the same bits as one rank alone: losses, norms, gradients and final parameters.
+"""Every data-parallel layout file trains to the same bits as one rank: losses, norms, gradients and final parameters.
 
-The matrix is made from `conf/parallel/`: a new layout file is tested by existing.
+The matrix is made from `conf/parallel/`: a new layout file is tested by existing (test_equal_pipelines.py,
+test_model_parallel.py have the others).
 """
 
-import os
-from dataclasses import dataclass
-from itertools import combinations, product
-from pathlib import Path
-
 import pytest
+from layout_matrix import DATA_PARALLEL, PRECISIONS, Case, cases_on, covering, degrees_of, steps_of
 from traced_run import Trace, difference, traced_run
 
 from lightning_llm.compose import compose_config
-from lightning_llm.errors import ConfigError
 from lightning_llm.parallel.degrees import bitwise_problem, resolve_degrees
 
-LAYOUTS = sorted({file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml")} - {"single"})
-PRECISIONS = ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr"]
-CHECKPOINTING = ["none", "full", "selective"]
-
-
-@dataclass(frozen=True)
-class Case:
-    layout: str
-    world: int
-    micro_batches: int
-    """Per step, over all ranks; the accumulation is this over `world`."""
-    precision: str
-    checkpointing: str = "none"
-
-    def __str__(self) -> str:
-        return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
-
-
-def steps_of(precision: str) -> int:
-    """Return how long a run is: emulated casts run eagerly here, some ten times slower than bf16."""
-    return 20 if precision in ("fp32", "bf16") or os.environ.get("LAYOUT_STEPS") == "20" else 8
-
-
-CONFIGS = {layout: compose_config([f"parallel={layout}"]).parallel for layout in LAYOUTS}
-
-
-def fits(layout: str, world: int) -> bool:
-    try:
-        resolve_degrees(CONFIGS[layout], world)
-    except ConfigError:
-        return False
-    return True
-
-
-def cases_on(*worlds: int) -> list[Case]:
-    places = [(layout, world) for layout in LAYOUTS for world in worlds if fits(layout, world)]
-    cells = product(places, (1, 2, 4), PRECISIONS, CHECKPOINTING)
-    return [Case(layout, world, world * turns, *rest) for (layout, world), turns, *rest in cells]
-
-
-def covering(cases: list[Case], strength: int) -> list[Case]:
-    """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
-
-    def combined(case: Case) -> set:
-        values = (case.layout, case.world, case.micro_batches // case.world, case.precision, case.checkpointing)
-        return set(combinations(enumerate(values), strength))
-
-    open_cases = [(case, combined(case)) for case in cases]
-    wanted = set().union(*(values for _, values in open_cases))
-    chosen = []
-    while wanted:
-        case, values = max(open_cases, key=lambda each: len(each[1] & wanted))
-        chosen.append(case)
-        wanted -= values
-    return chosen
-
-
-ALONE = [Case(layout, 1, 4, precision) for layout in LAYOUTS if fits(layout, 1) for precision in ("fp32", "bf16")]
-COVERING = [*ALONE, *covering(cases_on(2, 4), strength=2)]
-FULL = [case for case in covering(cases_on(2, 4, 8), strength=3) if case not in COVERING]
+ALONE = [
+    Case(layout, 1, 4, precision) for layout in DATA_PARALLEL if degrees_of(layout, 1) for precision in ("fp32", "bf16")
+]
+COVERING = [*ALONE, *covering(cases_on((2, 4), DATA_PARALLEL, PRECISIONS), strength=2)]
+FULL = [case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS), strength=3) if case not in COVERING]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,7 @@ CHAINS = [
     ("fp8_delayed", [("zero3", 2), ("hsdp", 4), ("single", 1)]),
     ("mxfp4_sr", [("single", 1), ("zero2", 4), ("ddp", 2)]),
     ("fp16", [("zero1", 4), ("single", 1), ("zero3", 4)]),
+    ("fp8_delayed", [("fsdp_pp", 4), ("zero3", 2), ("pp", 2)]),
     ("bf16_true", [("hsdp", 2), ("zero2", 2), ("zero1", 2)]),
 ]
 

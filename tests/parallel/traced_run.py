@@ -8,6 +8,7 @@ import torch
 from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_llm.build import build_module, build_trainer
 from lightning_llm.check import check_config
@@ -30,12 +31,24 @@ class Gradients(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if len(self.kept) < self.steps:
             named = pl_module.model.named_parameters()
-            self.kept.append({name: whole(parameter.grad) for name, parameter in named})
+            gradients = {name: whole(parameter.grad) for name, parameter in named}
+            self.kept.append(of_all_stages(gradients, trainer.strategy.layout))
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, gathered over its shards."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def of_all_stages(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors of all pipeline stages by name; those that two stages have must be the same bits."""
+    whole: dict[str, Tensor] = {}
+    for part in layout.gather_over_stages(tensors):
+        for name, tensor in part.items():
+            if name in whole and not torch.equal(whole[name], tensor):
+                raise AssertionError(f"{name} differs between stages")
+            whole[name] = tensor
+    return whole
 
 
 def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
@@ -55,15 +68,13 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
 
 
 def leave_groups(layout: Layout) -> None:
-    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs."""
-    if layout.mesh is None:
-        return
-    groups = [layout.mesh.get_group(name) for name in layout.mesh.mesh_dim_names or ()]
-    if layout.degrees.dp_replicate > 1 and layout.degrees.dp_shard > 1:
-        groups.append(layout.group("dp"))
-    for group in groups:
-        if group is not torch.distributed.group.WORLD:
-            torch.distributed.destroy_process_group(group)
+    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs.
+
+    DTensor's caches hold meshes, and take an equal one of a later run, with groups of its own, for the same.
+    """
+    _clear_sharding_prop_cache()
+    for group in layout.own_groups():
+        torch.distributed.destroy_process_group(group)
 
 
 def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
@@ -74,7 +85,9 @@ def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
     trace = {
         "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
-        "parameters": {name: whole(parameter) for name, parameter in model.named_parameters()},
+        "parameters": of_all_stages(
+            {name: whole(parameter) for name, parameter in model.named_parameters()}, trainer.strategy.layout
+        ),
     }
     leave_groups(trainer.strategy.layout)
     return trace

@@ -1,0 +1,84 @@
+"""Context parallelism: ranks share a sequence. Each holds some of its tokens, and sees everybody's keys and values.
+
+A sequence is cut into two chunks per rank; rank r of R holds chunks r and 2R - 1 - r, so that the causal triangle
+gives each the same work (Megatron-LM's `get_batch_on_this_cp_rank`). Keys and values are gathered before attention and
+their gradients scattered after it (Llama 3, arXiv 2407.21783, section 3.3.2: simplest, and any mask works). Attention
+does not ask in which order keys come, so they stay in the order of ranks, and the mask says where each stands.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.collectives import gather_tokens
+from lightning_llm.parallel.layout import Layout
+
+
+def positions_of(place: int, ranks: int, length: int) -> Tensor:
+    """Return int64 [length / ranks], where in its sequence each token of rank `place` stands: its two chunks."""
+    chunks = torch.arange(length).view(2 * ranks, -1)
+    return torch.cat([chunks[place], chunks[2 * ranks - 1 - place]])
+
+
+class SequenceCut:
+    """Takes from whole sequences the tokens that this rank computes."""
+
+    def __init__(self, layout: Layout):
+        self.ranks, self.place = layout.degrees.cp, layout.place.cp
+
+    def __call__(
+        self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return (tokens, labels, positions, document ids) for the model and the loss, from whole ones `[B, T]`.
+
+        Tokens and labels are this rank's, `[B, T / R]`, and positions `[T / R]` say which; None for whole sequences.
+        Document ids stay whole: a query must know those of every key.
+        """
+        if self.ranks == 1:
+            return tokens, labels, None, document_ids
+        positions = positions_of(self.place, self.ranks, tokens.shape[1]).to(tokens.device)
+        return tokens[:, positions], labels[:, positions], positions, document_ids
+
+
+def share_sequences(model: Decoder, layout: Layout) -> None:
+    """Let the attention of `model` see the keys of all ranks of layout.degrees.cp; over one rank it stays as it is."""
+    group = layout.group("cp")
+    if group is None:
+        return
+    replaced: Any = model
+    replaced.attention_mask = partial(context_mask, ranks=group.size())
+    for block in model.layers.values():
+        attention: Any = block.attention
+        attention.attend = partial(context_attention, group=group)
+
+
+def context_mask(positions: Tensor, document_ids: Tensor | None, ranks: int) -> Tensor:
+    """Return bool `[B or 1, 1, T / R, T]`: which keys, in the order of ranks, this rank's queries at `positions` see.
+
+    `document_ids` is `[B, T]`, in the order of the sequence.
+    """
+    length = ranks * positions.shape[-1]
+    keys = torch.cat([positions_of(place, ranks, length) for place in range(ranks)]).to(positions.device)  # [T]
+    mask = (keys[None, :] <= positions[:, None])[None]  # [1, T / R, T]
+    if document_ids is not None:
+        mask = mask & (document_ids[:, positions, None] == document_ids[:, None, keys])  # [B, T / R, T]
+    return mask[:, None]
+
+
+def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: dist.ProcessGroup) -> Tensor:
+    """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` over the keys of all ranks; `mask` is `context_mask`."""
+    both = gather_tokens(torch.cat([k, v], dim=-1), group)  # [B, T, G, 2K]
+    keys, values = both.chunk(2, dim=-1)
+    mixed = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [B, H, T / R, K]
+        keys.transpose(1, 2),  # [B, G, T, K]
+        values.transpose(1, 2),  # [B, G, T, K]
+        attn_mask=mask,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return mixed.transpose(1, 2)

@@ -1,0 +1,252 @@
+"""Pipeline parallelism: a rank's stages of one decoder, and torch.distributed.pipelining's schedules over them.
+
+All micro-batches of a step go through one call of the schedule. FSDP2, gradient sums and random keys work as without a
+pipeline: a stage's backward passes come in the order of its micro-batches, in every schedule here, so that the tree of
+`gradient_sync` fits. torch's stages would set FSDP2's switches themselves, and reduce once per step whatever the ZeRO
+stage; they are handed a plain module around the sharded one, which they leave alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.gradient_sync import GradientSync, local
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.stages import INTERLEAVED, parts_of
+from lightning_llm.parallel.whole_logits import whole_vocabulary
+from lightning_llm.schema import DataConfig
+
+BeginMicroBatch = Callable[[nn.Module, int], None]
+
+
+def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:
+    """Return this rank's stages; `model` keeps their modules alone, in place. Names stay those of the whole decoder.
+
+    Without virtual stages the one stage is `model` itself, and without a pipeline it is the whole.
+    """
+    if layout.degrees.pp == 1:
+        return [model]
+    parts = parts_of(model.config, layout.config, layout.degrees, layout.place.pp)
+    stages = [model.stage(part.layers, part.first, part.last) for part in parts]
+    kept = [index for part in parts for index in part.layers]
+    first, last = parts[0].first, parts[-1].last
+    rest = model.stage(kept, first, last)
+    model.embedding, model.position_embedding = rest.embedding, rest.position_embedding
+    model.layers, model.norm, model.head = rest.layers, rest.norm, rest.head
+    return stages if len(stages) > 1 else [model]
+
+
+class _Plain(nn.Module):
+    """A module that is no FSDPModule around one that may be."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Return hidden states [B, T, D] or logits [B, T, V] of tokens [B, T] or hidden states [B, T, D]."""
+        hidden: Tensor = self.decoder(x, document_ids=document_ids)
+        return hidden
+
+
+class TrainStage(PipelineStage):
+    """A stage that keys its random bits before each forward pass, and sums gradients around each backward pass.
+
+    Shapes are given (they never change), so that torch runs no extra passes to find them: those would count in the
+    amaxes of delayed scaling, and in the loss.
+    """
+
+    begin_micro_batch: BeginMicroBatch
+    loss_scale = 1.0
+
+    def __init__(self, sync: GradientSync, index: int, layout: Layout, data: DataConfig, device: torch.device):
+        self.decoder, self.sync = sync.model, sync
+        size = data.micro_batch_size, data.sequence_length
+        config, dtype = self.decoder.config, self.decoder.compute_dtype
+        hidden = torch.empty(*_hidden_shape(self.decoder, size), dtype=dtype, device="meta", requires_grad=True)
+        logits = torch.empty(
+            *size, config.padded_vocab_size // layout.degrees.tp, dtype=dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(*size, dtype=torch.int64, device="meta")
+        count = layout.degrees.pp * layout.config.virtual_stages
+        super().__init__(
+            _Plain(self.decoder),
+            index,
+            count,
+            device,
+            input_args=tokens if index == 0 else hidden,
+            output_args=logits if index == count - 1 else hidden,
+            group=layout.group("pp"),
+        )
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        self.begin_micro_batch(self.decoder, fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            raise NotImplementedError("zero-bubble schedules would run a custom autograd function's backward twice")
+        self.sync.before_backward(bwd_chunk_id, last_backward)
+        scaled = None if loss is None else loss * self.loss_scale
+        super().backward_one_chunk(bwd_chunk_id, scaled, full_backward, last_backward)
+        self.sync.after_backward(bwd_chunk_id, last_backward)
+
+
+class Pipeline:
+    """This rank's place in a pipeline: its `stages`, earliest first, and the schedule of a step's micro-batches."""
+
+    def __init__(
+        self, syncs: list[GradientSync], layout: Layout, data: DataConfig, micro_batches: int, device: torch.device
+    ):
+        """`syncs`: one for each stage of this rank. Collective."""
+        pp, place = layout.degrees.pp, layout.place.pp
+        self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
+        self.stages = [TrainStage(sync, place + turn * pp, layout, data, device) for turn, sync in enumerate(syncs)]
+        self.has_first, self.has_last = place == 0, place == pp - 1
+        self.group = layout.group("pp")
+        self._next, self._previous = (place + 1) % pp, (place - 1) % pp
+        self._loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.schedule = _schedule(layout.config.schedule, self.stages, micro_batches, self._loss)
+        dist.barrier(self.group)  # NCCL wants all ranks of a group in its first collective, and a schedule's is none
+
+    def step(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        document_ids: Tensor | None,
+        begin_micro_batch: BeginMicroBatch,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        loss_scale: float,
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches [A, B, T]; return their losses [A], fp32, on every rank.
+
+        `begin_micro_batch(stage, turn)` is called before the forward pass of micro-batch `turn` (0 .. A - 1) on each
+        stage; `loss_of(logits [B, T, V], labels [B, T])` gives a micro-batch's share of the step's loss, whose gradient
+        is taken times `loss_scale`.
+        """
+        for stage in self.stages:
+            stage.begin_micro_batch, stage.loss_scale = begin_micro_batch, loss_scale
+        self._loss_of = loss_of
+        inputs = (tokens.flatten(0, 1),) if self.has_first else ()
+        more = {} if document_ids is None else {"document_ids": document_ids.flatten(0, 1)}
+        target = labels.flatten(0, 1) if self.has_last else None
+        losses: list[Tensor] = []
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        return self._from_last(torch.stack(losses).detach() if self.has_last else None, (self.micro_batches,))
+
+    def finish(self) -> None:
+        """Add the two halves of a tied embedding's gradient, after each is summed over micro-batches and replicas.
+
+        The last stage's parameter is a copy, which the same updates keep equal to the first's.
+        """
+        embedding = self.tied_embedding
+        if embedding is None or embedding.grad is None:
+            return
+        mine = local(embedding.grad)
+        other, peer = torch.empty_like(mine), self.layout.degrees.pp - 1 if self.has_first else 0
+        exchange = [
+            dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        mine.add_(other)  # the same bits on both, since a + b is b + a
+
+    @property
+    def tied_embedding(self) -> nn.Parameter | None:
+        """The embedding that the first stage looks up and the last projects with, on those ranks; else None."""
+        decoder = self.stages[0 if self.has_first else -1].decoder
+        if not (decoder.config.tie_embeddings and decoder.embedding is not None):
+            return None
+        weight: Any = decoder.embedding.weight  # torch declares it a plain tensor
+        tied: nn.Parameter = weight
+        return tied
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters of this rank that another counts: a tied embedding on the last stage."""
+        tied = self.tied_embedding
+        return [tied] if tied is not None and self.has_last else []
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the logits [B, T, V] of `tokens` [B, T], which every rank gives, on ranks with the last stage.
+
+        `positions` are None: stages take whole sequences. Of a tensor-parallel group each has its part of hidden states
+        and logits.
+        Without gradients, one batch after the other: a rank goes on to its next batch once it has passed this one on.
+        """
+        x = tokens
+        with torch.no_grad():
+            for stage in self.stages:
+                decoder = stage.decoder
+                if not stage.is_first:
+                    shape = _hidden_shape(decoder, tokens.shape)
+                    x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
+                    dist.recv(x, group=self.group, group_src=self._previous)
+                x = decoder(x, positions, document_ids)
+                if not stage.is_last:
+                    dist.send(x.contiguous(), group=self.group, group_dst=self._next)
+        return x if self.has_last else None
+
+    def last_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, 1, V] of the last position of `tokens` [B, T], on every rank: what sampling needs."""
+        decoder, length = self.stages[0].decoder, tokens.shape[1]
+        # Ranks that share the tokens between blocks need equally many; causal attention does not look at the padding.
+        logits = self.forward(nn.functional.pad(tokens, (0, -length % decoder.token_shards)))
+        shape = len(tokens), 1, decoder.config.padded_vocab_size // self.layout.degrees.tp
+        last = self._from_last(None if logits is None else logits[:, length - 1 : length], shape, decoder.compute_dtype)
+        return whole_vocabulary(last, self.layout)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self._loss_of is None:
+            raise RuntimeError("a schedule computes losses within a step alone")
+        return self._loss_of(logits, labels)
+
+    def _from_last(self, value: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the last stage's `value` on every rank."""
+        sent = torch.empty(shape, dtype=dtype, device=self.device) if value is None else value.contiguous()
+        dist.broadcast(sent, group=self.group, group_src=self.layout.degrees.pp - 1)
+        return sent
+
+
+class PipelinedDecoder(nn.Module):
+    """The whole decoder as sampling sees it, on every rank of a pipeline at once."""
+
+    def __init__(self, pipeline: Pipeline):
+        super().__init__()
+        self.parts = nn.ModuleList(stage.decoder for stage in pipeline.stages)
+        self.config = pipeline.stages[0].decoder.config
+        self._logits = pipeline.last_logits
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits [B, 1, V] after `tokens` [B, T]: the last position's alone."""
+        return self._logits(tokens)
+
+
+def _hidden_shape(decoder: Decoder, tokens: Sequence[int]) -> tuple[int, int, int]:
+    """Return the shape of what a rank passes on for `tokens` [B, T]; tensor-parallel ones may have a part of them."""
+    return tokens[0], tokens[1] // decoder.token_shards, decoder.config.hidden_size
+
+
+def _schedule(name: str, stages: list[TrainStage], micro_batches: int, loss: Callable[..., Tensor]) -> Any:
+    """Return torch's schedule; it must not scale gradients, which are those of a sum over the step's tokens."""
+    if name == INTERLEAVED:
+        several: list[Any] = list(stages)
+        return ScheduleInterleaved1F1B(several, micro_batches, loss_fn=loss, scale_grads=False)
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    return kind(stages[0], micro_batches, loss_fn=loss, scale_grads=False)

@@ -1,0 +1,71 @@
+"""Where each rank's part of an operand lies in the whole, for the quantisers: their bits must not know of ranks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.precision.linear import Shard
+from lightning_llm.precision.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.quantize import Origin
+
+CUT_COLUMNS = {"column": {"dy"}, "vocabulary": {"dy"}, "row": {"x", "w"}}
+"""Which operands of a linear have their columns cut by tensor parallelism: x is [M, K], w [N, K], dy [M, N]."""
+
+
+def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:
+    """Tell every quantised layer of `model` which part of x, w and dy this rank has, and who has the others.
+
+    Stochastic rounding is then keyed by an element's place in the whole, and a tensor's amax is that of the whole:
+    operands are the parts of a single process's, bit for bit. `sequence_length`: of a whole sequence, in tokens.
+    """
+    if layout.degrees.tp == layout.degrees.cp == 1:
+        return
+    roles = model.roles()
+    for layer in quantised_layers(model):
+        layer.plan = replace(layer.plan, shards=_shards(layer, roles[layer.name], layout, sequence_length, device))
+
+
+def _shards(
+    layer: QuantisedLinear, role: str, layout: Layout, sequence_length: int, device: torch.device
+) -> dict[str, Shard]:
+    ranks, place, tensor_group, context_group = (
+        layout.degrees.tp,
+        layout.place.tp,
+        layout.group("tp"),
+        layout.group("cp"),
+    )
+    widths = {"x": layer.in_features, "w": layer.in_features, "dy": layer.out_features}
+    positions = None
+    if context_group is not None:
+        positions = positions_of(layout.place.cp, layout.degrees.cp, sequence_length).to(device)
+    shards = {}
+    for operand, width in widths.items():
+        groups = []
+        column = row = 0
+        if operand in CUT_COLUMNS[role]:
+            column = place * width // ranks
+            groups.append(tensor_group)
+        elif operand == "w":
+            row = place * layer.out_features // ranks
+            groups.append(tensor_group)
+        tokens = None if operand == "w" else positions
+        if tokens is not None:
+            groups.append(context_group)
+        origin = Origin(row, column, width, tokens, sequence_length)
+        shards[operand] = Shard(origin, _maximum_over([group for group in groups if group is not None]))
+    return shards
+
+
+def _maximum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor] | None:
+    def reduce(amax: Tensor) -> Tensor:
+        for group in groups:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+        return amax
+
+    return reduce if groups else None

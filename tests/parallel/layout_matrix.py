@@ -1,0 +1,80 @@
+"""The generated matrix: what a run may vary, and few cases that hold every combination of so many of its values."""
+
+import os
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.compose import compose_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.parallel.degrees import Degrees, resolve_degrees
+
+NAMES = sorted({file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml")} - {"single"})
+CONFIGS = {name: compose_config([f"parallel={name}"]).parallel for name in NAMES}
+PIPELINED = [name for name in NAMES if CONFIGS[name].pp != 1 and (CONFIGS[name].tp, CONFIGS[name].cp) == (1, 1)]
+CUT = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) != (1, 1)]
+DATA_PARALLEL = [name for name in NAMES if name not in PIPELINED and name not in CUT]
+PRECISIONS = ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr"]
+CHECKPOINTING = ["none", "full", "selective"]
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    world: int
+    micro_batches: int
+    """Per step, over all ranks; the accumulation is this over the data-parallel ranks."""
+    precision: str
+    checkpointing: str = "none"
+
+    def values(self) -> tuple[Any, ...]:
+        """Return what is combined with what."""
+        return (
+            self.layout,
+            self.world,
+            self.micro_batches // self.world,
+            self.precision,
+            self.checkpointing,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
+
+
+def steps_of(precision: str) -> int:
+    """Return how long a run is: emulated casts run eagerly here, some ten times slower than bf16."""
+    return 20 if precision in ("fp32", "bf16") or os.environ.get("LAYOUT_STEPS") == "20" else 8
+
+
+def degrees_of(layout: str, world: int) -> Degrees | None:
+    """Return the degrees of a layout file on so many ranks, None where it does not fit them."""
+    try:
+        return resolve_degrees(CONFIGS[layout], world)
+    except ConfigError:
+        return None
+
+
+def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str]) -> list[Case]:
+    """Return all cases; a rank computes 1, 2 or 4 micro-batches per step, in a pipeline times its stages."""
+    places = [(layout, world, degrees_of(layout, world)) for layout in layouts for world in worlds]
+    cells = product([place for place in places if place[2]], (1, 2, 4), precisions, CHECKPOINTING)
+    return [
+        Case(layout, world, degrees.dp * degrees.pp * turns, *rest) for (layout, world, degrees), turns, *rest in cells
+    ]
+
+
+def covering(cases: list[Any], strength: int) -> list[Any]:
+    """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
+
+    def combined(case: Any) -> set:
+        return set(combinations(enumerate(case.values()), strength))
+
+    open_cases = [(case, combined(case)) for case in cases]
+    wanted = set().union(*(values for _, values in open_cases))
+    chosen = []
+    while wanted:
+        case, values = max(open_cases, key=lambda each: len(each[1] & wanted))
+        chosen.append(case)
+        wanted -= values
+    return chosen

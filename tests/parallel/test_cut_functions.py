@@ -1,0 +1,87 @@
+"""The loss over a cut vocabulary and attention over a shared sequence, against whole ones in float64. 3 seconds."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from traced_run import leave_groups
+
+from lightning_llm.model.attention import document_mask, dot_product_attention
+from lightning_llm.model.decoder import mask_padding
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.parallel.context import SequenceCut, context_attention, context_mask, positions_of
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.schema import ParallelConfig
+
+BATCH, TOKENS, VOCABULARY, REAL = 2, 16, 32, 13  # the last rank of two has no real token id
+HEADS, KEYS, ELEMENTS = 4, 2, 8
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest difference on any rank."""
+    value = tensor.detach().abs().max()
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def loss_differences() -> dict[str, float]:
+    layout = Layout.of(ParallelConfig(name="tp", tp=2), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    logits = 30 * torch.randn(BATCH, TOKENS, VOCABULARY, dtype=torch.float64, generator=generator)
+    labels = torch.randint(REAL, (BATCH, TOKENS), generator=generator)
+    labels[0, :5] = -100
+    whole = mask_padding(logits, REAL).requires_grad_()
+    own = whole.detach().chunk(2, -1)[layout.place.tp].clone().requires_grad_()
+    expected, found = next_token_loss_sum(whole, labels), loss_sum_of(layout)(own, labels)
+    (0.3 * expected).backward()
+    (0.3 * found).backward()
+    leave_groups(layout)
+    return {
+        "loss": largest(found - expected),
+        "gradient": largest(own.grad - whole.grad.chunk(2, -1)[layout.place.tp]),
+    }
+
+
+def attention_differences(documents: bool) -> dict[str, float]:
+    layout = Layout.of(ParallelConfig(name="cp", cp=2), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"q": HEADS, "k": KEYS, "v": KEYS}
+    whole = {
+        name: torch.randn(BATCH, TOKENS, heads, ELEMENTS, dtype=torch.float64, generator=generator).requires_grad_()
+        for name, heads in shapes.items()
+    }
+    ids = (torch.randn(BATCH, TOKENS, generator=generator) > 0.8).cumsum(1) if documents else None
+    weight = torch.randn(BATCH, TOKENS, HEADS, ELEMENTS, dtype=torch.float64, generator=generator)
+    mask = None if ids is None else document_mask(ids)
+    expected = dot_product_attention(whole["q"], whole["k"], whole["v"], mask)
+    (expected * weight).sum().backward()
+
+    tokens = torch.arange(TOKENS).expand(BATCH, -1)
+    cut, labels, positions, cut_ids = SequenceCut(layout)(tokens, tokens, ids)
+    assert torch.equal(cut[0], positions)
+    assert torch.equal(labels, cut)
+    own = {name: tensor.detach()[:, positions].clone().requires_grad_() for name, tensor in whole.items()}
+    own_mask = context_mask(positions, cut_ids, 2)
+    found = context_attention(own["q"], own["k"], own["v"], own_mask, layout.group("cp"))
+    (found * weight[:, positions]).sum().backward()
+    leave_groups(layout)
+    gradients = {name: largest(own[name].grad - whole[name].grad[:, positions]) for name in own}
+    return {"output": largest(found - expected[:, positions]), **gradients}
+
+
+def test_the_loss_over_a_cut_vocabulary_is_the_whole_ones(ranks):
+    assert {kind: value for kind, value in ranks(2).call(loss_differences).items() if value > 1e-12} == {}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_over_a_shared_sequence_is_the_whole_ones(documents, ranks):
+    found = ranks(2).call(attention_differences, documents)
+    assert {kind: value for kind, value in found.items() if value > 1e-12} == {}
+
+
+def test_every_rank_has_the_same_share_of_the_causal_triangle():
+    shares = [(positions_of(place, 4, 64) + 1).sum().item() for place in range(4)]
+    assert shares == [64 * 65 // 2 // 4] * 4
+    everything = torch.cat([positions_of(place, 4, 64) for place in range(4)])
+    assert torch.equal(everything.sort().values, torch.arange(64))

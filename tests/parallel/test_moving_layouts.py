@@ -1,0 +1,88 @@
+"""Cut layouts beside training itself: checkpoints to and from others, an overflow on one rank, samples. 25 seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from traced_run import traced_run
+
+from lightning_llm.compose import compose_config
+from lightning_llm.parallel.gradient_sync import local
+
+SHAPE = [
+    "model.num_heads=4", "model.num_kv_heads=2", "data.global_batch_size=4", "data.micro_batch_size=2",
+    "model.ffn_hidden_size=66",  # a part of 33 rows, which two ranks of FSDP2 pad to 34
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(ranks, small_run, tmp_path):
+    def traced(name: str, layout: str, world: int, *words: str, function: Any = traced_run) -> dict[str, Any]:
+        place = [f"parallel={layout}", f"trainer.devices={world}"]
+        config = compose_config(small_run(tmp_path / name, *SHAPE, *place, *words))
+        trace = ranks(world).call(function, config)
+        ranks(world).close()  # as in test_model_parallel.py
+        return trace
+
+    return traced
+
+
+FULL = pytest.mark.full
+CHAINS = [
+    ("fp32", [("fsdp_tp", 4), ("cp", 2), ("zero3", 2)], 2e-6),
+    pytest.param("fp8_delayed", [("zero1", 2), ("fsdp_cp_tp", 4), ("tp", 2), ("single", 1)], 2e-4, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("precision", "chain", "tolerance"), CHAINS, ids=lambda value: str(value)[:11])
+def test_a_run_moves_between_cut_and_data_parallel_layouts(precision, chain, tolerance, run):
+    """Two steps under each layout, then on from its checkpoint under the next; the curve is that of one rank."""
+    words = [f"precision={precision}", "precision.casts=eager", "schedule.total_steps=8", "checkpoint.every_steps=2"]
+    words += ["trainer.validate_every_steps=2", *(["precision.compute_dtype=fp32"] if precision != "fp32" else [])]
+    steps = 2 * len(chain)
+    alone = run("alone", "single", 1, *words, f"trainer.max_steps={steps}")
+    for index, (layout, world) in enumerate(chain):
+        parts = run("parts", layout, world, *words, f"trainer.max_steps={2 * index + 2}", "resume=auto")
+    assert len(parts["curve"]) == len(alone["curve"]) == steps + steps // 2
+    for one, other in zip(parts["curve"], alone["curve"], strict=True):
+        assert one[:2] == other[:2]
+        assert [one[2], one[5]] == [
+            None if v is None else pytest.approx(v, rel=tolerance) for v in (other[2], other[5])
+        ]
+
+
+class InfinityOn(pl.Callback):
+    """Puts Inf into one element of one rank's part of a gradient, in one step."""
+
+    def __init__(self, rank: int, step: int):
+        self.rank, self.step = rank, step
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_rank == self.rank and pl_module.completed_steps == self.step:
+            weight = dict(pl_module.model.named_parameters())["layers.0.feed_forward.down_proj.weight"]
+            local(weight.grad)[0, 0] = float("inf")
+
+
+def overflowing_run(config: Any) -> dict[str, Any]:
+    return traced_run(config, InfinityOn(rank=1, step=2))
+
+
+def test_an_overflow_in_one_shard_skips_the_step_on_all(run, tmp_path):
+    run("over", "tp", 2, "precision=fp16", "precision.casts=eager", "trainer.max_steps=4", function=overflowing_run)
+    records = [json.loads(line) for line in Path(tmp_path / "over/run/metrics.jsonl").read_text().splitlines()]
+    steps = {record["step"]: record for record in records if "loss_scale" in record}
+    assert [step for step, record in steps.items() if record.get("skipped")] == [3]
+    assert steps[4]["loss_scale"] == steps[3]["loss_scale"] / 2
+
+
+def test_samples_are_those_of_one_rank(run, tmp_path):
+    words = ["callbacks=default", "callbacks.sample.max_new_tokens=9", "callbacks.sample.temperature=0"]
+    words += ["callbacks.sample.top_k=null", "trainer.max_steps=2", "schedule.warmup_steps=1"]
+    texts = []
+    for layout, world in (("single", 1), ("tp", 2), ("cp", 2)):
+        run(layout, layout, world, *words)
+        texts.append(Path(tmp_path / layout / "run" / "sample.txt").read_text())
+    assert texts[0]
+    assert texts[1:] == texts[:1] * 2
