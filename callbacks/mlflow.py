@@ -110,6 +110,15 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         "run_name": config.run.name,
         "params": compared_parameters(config) | parameters,
         "tags": {key: _as_text(value) for key, value in made.items() if value is not None},
+        "datasets": [
+            {
+                "name": f"{config.data.name}/{name}",
+                "digest": facts.get("data_hash", "unknown")[:36],  # the longest that MLflow takes
+                "source_type": source.loader,
+                "source": json.dumps(source.model_dump(exclude_none=True)),
+            }
+            for name, source in config.data.sources.items()
+        ],
         "resumed_from_step": None,
     }
 

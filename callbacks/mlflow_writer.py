@@ -120,6 +120,7 @@ class RunWriter:
             client.update_run(run.info.run_id, status="RUNNING")
         self.run_id = run.info.run_id
         self._describe(client, run)
+        self._log_datasets(client)
         self._log_artifacts(client, FIRST_ARTIFACTS)
         mark_orphans(client, experiment_id)
         self._client = client
@@ -150,6 +151,15 @@ class RunWriter:
 
         fitted = fit(self._client, self.run_id, "tags", tags)
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in fitted.items()])
+
+    def _log_datasets(self, client: Any) -> None:
+        """Log the sources of the mix as the run's inputs; MLflow knows them again by name and digest."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        context = [InputTag("mlflow.data.context", "training")]
+        inputs = [DatasetInput(Dataset(**each), context) for each in self.job.get("datasets", [])]
+        if inputs:
+            client.log_inputs(self.run_id, datasets=inputs)
 
     def _log_artifacts(self, client: Any, names: tuple[str, ...]) -> None:
         for name in names:

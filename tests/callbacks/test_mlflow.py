@@ -56,6 +56,8 @@ def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     assert len(run.data.tags["config_hash"]) == 16
     assert history(store, run.info.run_id, "loss") == list(enumerate(module.true_losses, start=1))
     assert history(store, run.info.run_id, "val_loss") == [(3, 2.97), (6, 2.94)]
+    inputs = {(each.dataset.name, each.dataset.digest) for each in run.inputs.dataset_inputs}
+    assert inputs == {("made_up/code", "d00d"), ("made_up/prose", "d00d")}
     assert {file.path for file in store.list_artifacts(run.info.run_id)} == {"loss.png", "summary.json"}
     assert "mlruns" not in os.listdir(config.run.dir)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING and "MLflow" in record.msg]
