@@ -8,7 +8,7 @@ RECIPE ?= quickstart
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train sweep plan test test-full lint format bench ui clean
+.PHONY: help setup train sweep compare plan test test-full golden lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -32,11 +32,14 @@ train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value .
 sweep: setup  ## run every combination of the sweep RECIPE=sweep/name
 	$(BIN)/lightning-llm train -m recipe=$(RECIPE) $(ARGS)
 
+compare: setup  ## the verdict over the newest sweep, or over ARGS="RUN ..."
+	$(BIN)/lightning-llm compare $(ARGS)
+
 plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)
 
 ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
-	$(BIN)/mlflow ui --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
+	$(BIN)/mlflow ui --workers 1 --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
 
 test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" $(ARGS)
@@ -44,19 +47,26 @@ test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 test-full: setup  ## all tests
 	LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
 
+golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
+
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build && $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	cp -r benchmarks build/types/
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_llm -p benchmarks
+	cp -r benchmarks gpu_check build/types/
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p lightning_llm -p benchmarks -p gpu_check
 
 format: setup  ## let ruff reformat and mend what it can
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); results go to benchmarks/results/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Offline, on a machine without .venv, the Python that has torch does; what else it lacks comes from wheels in carry/.
+gpu-check:  ## what needs a GPU, under nine minutes (ARGS="G1 G2 ...": some of it); results go to benchmarks/results/
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m gpu_check $(ARGS)
 
 clean:  ## remove .venv and caches (outputs/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

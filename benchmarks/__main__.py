@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import loader, parallel, peers, precision, startup, trainer_overhead
+from benchmarks import health, loader, parallel, peers, precision, startup, trainer_overhead
 from benchmarks.rotation import Row
 
 BENCHMARKS = {
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "parallel": parallel.measure,
     "peers": peers.measure,
     "precision": precision.measure,
+    "health": health.measure,
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,9 +1,10 @@
 """What a run's records come to: final figures for `summary.json`, and the curves of `loss.png`."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from lightning_llm.callbacks.records import Record
@@ -14,16 +15,24 @@ SMOOTHING_SHARE = 0.02
 def final_figures(records: Iterable[Record]) -> dict[str, Any]:
     """Return the figures a reader compares runs by. A key is absent where nothing was measured for it.
 
-    Medians leave out the records that say `timing_warmup`, unless there are no others.
+    Medians, `data_wait_share` (of the steps' time, waiting for batches) and `step_jitter` (by how much of the median
+    the 95th percentile of a step's time exceeds it) leave out the records that say `timing_warmup`, unless there are no
+    others. `useful_seconds` are those of steps whose update was made; `event/<kind>` counts steps out of the ordinary.
     """
     steps: list[Record] = []
     validations: list[Record] = []
+    events: Counter[str] = Counter()
     for record in records:
-        (validations if "val_loss" in record else steps).append(record)
-    figures: dict[str, Any] = {}
+        if "event" in record:
+            events[f"event/{record['event']}"] += 1
+        if record.get("event_action") != "stop":  # that step was not made
+            (validations if "val_loss" in record else steps).append(record)
+    figures: dict[str, Any] = dict(sorted(events.items()))
     if steps:
         figures |= {key: steps[-1][key] for key in ("step", "tokens", "loss") if key in steps[-1]}
         figures["train_seconds"] = sum(record.get("step_seconds", 0.0) for record in steps)
+        figures["useful_seconds"] = sum(r.get("step_seconds", 0.0) for r in steps if not r.get("skipped"))
+        figures |= _steadiness([record for record in steps if not record.get("timing_warmup")] or steps)
     if validations:
         best = min(validations, key=lambda record: (math.isnan(record["val_loss"]), record["val_loss"]))
         figures |= {key: value for key, value in validations[-1].items() if key.startswith("val_loss")}
@@ -32,6 +41,18 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
         figures |= _median_of(steps, key)
     for key in sorted({key for record in steps for key in record if key.endswith("_peak_bytes")}):
         figures[key] = max(record[key] for record in steps if key in record)
+    return figures
+
+
+def _steadiness(steps: list[Record]) -> dict[str, float]:
+    """Return how even the steps' time is, and what share of it passed waiting for data."""
+    seconds = sorted(record["step_seconds"] for record in steps if "step_seconds" in record)
+    waiting = [(record["data_seconds"], record["step_seconds"]) for record in steps if "data_seconds" in record]
+    figures = {}
+    if len(seconds) > 1:
+        figures["step_jitter"] = quantiles(seconds, n=20, method="inclusive")[-1] / median(seconds) - 1
+    if waiting:
+        figures["data_wait_share"] = sum(data for data, _ in waiting) / sum(whole for _, whole in waiting)
     return figures
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from lightning_llm.callbacks.mlflow_sweep import ENVIRONMENT
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
-from lightning_llm.callbacks.records import Record
-from lightning_llm.callbacks.run_folder import Status
+from lightning_llm.callbacks.records import Record, Status
 from lightning_llm.identity import config_hash, flatten
 from lightning_llm.schema import Config
 from lightning_llm.workspace import checkout
@@ -100,6 +99,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         "mlflow.source.git.commit": git["sha"],
         **{f"version.{package}": version for package, version in facts["versions"].items()},
         "data_hash": facts.get("data_hash"),
+        "precision.runs": facts.get("precision", {}).get("runs"),
         **config.logger.tags,
     }
     parameters = {"parameters": _as_text(facts["parameters"])} if "parameters" in facts else {}

@@ -3,7 +3,9 @@
 import os
 import platform
 import subprocess
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,6 +33,19 @@ def git_state() -> dict[str, Any]:
     sha = _git(root, "rev-parse", "HEAD") if root else None
     status = _git(root, "status", "--porcelain") if sha else None
     return {"sha": sha, "dirty": None if status is None else bool(status)}
+
+
+def code_hash() -> str:
+    """Return 12 hex digits of the Python text that training runs, as it is on disk, in a checkout or a wheel."""
+    root, *checkouts = map(Path, lightning_llm.__path__)  # a checkout keeps callbacks/ beside the package
+    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    for each in checkouts:
+        files |= {file.relative_to(each).as_posix(): file for file in (each / "callbacks").rglob("*.py")}
+    digest = blake2b(digest_size=6)
+    for name, file in sorted(files.items()):
+        if not name.startswith("compare/"):  # which judges runs and takes no part in them
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def process_mark() -> str:

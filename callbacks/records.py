@@ -5,9 +5,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 Record = Mapping[str, Any]
+Status = Literal["finished", "failed", "stopped"]
+"""How a run ended; while it has not, its summary says "running"."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -7,19 +7,17 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.provenance import git_state, process_mark, versions
-from lightning_llm.callbacks.records import Record, cut_back, encode, read_records, write_json
+from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
+from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 
 __all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
-
-Status = Literal["finished", "failed", "stopped"]
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +54,10 @@ class RunFolder(pl.Callback):
     """Writes `metrics.jsonl`, `summary.json` and `loss.png` of one run; rank 0 alone. The last of the callbacks.
 
     `resumed_from_step` is the step of the checkpoint that the run goes on from (0: afresh in a folder that already
-    holds records), None for a new run. Whoever drives the trainer calls `close` with what happened outside of it: the
-    first status stays.
+    holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
+    numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
+    stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever passed
+    between a stop and the next start included, that went into steps that were kept.
     """
 
     def __init__(
@@ -104,15 +104,25 @@ class RunFolder(pl.Callback):
             "host": platform.node(),
             "process": process_mark(),
             "started_at": datetime.fromtimestamp(self._started, UTC).isoformat(timespec="seconds"),
+            **self._earlier_starts(),
             "resumed_from_step": self.resumed_from_step,
             "device": device,
             "versions": versions(),
             "git": git_state(),
+            "code_hash": code_hash(),
             **self.facts,
         }
         self._write_summary()
         for sink in self.sinks:
             sink.open(self._summary, self.resumed_from_step)
+
+    def _earlier_starts(self) -> dict[str, Any]:
+        """Return `starts`, this one included, and `first_started_at`, seconds since the epoch."""
+        earlier = summary_of(self.run_dir)
+        return {
+            "starts": earlier.get("starts", 0) + 1,
+            "first_started_at": earlier.get("first_started_at", round(self._started, 3)),
+        }
 
     def write(self, record: Record) -> None:
         """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours."""
@@ -128,6 +138,8 @@ class RunFolder(pl.Callback):
         self._file.close()
         figures = final_figures(read_records(self.metrics_path))
         ended = time.time()
+        if figures.get("useful_seconds"):
+            figures["goodput"] = figures["useful_seconds"] / (ended - self._summary["first_started_at"])
         self._summary |= {
             "status": status,
             "detail": detail,
@@ -179,6 +191,12 @@ class RunFolder(pl.Callback):
             self.close("stopped", f"after step {steps} of {max_steps}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the folder: failed for an error, stopped for what is none (a signal, an exit)."""
+        """Close the folder: failed for an error, stopped for what is none (a signal, an exit).
+
+        An error that ended the run within a step may bring the record of that step.
+        """
+        record = getattr(exception, "record", None)
+        if record and self._file is not None and not self._file.closed:
+            self.write(record)
         status: Status = "failed" if isinstance(exception, Exception) else "stopped"
         self.close(status, f"{type(exception).__name__}: {exception}"[:2000])

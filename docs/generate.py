@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md: the recipe tables and the lint's rules, from what the program reads.
+"""Write the generated sections of docs/*.md from the program: recipes, rules, what runs natively, the verdict's power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import yaml
 
+from lightning_llm.compare.statistics import power, seeds_needed
+from lightning_llm.matrix import matrix, numbered
 from lightning_llm.precision.lint import RULES
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 
@@ -112,6 +114,34 @@ def lint_rules() -> str:
     return "\n".join(items) + "\n"
 
 
+MARGIN = 0.01
+PAIR_SDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02)
+POWER_SEEDS = (2, 3, 5, 8)
+
+
+def verdict_power() -> str:
+    """Return the table of how often the right verdict is given, over the SD of a pair's difference and the seeds."""
+    rows = []
+    for sd in PAIR_SDS:
+        for recipes in (1, 4):
+            row = [f"{sd:g}", str(recipes)]
+            for seeds in POWER_SEEDS:
+                found = [power(gap, sd, seeds, MARGIN, recipes, recipes) for gap in (0.0, 3 * MARGIN)]
+                row.append(" / ".join(f"{100 * each:.0f}" for each in found))
+            needed = seeds_needed(0.0, sd, MARGIN, recipes, recipes)
+            rows.append([*row, str(needed or "> 999")])
+    header = ["SD of a pair", "recipes", *(f"{seeds} seeds" for seeds in POWER_SEEDS), "seeds for lossless at 0, 80 %"]
+    return _table(header, rows)
+
+
+def native_matrix() -> str:
+    """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
+    rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
+    body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
+    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    return f"{_table(rows[0], body)}\n{listed}"
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -126,6 +156,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
+    "verdict-power": verdict_power,
+    "native-matrix": native_matrix,
 }
 
 

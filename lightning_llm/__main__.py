@@ -13,6 +13,9 @@ from lightning_llm.ranks import is_first_rank
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.plan:plan", "print what a run would do, without running it"),
+    "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
+    "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
+    "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
     "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
     "sync": ("lightning_llm.sync:sync", "bring MLflow up to date with run folders that it missed"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
@@ -24,7 +27,7 @@ exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, 130/143
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     module, _, function = VERBS[arguments.verb][0].partition(":")
     try:
         return int(getattr(importlib.import_module(module), function)(arguments))
@@ -33,6 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped before training began; nothing was saved", file=sys.stderr)
         return 130
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the parsed words. Overrides may stand on both sides of an option, which argparse alone refuses."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,22 +68,60 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument(
                 "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
             )
+        if verb == "plan":
+            child.add_argument(
+                "--matrix", action="store_true", help="every precision recipe on every kind of GPU: native or emulated"
+            )
         if verb == "train":
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
+        if verb == "probe":
+            _add_probe(child)
         if verb == "conformance":
             child.add_argument(
                 "folder", type=Path, metavar="DIR", help="vectors: manifest.json and the .npz files it names"
             )
             child.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
+        if verb == "compare":
+            _add_compare(child)
+        if verb == "diff":
+            child.add_argument("run", metavar="RUN", help="a run's folder or MLflow id")
+            child.add_argument("other", metavar="RUN", help="another")
+            child.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
         if verb == "sync":
             text = "run folders, sweeps or folders of them; none: every run of the outputs folder"
             child.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=text)
             child.add_argument(
                 "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
             )
-        if verb in ("plan", "recipes"):
+        if verb in ("plan", "probe", "recipes", "compare", "diff"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser
+
+
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    parser.add_argument("overrides", nargs="*", help="precision=NAME[,NAME...]|all, precision.KEY=..., data=...")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="documents for a Hugging Face folder: .txt, .jsonl")
+    parser.add_argument("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
+    parser.add_argument("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="folders of runs or sweeps, experiments, MLflow ids; none: the last sweep",
+    )
+    add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
+    add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
+    add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
+    add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
+    add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    add("--output", type=Path, metavar="DIR", help="for compare.json and report.html (compare/ beside the runs)")
 
 
 def recipes(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
 from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
+from lightning_llm.check import native_decision
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
@@ -48,7 +49,7 @@ def choose_device(config: Config) -> torch.device:
 
 def build_module(config: Config, corpus: Corpus) -> LanguageModule:
     """Return the LightningModule; its weights are made when training starts."""
-    return LanguageModule(config, corpus.tokenizer, list(config.data.sources))
+    return LanguageModule(config, corpus.tokenizer, list(config.data.sources), native_decision(config))
 
 
 def build_trainer(

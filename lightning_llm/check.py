@@ -8,19 +8,21 @@ from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.linear_names import linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
+from lightning_llm.precision.capability import Capability, capability_here
 from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
+from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
+from lightning_llm.precision.native import Decision, decide
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
 
-def check_config(config: Config) -> None:
-    """Return quietly if the run can start.
+def check_config(config: Config, to_train: bool = True) -> None:
+    """Return quietly if the run can start here; without `to_train`, if it could on the machine it is planned for.
 
     Raises:
         ConfigError: with every rule that is broken.
@@ -37,6 +39,7 @@ def check_config(config: Config) -> None:
         *pipeline_problems(config, degrees),
         *lint(config.precision),
         *_precision_problems(config),
+        *_native_problems(config, to_train),
         *check_data(config.data, config.model.vocab_size, degrees.dp),
     ]
     if problems:
@@ -50,6 +53,9 @@ def check_disk(config: Config, jobs: int = 1) -> None:
         ConfigError: no right to write, or too little space, with the arithmetic.
     """
     folder = nearest_existing(Path(config.run.dir))
+    if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
+        text = f"is '{config.run.name}', which leads out of run.root/experiment. Name the folder itself as run.dir."
+        raise ConfigError(Problem("run.name", text))
     if not os.access(folder, os.W_OK):
         raise ConfigError(
             Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root.")
@@ -96,24 +102,15 @@ def _length_problems(config: Config) -> list[Problem]:
 
 
 def _schedule_problems(config: Config) -> list[Problem]:
-    schedule = config.schedule
-    total = schedule.total_steps or config.trainer.max_steps
-    if schedule.name != "constant" and schedule.warmup_steps >= total:
-        text = (
-            f"is {schedule.warmup_steps}, and the schedule has only {total} steps "
-            "(schedule.total_steps, or trainer.max_steps where that is null). Warm up for fewer."
-        )
+    schedule, total = config.schedule, config.schedule.total_steps
+    if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
+        text = f"is {schedule.warmup_steps}, and schedule.total_steps is {total}. Warm up for fewer."
         return [Problem("schedule.warmup_steps", text)]
     return []
 
 
 def _precision_problems(config: Config) -> list[Problem]:
     recipe, problems = config.precision, []
-    if recipe.backend == "native":
-        text = (
-            "is 'native', and this version has no native backend yet. Set auto or emulated: the numbers are the same."
-        )
-        problems.append(Problem("precision.backend", text))
     if (recipe.master_dtype, recipe.main_grad_dtype) not in (("fp32", "fp32"), ("bf16", "bf16")):
         text = (
             f"is {recipe.main_grad_dtype}, and gradients here take master_dtype={recipe.master_dtype}. Set them alike."
@@ -125,27 +122,43 @@ def _precision_problems(config: Config) -> list[Problem]:
             "micro-batches and ranks, so that a step's bits do not tell how many ranks made it. Set them alike."
         )
         problems.append(Problem("precision.reduce_dtype", text))
-    if recipe.quantises and config.parallel.compile:
+    reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
+    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons)
+    return problems + _rotation_problems(config)
+
+
+def native_decision(config: Config, here: Capability | None = None) -> Decision:
+    """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
+    if here is None:
+        here = capability_here(config.trainer.accelerator)
+    cut = config.parallel.tp != 1 or config.parallel.cp != 1
+    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut)
+
+
+def _native_problems(config: Config, to_train: bool) -> list[Problem]:
+    """Return why what was asked for cannot run natively; where that does not matter the machine is not looked at.
+
+    A plan shows what is refused instead.
+    """
+    recipe = config.precision
+    if not recipe.quantises or not (recipe.backend == "native" or config.parallel.compile):
+        return []
+    decision = native_decision(config)
+    problems = decision.refusals() if to_train else []
+    if config.parallel.compile and decision.runs != "native":
         text = (
-            "does not go with a quantising recipe, whose casts are compiled by themselves. Set trainer.compile=false, "
-            "which it follows, or itself."
+            "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false, "
+            "which it follows, or itself. "
+            f"They do not run natively: {decision.reason}."
         )
         problems.append(Problem("parallel.compile", text))
-    reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
-    problems += nothing_converted(recipe, reasons)
-    return problems + _rotation_problems(config)
+    return problems
 
 
 def _rotation_problems(config: Config) -> list[Problem]:
     """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
-    model, data = config.model, config.data
-    heads, kv_heads = (count * model.attention_head_dim for count in (model.num_heads, model.num_kv_heads))
-    inputs = {
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "query width": heads,
-    }
-    outputs = {**inputs, "key/value width": kv_heads}
+    data, outputs = config.data, linear_widths(config.model)
+    inputs = {key: width for key, width in outputs.items() if key != "key/value width"}
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
     axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
     parts: list[PrecisionConfig | PhaseConfig] = [config.precision, *config.precision.phases]

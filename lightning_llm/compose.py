@@ -212,7 +212,7 @@ def _also(tree: DictConfig) -> Sequence[str]:
 
 def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
     """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
-    choices = {each.key_or_group: each for each in typed if each.is_sweep_override()}
+    choices = {each.key_or_group: each for each in typed}
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
@@ -236,7 +236,8 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
 
 
 def _checked(tree: DictConfig) -> Config:
-    problems = [Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))]
+    problems = list(_unnamed(tree))
+    problems += [Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))]
     if OmegaConf.select(tree, "run.root", throw_on_missing=False) is not None:
         OmegaConf.update(tree, "run.root", str(Path(tree.run.root).expanduser().absolute()))
     problems += _unresolvable(tree, "")
@@ -246,6 +247,17 @@ def _checked(tree: DictConfig) -> Config:
     if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str):
         values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
     return parse_config(values)
+
+
+def _unnamed(tree: DictConfig) -> Iterator[Problem]:
+    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
+    for group, field in Config.model_fields.items():
+        needed = getattr(field.annotation, "model_fields", {}).get("name")
+        if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
+            if "name" in tree[group]:
+                continue
+            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
+            OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
 
 
 def _unresolvable(tree: DictConfig, prefix: str) -> list[Problem]:

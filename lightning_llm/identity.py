@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_llm.schema import Config
 
-NOT_IDENTITY = ("run.", "logger.", "launcher.", "resume", "precision.casts")
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts run to the same bits."""
+NOT_IDENTITY = ("run.", "logger.", "launcher.", "resume", "precision.casts", "precision.backend")
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
 
 FREE_ON_RESUME = (
     *NOT_IDENTITY,

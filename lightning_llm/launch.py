@@ -23,6 +23,9 @@ SAVE_SECONDS = 120
 
 def train(arguments: argparse.Namespace) -> int:
     """Train one run, or with -m one for each combination; return the exit code."""
+    # CPU threads that spin while they wait for each other starve each other as soon as anything else runs: 50 times
+    # slower here with two threads on two busy cores. Asleep they cost a wake-up.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if arguments.multirun:
         if rank_environment() is not None:
             text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."

@@ -4,10 +4,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.check import check_config
+from lightning_llm.check import check_config, native_decision
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
+from lightning_llm.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
@@ -18,14 +19,18 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run as text or, with --json, as data."""
+    """Print the plan of one run, with --matrix how every recipe would run where; as text or, with --json, as data."""
     if arguments.config:
         config = load_config(arguments.config, arguments.overrides)
     else:
         config = compose_config(arguments.overrides, arguments.config_dir)
-    check_config(config)
+    check_config(config, to_train=False)
+    if arguments.matrix:
+        made = matrix_of(config)
+        print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
+        return 0
     facts = plan_facts(config)
-    print(json.dumps(facts, indent=1) if arguments.json else render(facts))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(config)]))
     return 0
 
 
@@ -41,7 +46,7 @@ def plan_facts(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
         "layout": layout,
-        "precision": precision_facts(config.precision),
+        "precision": precision_facts(config.precision, native_decision(config)),
         "data": config.data.name,
         "step_tokens": tokens,
         "accumulation": layout["micro_batches_per_rank"],
@@ -62,12 +67,24 @@ def plan_line(config: Config, device: "torch.device") -> str:
     parts = [
         f"{facts['model']} {_count(facts['parameters'])} parameters",
         f"{layout['name']}{ranks}{' compiled' if layout['compile'] else ''}",
-        facts["precision"]["name"],
+        f"{facts['precision']['name']}{_backend(facts['precision'])}",
         f"{facts['data']}",
         f"{facts['step_tokens']:,} tokens/step x {facts['max_steps']:,} steps",
         describe_device(device),
     ]
     return "plan   " + " | ".join(parts)
+
+
+def notes(config: Config) -> list[str]:
+    """Return what is allowed and may still surprise, one line each."""
+    schedule, steps = config.schedule, config.trainer.max_steps
+    told = []
+    if schedule.name != "constant" and schedule.warmup_steps >= (schedule.total_steps or steps):
+        told.append(
+            f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
+            "learning rate is still rising when the run ends"
+        )
+    return told
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -91,6 +108,12 @@ def render(facts: dict[str, Any]) -> str:
         ("folder", facts["run_dir"]),
     ]
     return "\n".join(f"{name:<17} {text}" for name, text in rows)
+
+
+def _backend(facts: dict[str, Any]) -> str:
+    """Return " native" or " emulated" behind a recipe that quantises; why is said where its layers are counted."""
+    quantises = any("block" in slot for part in (facts, *facts["phases"]) for slot in part["slots"].values())
+    return f" {facts['runs']}" if quantises else ""
 
 
 def _count(number: int) -> str:

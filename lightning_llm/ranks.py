@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_llm.schema import Config  # pydantic, which --help does without
 
 TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world": "WORLD_SIZE", "local_world": "LOCAL_WORLD_SIZE"}
+PR_SET_PDEATHSIG = 1
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the batch script's and an interactive shell's own step from here on: those are no srun."""
 
@@ -39,6 +43,22 @@ def is_first_rank() -> bool:
     """Return whether this process speaks for the run: rank 0, or one that is no rank."""
     environment = rank_environment()
     return environment is None or environment.rank == 0
+
+
+def die_with_launcher() -> None:
+    """Have Linux send this rank SIGTERM, on which it saves and stops, when the process that started it is gone.
+
+    A launcher that is killed cannot end its ranks, which would train on unseen, and write where a resumed run does
+    (prctl(2), PR_SET_PDEATHSIG). Nothing happens in a process that is no rank.
+    """
+    if rank_environment() is None or not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if launcher == 1:
+        return  # a container's own first process, or started by it
+    if os.getppid() != launcher:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def adopt_world(config: Config) -> Config:

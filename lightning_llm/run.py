@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.check import native_decision
+from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
@@ -21,30 +23,36 @@ from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
-from lightning_llm.plan import plan_line
+from lightning_llm.plan import notes, plan_line
+from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
-from lightning_llm.ranks import is_first_rank
+from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import drop_after
-from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.train.nonfinite import StepNotMadeError
 
 
 def run(config: Config) -> int:
-    """Train; return 0, 1 where the loss stopped being finite, or 128 + the signal that stopped it.
+    """Train; return 0, 1 where a step was not finite or spikes.policy ended the run, or 128 + the signal that did.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_training)
+        die_with_launcher()
         quiet_lightning()
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
-        choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
+        decision = native_decision(config)
+        if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+            raise ConfigError(decision.refusals())
+        if decision.runs == "emulated":
+            choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
         start = decide_together(config)
@@ -52,17 +60,19 @@ def run(config: Config) -> int:
             say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
             return 0
         say(plan_line(config, device))
+        for line in [*notes(config), *resume_lines(config, start)]:
+            say(line)
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
         say(data_line(config, corpus))
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        facts = {"parameters": count_parameters(config.model).total, "data_hash": corpus.fingerprint}
+        facts = run_facts(config, corpus, decision)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
         return 128 + stop.number
-    except NonFiniteError as error:
+    except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
         return 1
     leave_process_group()
@@ -130,6 +140,23 @@ def decide_together(config: Config) -> Start:
     return found[0] or Start()
 
 
+def resume_lines(config: Config, start: Start) -> list[str]:
+    """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
+    if config.resume is None:
+        return []
+    if start.checkpoint is None:
+        return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
+    lines = [f"resume from step {start.step}: {start.checkpoint.folder}"]
+    before = load_config(start.checkpoint.folder.parent.parent / "config.yaml", []).trainer.max_steps
+    schedule, now = config.schedule, config.trainer.max_steps
+    if schedule.name != "constant" and schedule.total_steps is None and before != now:
+        lines.append(
+            f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
+            f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
+        )
+    return lines
+
+
 def data_line(config: Config, corpus: Corpus) -> str:
     """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
     parts = [
@@ -166,6 +193,18 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "threads": torch.get_num_threads(),
+        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "precision": decision.facts(),
+    }
 
 
 def tracking_sinks(config: Config) -> list[RecordSink]:

@@ -8,7 +8,8 @@ from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
 from lightning_llm.schema import Config
-from lightning_llm.train.manifest import Checkpoint, find_checkpoint, last_checkpoint
+from lightning_llm.sweep.state import state_of
+from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpoint, last_checkpoint
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ def decide_start(config: Config) -> Start:
     """
     folder = Path(config.run.dir)
     holds_run = (folder / "config.yaml").is_file()
+    if holds_run and state_of(folder) == "running":
+        mark = json.loads((folder / "summary.json").read_text())["process"]
+        text = f"{folder} is being trained right now, by process {mark.split()[1]} of this machine. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text))
     if config.resume is None:
         if folder.is_dir() and any(folder.iterdir()):
             what = "a run" if holds_run else "files that are no run's"
@@ -47,14 +52,14 @@ def decide_start(config: Config) -> Start:
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
             return Start()
-        _must_match(config, folder)
         checkpoint = last_checkpoint(folder / "checkpoints")
+        _must_match(config, folder, checkpoint)
     else:
         checkpoint = _at_path(config, folder, holds_run)
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
-    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and _status(folder) == "finished"
+    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     return Start(checkpoint, done)
 
 
@@ -70,28 +75,27 @@ def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
     if holds_run and origin != folder:
         text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))
-    _must_match(config, origin)
+    _must_match(config, origin, checkpoint)
     return checkpoint
 
 
-def _must_match(config: Config, folder: Path) -> None:
+def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
+    """Raise ConfigError where the run of `folder` was another.
+
+    spikes.policy may change as long as it had nothing to decide: until then, the run was the same under any.
+    """
     file = folder / "config.yaml"
     try:
         old = load_config(file, [])
     except ConfigError as error:
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
+    differences = differences_on_resume(old, config)
+    if checkpoint is None or not events_before(checkpoint):
+        differences.pop("spikes.policy", None)
     problems = [
         Problem(key, f"is {new!r}, and {before!r} in the run of {folder}. Set it back, or start a new run.")
-        for key, (before, new) in differences_on_resume(old, config).items()
+        for key, (before, new) in differences.items()
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _status(folder: Path) -> str | None:
-    try:
-        status = json.loads((folder / "summary.json").read_text()).get("status")
-    except (OSError, json.JSONDecodeError):
-        return None
-    return status if isinstance(status, str) else None

@@ -39,6 +39,21 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a training window lies: tokens `start` .. `start` + T inclusive of the training tokens of `source`.
+
+    They belong to its training documents `first_document` .. `last_document`, counted from 0 in the order they are
+    read, those held out left out.
+    """
+
+    source: str
+    epoch: int
+    start: int
+    first_document: int
+    last_document: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """What one rank computes in one step: int64 [A, B, T] each; `labels[..., t]` is the token after `tokens[..., t]`.
 
@@ -105,6 +120,13 @@ class Corpus:
         streams = zip(self.names, self.shares, self.train, self.held_out, strict=True)
         return digest_of([self.tokenizer.fingerprint, [[n, w, t.digest, v.digest] for n, w, t, v in streams]])
 
+    @cached_property
+    def validation_fingerprint(self) -> str:
+        """32 hex digits of what a validation scores: the same tokens, each after the same context."""
+        streams = [[name, stream.digest] for name, stream in zip(self.names, self.held_out, strict=True)]
+        settings = [self.config.sequence_length, self.config.document_mask]
+        return digest_of([self.tokenizer.fingerprint, streams, self._validation_windows, settings])
+
     def sample(self, index: int) -> Sample:
         """Return global training sample `index` (from 0, without end); row r of step s is s * global_batch_size + r."""
         address = self.order.locate(index)
@@ -113,6 +135,14 @@ class Corpus:
         tokens = stream.tokens[start : start + length + 1].astype(np.int64)  # [T+1]
         ids = stream.document_ids(start, length) if self.config.document_mask else None  # [T]
         return Sample(address.source, address.window, address.epoch, tokens, ids)
+
+    def origin(self, index: int) -> Origin:
+        """Return where global training sample `index` comes from."""
+        address = self.order.locate(index)
+        start, stream = address.window * self.config.sequence_length, self.train[address.source]
+        ends = start, start + self.config.sequence_length
+        first, last = (int(place) - 1 for place in np.searchsorted(stream.starts, ends, side="right"))
+        return Origin(self.names[address.source], address.epoch, start, first, last)
 
     def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:
         """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; all of them for None.

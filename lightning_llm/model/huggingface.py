@@ -5,14 +5,14 @@ and raise ConfigError. Tensors are views where the layouts agree. Padding rows o
 come back as zeros on import (their logits are masked, so their values never matter).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema.model import ModelConfig
+from lightning_llm.schema.model import ModelConfig, RopeScaling
 
 _LLAMA_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -120,6 +120,72 @@ def _gpt2_config(config: ModelConfig) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "tie_word_embeddings": config.tie_embeddings,
     }
+
+
+def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
+    """Return the shape that a LlamaForCausalLM's `config.json` describes, under the name `name`.
+
+    Raises:
+        ConfigError: with everything in it that this decoder does not compute.
+    """
+    problems = list(_unsupported(values))
+    missing = [key for key in _LLAMA_KEYS if not isinstance(values.get(key), int)]
+    problems += [Problem(f"config.json {key}", "a whole number must be given.") for key in missing]
+    if problems:
+        raise ConfigError(problems)
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    scaling = None
+    if _rope_type(values) == "llama3":
+        scaling = RopeScaling(
+            factor=rope["factor"],
+            low_frequency_factor=rope["low_freq_factor"],
+            high_frequency_factor=rope["high_freq_factor"],
+            original_sequence_length=rope["original_max_position_embeddings"],
+        )
+    return ModelConfig(
+        name=name,
+        vocab_size=values["vocab_size"],
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=values["num_attention_heads"],
+        num_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+        head_dim=values.get("head_dim"),
+        ffn_hidden_size=values["intermediate_size"],
+        max_sequence_length=values["max_position_embeddings"],
+        norm_eps=values.get("rms_norm_eps", 1e-6),  # transformers' default
+        rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10_000.0,
+        rope_scaling=scaling,
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
+    )
+
+
+_LLAMA_KEYS = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
+def _rope_type(values: Mapping[str, Any]) -> str:
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def _unsupported(values: Mapping[str, Any]) -> Iterator[Problem]:
+    architectures = values.get("architectures") or [f"model_type {values.get('model_type')}"]
+    if architectures != ["LlamaForCausalLM"]:
+        text = f"is {', '.join(map(str, architectures))}; read here is LlamaForCausalLM alone."
+        yield Problem("config.json architectures", text)
+        return
+    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "quantization_config": None}
+    for key, value in wanted.items():
+        if (found := values.get(key, value)) != value:
+            yield Problem(f"config.json {key}", f"is {found!r}, and this decoder has {value!r}.")
+    if _rope_type(values) not in ("default", "llama3"):
+        yield Problem("config.json rope_scaling", f"is of type {_rope_type(values)!r}; known are default and llama3.")
 
 
 def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

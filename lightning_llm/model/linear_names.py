@@ -1,4 +1,4 @@
-"""The names of a decoder's linear layers, without building it: what `precision.modules` is checked against."""
+"""Names and sizes of a decoder's linear layers, without building it: what a precision recipe is checked against."""
 
 from lightning_llm.schema.model import ModelConfig
 
@@ -10,3 +10,14 @@ def linear_names(config: ModelConfig) -> list[str]:
     block += [f"feed_forward.{name}" for name in (*widen, "down_proj")]
     inside = [f"layers.{index}.{name}" for index in range(config.num_layers) for name in block]
     return inside if config.tie_embeddings else [*inside, "head"]
+
+
+def linear_widths(config: ModelConfig) -> dict[str, int]:
+    """Return every size that a linear within a block has on one of its sides, by the key or the words that make it."""
+    heads, kv_heads = (count * config.attention_head_dim for count in (config.num_heads, config.num_kv_heads))
+    return {
+        "model.hidden_size": config.hidden_size,
+        "model.ffn_hidden_size": config.ffn_hidden_size,
+        "query width": heads,
+        "key/value width": kv_heads,
+    }

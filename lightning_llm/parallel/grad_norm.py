@@ -1,10 +1,10 @@
 """The global gradient norm, and clipping to it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
@@ -21,16 +21,26 @@ def clip_gradients(
     rank; None for `max_norm` measures only. `copies`: those of `parameters` that another stage counts.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    elsewhere = {id(parameter) for parameter in copies}
     gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
-    counted = [parameter for parameter in trained if id(parameter) not in elsewhere]
-    norms = torch._foreach_norm([local(p.grad) for p in counted if p.grad is not None], 2, dtype=torch.float64)
-    squares = torch.stack(list(norms)).square()
-    cut = torch.tensor([is_cut(parameter) for parameter in counted], device=squares.device)
-    # What every rank of a tensor-parallel group holds whole counts once.
-    total_squares = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
-    layout.reduce(total_squares, dist.ReduceOp.SUM, *(["fsdp"] if layout.shards else []), "pp")
-    total = total_squares.sqrt().float().item()
+    total = global_norm(trained, gradients, layout, copies)
     if max_norm is not None and total > max_norm:
         torch._foreach_mul_(gradients, max_norm / total)
     return total
+
+
+def global_norm(
+    parameters: Sequence[nn.Parameter], shards: Sequence[Tensor], layout: Layout, copies: Iterable[nn.Parameter] = ()
+) -> float:
+    """Return the 2-norm over all ranks of tensors of which `shards` holds this rank's part, one per parameter.
+
+    Each is cut as its parameter is; those of `copies` are counted by another stage. Collective; equal on every rank.
+    """
+    elsewhere = {id(parameter) for parameter in copies}
+    counted = [pair for pair in zip(parameters, shards, strict=True) if id(pair[0]) not in elsewhere]
+    norms: list[Tensor] = list(torch._foreach_norm([shard for _, shard in counted], 2, dtype=torch.float64))
+    squares = torch.stack(norms).square()
+    cut = torch.tensor([is_cut(parameter) for parameter, _ in counted], device=squares.device)
+    # What every rank of a tensor-parallel group holds whole counts once.
+    total = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
+    layout.reduce(total, dist.ReduceOp.SUM, *(["fsdp"] if layout.shards else []), "pp")
+    return total.sqrt().float().item()

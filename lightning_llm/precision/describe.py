@@ -2,23 +2,24 @@
 
 from typing import Any
 
+from lightning_llm.precision.native import Decision
 from lightning_llm.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
 
-EMULATED = "no native backend in this version: exact operands through a GEMM in high precision"
 ALWAYS = ("block", "scale", "rounding")
 """Keys of a cast that are shown even where they have their default."""
 
 
-def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
-    """Return the recipe as data: its identity, what it sets beside the slots, and its slots.
+def precision_facts(recipe: PrecisionConfig, decision: Decision) -> dict[str, Any]:
+    """Return the recipe as data: its identity, what it sets beside the slots, how it runs, and its slots.
 
-    Each slot has its `format`, how it `runs` here and the `reason`; casts also `block`, `scale`, `rounding`, and each
-    key that has not its default. A phase lists the slots that differ from the recipe's own.
+    `decision` is how its casts run where it would train; each slot has its `format`, how it `runs` and the `reason`;
+    casts also `block`, `scale`, `rounding`, and each key that has not its default. A phase lists the slots that differ
+    from the recipe's own.
     """
-    slots = _slots(slots_of(recipe), recipe.compute_dtype)
+    slots = _slots(slots_of(recipe), recipe.compute_dtype, decision)
     phases = []
     for phase in recipe.phases:
-        its = _slots(slots_of(phase), recipe.compute_dtype)
+        its = _slots(slots_of(phase), recipe.compute_dtype, decision)
         changed = {slot: facts for slot, facts in its.items() if facts != slots[slot]}
         phases.append({"start": phase.start, "end": phase.end, "slots": changed})
     return {
@@ -33,25 +34,29 @@ def precision_facts(recipe: PrecisionConfig) -> dict[str, Any]:
         "modules": recipe.modules.model_dump(exclude_defaults=True),
         "loss_scaling": recipe.loss_scaling.model_dump() if recipe.loss_scaling else None,
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
+        "backend": recipe.backend,
+        **decision.facts(),
         "slots": slots,
         "phases": phases,
     }
 
 
-def _slots(casts: dict[str, CastConfig], compute_dtype: str) -> dict[str, dict[str, Any]]:
-    return {slot: _slot(slot, cast, compute_dtype) for slot, cast in casts.items()}
+def _slots(casts: dict[str, CastConfig], compute_dtype: str, decision: Decision) -> dict[str, dict[str, Any]]:
+    return {slot: _slot(slot, cast, compute_dtype, decision) for slot, cast in casts.items()}
 
 
-def _slot(slot: str, cast: CastConfig, compute_dtype: str) -> dict[str, Any]:
+def _slot(slot: str, cast: CastConfig, compute_dtype: str, decision: Decision) -> dict[str, Any]:
     if cast == HIGH:
+        if decision.software is not None:
+            return {"format": compute_dtype, "runs": "emulated", "reason": decision.software}
         return {"format": compute_dtype, "runs": "native", "reason": "not quantised"}
     if not cast.quantises:
-        reason = f"what fprop.{slot.rpartition('.')[2]} quantised, not quantised again"
-        return {"format": compute_dtype, "source": cast.source, "runs": "emulated", "reason": reason}
+        shown = cast.model_dump(exclude_none=True, include={"source", "hadamard"})
+        return {"format": compute_dtype, **shown, **decision.facts()}
     defaults = HIGH.model_dump()
     keys = cast.model_dump(exclude_none=True, exclude={"format"})
     shown = {key: value for key, value in keys.items() if key in ALWAYS or value != defaults[key]}
-    return {"format": cast.format, **shown, "runs": "emulated", "reason": EMULATED}
+    return {"format": cast.format, **shown, **decision.facts()}
 
 
 def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -59,7 +64,8 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     dtypes = f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}"
     others = {key: facts[key] for key in ("main_grad_dtype", "reduce_dtype") if facts[key] != "fp32"}
     rules = "".join(f", {each}" for each in (_pairs(others), _pairs(facts["modules"])) if each)
-    rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}"), *_slot_rows(facts["slots"])]
+    rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}")]
+    rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_slot_rows(facts["slots"])]
     if facts["loss_scaling"]:
         rows.append(("  loss scaling", _pairs(facts["loss_scaling"])))
     if facts["optimizer"]:
@@ -77,7 +83,7 @@ def _slot_rows(slots: dict[str, dict[str, Any]], indent: int = 2) -> list[tuple[
 
 def _slot_text(facts: dict[str, Any]) -> str:
     """Return e.g. "e2m1 1x32, e8m0_floor scale, stochastic, prescale=0.75: emulated"."""
-    if facts["runs"] == "native":
+    if facts["runs"] == "native" and "block" not in facts:
         return str(facts["format"])
     named = {"format", "runs", "reason", *ALWAYS}
     parts = [str(facts["format"])]

@@ -146,11 +146,12 @@ def operand(
     origin: Origin = Origin(),  # noqa: B008  (immutable)
     delayed: Tensor | None = None,
     reduce_amax: Callable[[Tensor], Tensor] | None = None,
+    observe: Callable[[Tensor, Scaled, Operand], None] | None = None,
 ) -> Operand:
     """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
 
     `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
-    to its maximum over the ranks that share the tensor.
+    to its maximum over the ranks that share the tensor. `observe` is told what was rounded, by which scales, to what.
     """
     x, amax = x.detach(), None
     if quantize.needs_tensor_amax(cast):
@@ -162,4 +163,7 @@ def operand(
     blocks = None
     if scaled.block is not None and quantize.scales_partial_sums(cast):
         blocks = quantize.contraction_scales(scaled.block, cast, axis, x)
-    return Operand(tensor, scaled.tensor, inside, blocks)
+    made = Operand(tensor, scaled.tensor, inside, blocks)
+    if observe is not None:
+        observe(x, scaled, made)
+    return made

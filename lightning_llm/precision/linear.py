@@ -6,7 +6,8 @@ backward pass makes them again, which is cheaper than the memory. Random bits co
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.hadamard import rotate, rotation
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Origin
+from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.random_bits import random_signs
 from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig, slots_of
 
@@ -28,6 +29,21 @@ KEY_COUNT = len(SLOT_NAMES) + len(GEMM_NAMES)  # one key per slot for rounding, 
 ROLES = ("x", "w", "dy")  # the three tensors, each with one delayed scale
 Record = Callable[[str, Tensor], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class SeenCast(NamedTuple):
+    """One cast as it ran: what `slot` was `given` [R, C], what was `rounded` after the rotation, and to what."""
+
+    slot: str
+    given: Tensor
+    cast: CastConfig
+    axis: int
+    rounded: Tensor
+    scaled: Scaled
+    operand: Operand
+
+
+Observe = Callable[[SeenCast], None]
 
 
 class Shard(NamedTuple):
@@ -42,12 +58,14 @@ class LinearPlan:
     """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
 
     `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
+    `observe` is told of every cast, once, and must change nothing.
     """
 
     casts: Mapping[str, CastConfig]
     backend: Backend
     shards: Mapping[str, Shard] = field(default_factory=dict)
     fixed: bool = False
+    observe: Observe | None = None
 
     @classmethod
     def of(cls, recipe: PrecisionConfig, backend: Backend) -> "LinearPlan":
@@ -89,13 +107,14 @@ class _Call(NamedTuple):
 
     def operand(self, x: Tensor, slot: str, axis: int) -> Operand:
         """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`."""
-        cast = self.plan.casts[slot]
-        if not cast.quantises:
-            return Operand(x)
+        cast, given = self.plan.casts[slot], x
         role = slot.split(".")[1]
         if cast.hadamard is not None:
             s = self.matrix(slot, x.device)
             x = x if s is None else rotate(x, s, axis, DTYPES[cast.hadamard.round_to])
+        if not cast.quantises:
+            return Operand(x)
+        observe = self.plan.observe
         shard = self.plan.shards.get(role, Shard())
         return inductor.operand(
             x,
@@ -106,7 +125,16 @@ class _Call(NamedTuple):
             origin=shard.origin,
             delayed=None if self.scales is None else self.scales[ROLES.index(role)],
             reduce_amax=shard.reduce_amax if cast.amax_scope == "logical" else None,
+            observe=None if observe is None else partial(_tell, observe, slot, given, cast, axis),
         )
+
+    def unobserved(self) -> "_Call":
+        """Return the call without its observer: for casts that are made a second time."""
+        return self if self.plan.observe is None else self._replace(plan=replace(self.plan, observe=None))
+
+
+def _tell(observe: Observe, *seen: Any) -> None:
+    observe(SeenCast(*seen))
 
 
 @dataclass
@@ -173,7 +201,7 @@ class _QuantisedLinear(torch.autograd.Function):
         dy = dy.to(x.dtype).contiguous()
         if ctx.record is not None:
             ctx.record("dy", dy)
-        forward = _Forward(call, {"x": x, "w": weight.to(x.dtype)})
+        forward = _Forward(call.unobserved(), {"x": x, "w": weight.to(x.dtype)})
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             w = forward.source("dgrad.w", "w")

@@ -163,7 +163,7 @@ def _source_without_quantiser(recipe: PrecisionConfig, slots: dict[str, CastConf
         forward = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x"}.get(slot)
         if forward is None:
             yield Problem(f"{slot}.source", "'quantised' exists for dgrad.w and wgrad.x only. Set high_precision.")
-        elif not slots[forward].quantises:
+        elif not slots[forward].quantises and slots[forward].hadamard is None:
             yield Problem(f"{slot}.source", f"'quantised' needs a format in {forward}. Set high_precision.")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_llm.keyed_hash import StepKey, name_word
 from lightning_llm.precision import delayed, inductor
 from lightning_llm.precision.formats import FORMATS
-from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, quantised_linear
+from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, Observe, quantised_linear
 from lightning_llm.precision.random_bits import hash_words
 from lightning_llm.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
 
@@ -22,8 +22,9 @@ class QuantisedLinear(nn.Linear):
     """A linear layer whose three GEMMs take operands cast by `plan`. Parameters and their names are nn.Linear's.
 
     `keys` (int64 [KEY_COUNT]) is set by `set_step_key` before a forward pass; calls keep the tensor they saw for their
-    backward pass. `bypass` runs all GEMMs in the dtype of the input. `scale` and `amax_history` are delayed scaling's
-    state: plain attributes, neither parameters nor buffers, since sharding frameworks overlook those.
+    backward pass. `bypass` runs all GEMMs in the dtype of the input; `observe` sees every cast. `scale` and
+    `amax_history` are delayed scaling's state: plain attributes, neither parameters nor buffers, since sharding
+    frameworks overlook those.
     """
 
     def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan):
@@ -34,6 +35,7 @@ class QuantisedLinear(nn.Linear):
         self.name, self.plan = name, plan
         self.keys: Tensor | None = None
         self.bypass = False
+        self.observe: Observe | None = None
         self.scale: Tensor | None = None
         self.amax_history: Tensor | None = None
 
@@ -45,12 +47,13 @@ class QuantisedLinear(nn.Linear):
         """Return `x weight^T + bias` through the plan's casts, for a shard of the weight."""
         if self.bypass:
             return self._without_casts(x, weight, bias)
+        plan = self.plan if self.observe is None else replace(self.plan, observe=self.observe)
         record = None
         if self.plan.delayed_casts():
             self._materialise_state(x.device)
             # A recomputation merges the same amax again, which changes nothing.
             record = self._record if self.training and torch.is_grad_enabled() else None
-        return quantised_linear(x, weight, bias, self.plan, self.keys, self.scale, record)
+        return quantised_linear(x, weight, bias, plan, self.keys, self.scale, record)
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
@@ -110,7 +113,8 @@ def recompute_contexts(
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
     """Return `context_fn` for `torch.utils.checkpoint.checkpoint` (non-reentrant) over a part of `model`.
 
-    The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between.
+    The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between,
+    and no observer sees its casts a second time.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -122,15 +126,16 @@ def recompute_contexts(
 
 @contextmanager
 def _with_keys(layers: list[QuantisedLinear], keys: list[Tensor | None] | None) -> Iterator[None]:
-    """Set the layers' keys for a while; None leaves them."""
-    before = [layer.keys for layer in layers]
-    for layer, each in zip(layers, before if keys is None else keys, strict=True):
-        layer.keys = each
+    """Set the layers' keys for a while, unobserved; None leaves them."""
+    before = [(layer.keys, layer.observe) for layer in layers]
+    if keys is not None:
+        for layer, each in zip(layers, keys, strict=True):
+            layer.keys, layer.observe = each, None
     try:
         yield
     finally:
-        for layer, each in zip(layers, before, strict=True):
-            layer.keys = each
+        for layer, (own, observe) in zip(layers, before, strict=True):
+            layer.keys, layer.observe = own, observe
 
 
 @contextmanager

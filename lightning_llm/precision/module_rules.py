@@ -50,3 +50,21 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
         f"widen include, narrow exclude, or take precision={recipe.compute_dtype}."
     )
     return [Problem("precision.modules", text)]
+
+
+def unmatched(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
+    """Return the problem of each glob of a recipe that quantises which matches none of the model's linears."""
+    known, rules = list(names), recipe.modules
+    if not recipe.quantises:
+        return []
+    text = "has '{}', which matches no linear layer of this model. Its layers: {}."
+    return [
+        Problem(f"precision.modules.{key}", text.format(glob, ", ".join(_kinds(known))))
+        for key, globs in (("include", rules.include), ("exclude", rules.exclude))
+        for glob in globs
+        if not any(fnmatchcase(name, glob) for name in known)
+    ]
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))

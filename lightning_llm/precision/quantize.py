@@ -227,6 +227,17 @@ def round_blocks(
     return _unblocked(operand, x, shape), inside
 
 
+def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
+    """Return the largest magnitude of every block of `x`, fp32, shaped as a blocked multiplier ([1, 1] per tensor)."""
+    blocked, axes = _blocked(x, block_shape(cast.block, axis))
+    return blocked.float().abs().amax(dim=axes, keepdim=True)
+
+
+def count_beyond(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, limit: float) -> Tensor:
+    """Return how many elements of `x` [R, C], times their multiplier, are larger than `limit` in magnitude."""
+    return (_blocked(x, block_shape(cast.block, axis))[0].float().abs() * multiplier > limit).sum()
+
+
 def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:
     """Return the blocks' scales of `x` [R, C], one for each row (or column, for axis 0) and block along `axis`."""
     shape = block_shape(cast.block, axis)

@@ -10,17 +10,24 @@ from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
+from lightning_llm.precision.native import Decision
 from lightning_llm.schema.precision import PrecisionConfig, slots_of
+
+EMULATED = Decision("emulated")
 
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What was swapped. `kept` says why by name; `note` what the user should hear about how the casts run."""
+    """What was swapped. `kept` says why by name; `note` what the user should hear about how emulated casts run.
+
+    `decision`: whether the converted layers run natively, and why not.
+    """
 
     converted: tuple[str, ...]
     kept: dict[str, str]
     backend: Backend
     note: str | None
+    decision: Decision
 
 
 def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:
@@ -42,16 +49,26 @@ def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, 
 
 
 def swap_linears(
-    model: nn.Module, recipe: PrecisionConfig, num_layers: int, device_type: str, backend: Backend | None = None
+    model: nn.Module,
+    recipe: PrecisionConfig,
+    num_layers: int,
+    device_type: str,
+    backend: Backend | None = None,
+    decision: Decision = EMULATED,
+    sharded: bool = False,
 ) -> SwapReport:
     """Replace the layers that `recipe` quantises; parameters stay the same objects under the same names.
 
     `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
-    `choose_backend` says. A recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises
-    ConfigError where a recipe that quantises converts nothing, or casts are to be compiled and cannot be.
+    `choose_backend` says. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
+    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError where a recipe that
+    quantises converts nothing, or casts are to be compiled and cannot be.
     """
     note = None
-    if backend is None:
+    native = recipe.quantises and decision.runs == "native"
+    if native:
+        backend = "eager"
+    elif backend is None:
         backend, note = choose_backend(recipe, device_type)
     quantising = LinearPlan.of(recipe.at(0, 1), backend)
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
@@ -63,9 +80,17 @@ def swap_linears(
         raise ConfigError(problems)
     for name, module in linears.items():
         if reasons[name] is None or emulate:
-            _replace(model, name, QuantisedLinear(name, module, quantising if reasons[name] is None else high))
+            plan = quantising if reasons[name] is None else high
+            made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
+            _replace(model, name, made)
     kept = {name: why for name, why in reasons.items() if why is not None}
-    return SwapReport(tuple(name for name in reasons if name not in kept), kept, backend, note)
+    return SwapReport(tuple(name for name in reasons if name not in kept), kept, backend, note, decision)
+
+
+def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
+    from lightning_llm.precision.te import NativeLinear  # which imports Transformer Engine when it is used
+
+    return NativeLinear(name, module, plan, sharded)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

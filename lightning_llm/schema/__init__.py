@@ -12,6 +12,7 @@ from lightning_llm.schema.run import (
     LoggerConfig,
     ParallelConfig,
     RunConfig,
+    SpikesConfig,
     TrainerConfig,
 )
 
@@ -26,6 +27,7 @@ class Config(Group):
     precision: PrecisionConfig
     parallel: ParallelConfig
     trainer: TrainerConfig
+    spikes: SpikesConfig = SpikesConfig()
     checkpoint: CheckpointConfig
     callbacks: Callbacks
     logger: LoggerConfig
@@ -49,5 +51,6 @@ __all__ = [
     "PrecisionConfig",
     "RunConfig",
     "ScheduleConfig",
+    "SpikesConfig",
     "TrainerConfig",
 ]

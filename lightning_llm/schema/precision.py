@@ -66,7 +66,7 @@ class CastConfig(Group):
     rounding: Rounding = "even"
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
     prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
-    hadamard: HadamardConfig | None = None
+    hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
     source: Literal["high_precision", "quantised"] = Field(
         "high_precision", description="quantised: re-quantise (or, with format high, use) what fprop's slot produced"
     )
@@ -87,11 +87,9 @@ class CastConfig(Group):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.format == "high":
-            plain = CastConfig.model_construct(source=self.source)
+            plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
             if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
-                raise ValueError(
-                    "format: high takes no block, scale, rounding, prescale or hadamard; name a format or drop them"
-                )
+                raise ValueError("format: high takes no block, scale, rounding or prescale; name a format or drop them")
         if (self.scale == "delayed") != (self.delayed is not None):
             raise ValueError("`delayed` ({history_length, ...}) goes with scale: delayed, and only with it")
         self._check_blocks()

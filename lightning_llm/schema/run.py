@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lightning_llm.schema.base import Group, PositiveFloat, PositiveInt
+from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt
 
 
 class ParallelConfig(Group):
@@ -50,6 +50,25 @@ class TrainerConfig(Group):
     compile: bool = Field(False, description="what parallel.compile takes unless set itself")
     deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
     threads: PositiveInt | None = Field(None, description="CPU threads per rank; null: torch's choice")
+
+
+class SpikesConfig(Group):
+    """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
+
+    name: str = "default"
+    policy: Literal["log", "skip", "stop"] = Field(
+        "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
+    )
+    window_steps: int = Field(128, ge=32, description="steps that the usual loss and its noise are taken from")
+    level_steps: int = Field(16, ge=8, description="steps that the present level is taken from")
+    loss_threshold: PositiveFloat = Field(7.0, description="a spike's rise over the level, in sigmas of the loss")
+    grad_norm_threshold: PositiveFloat = Field(12.0, description="the same for the logarithm of the gradient norm")
+    loss_noise_floor: PositiveFloat = Field(0.01, description="least sigma of the loss, nats")
+    grad_norm_noise_floor: PositiveFloat = Field(0.1, description="least sigma of the logarithm of the gradient norm")
+    shift_slack: PositiveFloat = Field(1.0, description="CUSUM: sigmas over the usual loss that a step has for free")
+    shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
+    divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
+    max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
 
 
 class CheckpointConfig(Group):

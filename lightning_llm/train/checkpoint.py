@@ -26,6 +26,7 @@ from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.manifest import PRECISION, PROGRESS, TENSORS, VERSION, Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
+from lightning_llm.train.spikes import SpikeState
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -59,7 +60,7 @@ def save(
     if first:
         save_file({name: tensor.contiguous() for name, tensor in delayed.items()}, partial / PRECISION)
         loss_scale = asdict(precision.state) if precision.state else None
-        counters = {"step": step, "skipped_steps": module.skipped_steps}
+        counters = {"step": step, "skipped_steps": module.skipped_steps, "spikes": asdict(module.spikes.state)}
         _write_json(partial / PROGRESS, {**counters, "loss_scale": loss_scale, "optimizer": scalars})
         _finish(partial, final, {"step": step, "config_hash": config_hash})
     _barrier()
@@ -116,16 +117,21 @@ def restore(
     device = str(module.trainer.strategy.root_device)
     module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
     module.skipped_steps = int(progress["skipped_steps"])
+    module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
     if precision.state is not None and progress["loss_scale"] is not None:
         precision.state = LossScale(**progress["loss_scale"])
     return int(progress["step"])
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint `folder`, whole, on the CPU, in one process: "model.<parameter>", ..."""
+def read_tensors(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """Return the checkpoint's tensors whose names begin with `prefix` ("model.<parameter>", ...), whole, on the CPU."""
     reader = dcp.FileSystemReader(folder / TENSORS)
     stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith(prefix)
+    }
     with _without_its_warning():
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_llm.schema import CheckpointConfig
 from lightning_llm.train.checkpoint import save
 from lightning_llm.train.manifest import prune
+from lightning_llm.train.spike_policy import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
 
@@ -27,9 +28,9 @@ class Checkpointing(pl.Callback):
     """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
-    before the checkpoint that a resumed run is cut back to. The first SIGINT or SIGTERM, sent to any rank, lets a step
-    end on all of them (and the validation after it), saves and raises `StoppedBySignal`; a second SIGINT to this
-    process stops it at once.
+    before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
+    step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
+    saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class Checkpointing(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        # All ranks raise it, before the update: the state is that after the step before.
+        if isinstance(exception, SpikeStop) and pl_module.completed_steps:
+            self._save(trainer, pl_module)
 
     def _due(self, step: int) -> bool:
         every = self.config.every_steps

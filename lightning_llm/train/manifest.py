@@ -4,7 +4,7 @@
     tensors/                torch.distributed.checkpoint: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
-    progress.json           what is not a tensor: counters, optimizer scalars, the loss scale
+    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n).
@@ -56,6 +56,12 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the complete checkpoint with the highest step under `folder`, or None."""
     found = [checkpoint for path in folder.glob("step=*") if (checkpoint := find_checkpoint(path))]
     return max(found, key=lambda each: each.step, default=None)
+
+
+def events_before(checkpoint: Checkpoint) -> int:
+    """Return how many steps before `checkpoint` were out of the ordinary, and so were treated by spikes.policy."""
+    spikes = json.loads((checkpoint.folder / PROGRESS).read_text()).get("spikes", {})
+    return int(spikes.get("events", 0))
 
 
 def drop_after(folder: Path, step: int) -> None:

@@ -23,9 +23,11 @@ from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.parallel.whole_logits import WholeLogits
+from lightning_llm.precision.native import Decision
+from lightning_llm.precision.swap import EMULATED
 from lightning_llm.schema import Config
-from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spike_policy import SpikePolicy
 
 
 class LanguageModule(pl.LightningModule):
@@ -33,7 +35,8 @@ class LanguageModule(pl.LightningModule):
 
     Observers read `step_record` during on_train_batch_end and may add what they measure; `validation_record` is
     complete in on_validation_end. `completed_steps` counts optimizer steps since the very start, over all resumes, and
-    `skipped_steps` those of them whose update the loss scaler dropped: they do not advance the schedule.
+    `skipped_steps` those of them whose update the loss scaler or `spikes` dropped: they do not advance the schedule.
+    `micro_batch_losses` [global micro-batches] are what each contributed to the step's loss, on every rank.
     """
 
     model: Decoder
@@ -46,16 +49,18 @@ class LanguageModule(pl.LightningModule):
     """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage
     to the weights from error in the forward pass. Recipes that quantise nothing have the first alone."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str]):
+    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
         self.flops_per_token = float(flops_per_token(config.model, config.data.sequence_length))
-        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps)
+        self.quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, decision)
+        self.spikes = SpikePolicy(config.spikes)
         self.completed_steps = 0
         self.skipped_steps = 0
+        self.micro_batch_losses = torch.zeros(0)
         self.step_record: dict[str, Any] = {}
         self.validation_record: dict[str, Any] = {}
         self._validation_sums = torch.zeros(0)
@@ -67,7 +72,7 @@ class LanguageModule(pl.LightningModule):
         with torch.device("meta"):
             model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
-        self.quantisation.swap(model, self.config.model.num_layers, device.type)
+        self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
         self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
         self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
@@ -76,6 +81,11 @@ class LanguageModule(pl.LightningModule):
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
+
+    @property
+    def copied_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of this rank that another pipeline stage holds, too, and counts."""
+        return list(self.pipeline.copies) if self.pipeline else []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -121,7 +131,10 @@ class LanguageModule(pl.LightningModule):
     ) -> None:
         """Unscale, clip to optim.gradient_clip_norm, record the norm from before; Lightning's own arguments stay unset.
 
-        Where a gradient overflowed, nothing is clipped and the plugin skips the update.
+        Where a gradient overflowed, nothing is clipped and the plugin skips the update; so it does where `spikes` says.
+
+        Raises:
+            StepNotMadeError: the loss or the norm is not finite, or spikes.policy ends the run.
         """
         parameters, layout = list(self.model.parameters()), self.trainer.strategy.layout
         plugin = self.trainer.precision_plugin
@@ -129,11 +142,11 @@ class LanguageModule(pl.LightningModule):
             self.step_record["loss_scale"] = plugin.loss_scale
         plugin.overflow = plugin.unscale(parameters, layout, self.quantisation.take_overflow())
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
-        copies = self.pipeline.copies if self.pipeline else []
-        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, copies)
-        if not plugin.overflow and not math.isfinite(self.step_record["grad_norm"]):
-            raise NonFiniteError("gradient norm", self.step_record["grad_norm"], self.completed_steps + 1)
-        if plugin.overflow:
+        self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, self.copied_parameters)
+        # An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run.
+        curable = plugin.overflow and (plugin.can_back_off or math.isfinite(self.step_record["loss"]))
+        plugin.skip = self.spikes.judge(self.step_record) if not curable else True
+        if plugin.skip:
             self.step_record["skipped"] = True
             self.skipped_steps += 1
 

@@ -25,6 +25,7 @@ class TrainPrecision(Precision):
         self.config = config.loss_scaling
         self.state = LossScale.initial(self.config) if self.config else None
         self.overflow = False
+        self.skip = False
 
     @property
     def loss_scale(self) -> float:
@@ -56,10 +57,10 @@ class TrainPrecision(Precision):
     def optimizer_step(
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run forward, backward and clipping; then update, or on an overflow leave weights and moments as they are."""
+        """Run forward, backward and clipping; then update, or where the step is skipped leave weights and moments."""
         result = closure()
         self._after_closure(model, optimizer)  # unscales and clips, in the module's configure_gradient_clipping
-        if not self.overflow:
+        if not self.skip:
             optimizer.step(**kwargs)
         if self.state is not None and self.config is not None:
             self.state = self.state.after_step(self.overflow, self.config)

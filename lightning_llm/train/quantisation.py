@@ -17,7 +17,9 @@ from lightning_llm.precision.module import (
     set_step_key,
     update_delayed,
 )
-from lightning_llm.precision.swap import SwapReport, swap_linears
+from lightning_llm.precision.native import Decision
+from lightning_llm.precision.swap import EMULATED, SwapReport, swap_linears
+from lightning_llm.precision.te import seed_random_bits
 from lightning_llm.schema import PrecisionConfig
 
 VALIDATION_KEY = 1 << 31
@@ -25,22 +27,28 @@ VALIDATION_KEY = 1 << 31
 
 
 class Quantisation:
-    """The recipe in force on one model."""
+    """The recipe in force on one model. `decision`: whether its casts and GEMMs run natively here."""
 
-    def __init__(self, recipe: PrecisionConfig, seed: int, max_steps: int):
+    def __init__(self, recipe: PrecisionConfig, seed: int, max_steps: int, decision: Decision = EMULATED):
         self.recipe = recipe
+        self.decision = decision
         self.seed = seed
         self.max_steps = max_steps
         self.report: SwapReport | None = None
         self._in_force = recipe.at(0, 1)  # what the swap starts with
         self._overflow: Tensor | None = None
 
-    def swap(self, model: nn.Module, num_layers: int, device_type: str) -> None:
-        """Swap the model's linears, on the meta device; `report` says what was converted and what was kept."""
+    def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
+        """Swap the model's linears, on the meta device; `report` says what was converted and what was kept.
+
+        `sharded`: FSDP2 will gather the weights for use.
+        """
         if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
             # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            self.report = swap_linears(model, self.recipe, num_layers, device_type)
+            self.report = swap_linears(
+                model, self.recipe, num_layers, device_type, decision=self.decision, sharded=sharded
+            )
 
     def watch_overflow(self, model: nn.Module) -> None:
         """Look for Inf and NaN in what the quantised layers are given, where the recipe asks for it.
@@ -75,11 +83,17 @@ class Quantisation:
         """Return a line on which layers are cast and how that runs; None for a recipe without casts."""
         if self.report is None or not self.report.converted:
             return None
-        how = f"emulated, {self.report.backend} (precision.casts={self.recipe.casts})"
+        if self.decision.runs == "native":
+            how = f"native ({self.decision.reason})"
+        else:
+            how = f"emulated, {self.report.backend} (precision.casts={self.recipe.casts})"
         reasons = Counter(self.report.kept.values())
         kept = [f"{count} high ({why})" for why, count in reasons.items()]
         line = "; ".join([f"casts  {len(self.report.converted)} linear layers, {how}", *kept])
-        return line if self.report.note is None else f"{line}\n       {self.report.note}"
+        notes = [] if self.report.note is None else [self.report.note]
+        if self.decision.runs != "native" and self.decision.problems:
+            notes.insert(0, f"not native: {self.decision.reason}")
+        return "\n       ".join([line, *notes])
 
     def begin_step(self, model: nn.Module, step: int) -> None:
         """Put the phase of `step` (from 0) in force."""
@@ -90,7 +104,10 @@ class Quantisation:
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
-        set_step_key(model, StepKey(self.seed, step, micro_batch))
+        key = StepKey(self.seed, step, micro_batch)
+        if self.decision.runs == "native" and self.decision.native is not None and self.decision.native.stochastic:
+            seed_random_bits(key.word())
+        set_step_key(model, key)
 
     def begin_validation_batch(self, model: nn.Module, step: int, index: int) -> None:
         """Key the random bits of a validation batch's forward pass."""

@@ -14,7 +14,6 @@ from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.fully_shard import reshard
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.checkpoint import restore
-from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.progress import set_completed_steps
 
 
@@ -77,8 +76,6 @@ class TrainStrategy(ModelParallelStrategy):
         optimizer.zero_grad(set_to_none=True)
         module.quantisation.begin_step(module.model, module.completed_steps)
         loss = self._accumulate(batch)
-        if not torch.isfinite(loss) and not self.precision_plugin.can_back_off:
-            raise NonFiniteError("loss", loss.item(), module.completed_steps + 1)
         module.open_step_record(loss.item(), learning_rate)
         return {"loss": loss}
 
@@ -93,7 +90,8 @@ class TrainStrategy(ModelParallelStrategy):
             module.pipeline.finish()
         self._agree_on_stop()
         losses = self.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
-        return self.layout.gather_micro_batches(losses).sum()
+        module.micro_batch_losses = self.layout.gather_micro_batches(losses)
+        return module.micro_batch_losses.sum()
 
     def _in_turn(self, batch: Batch, targets: Tensor) -> Tensor:
         """Run one micro-batch after the other; return the share of each in the step's loss, [A]."""
@@ -126,6 +124,11 @@ class TrainStrategy(ModelParallelStrategy):
         scale = self.precision_plugin.loss_scale
         losses: Tensor = module.pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, scale)
         return losses
+
+    def run_again(self, batch: Batch) -> None:
+        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        self.optimizers[0].zero_grad(set_to_none=True)
+        self._accumulate(batch)
 
     def ask_to_stop(self, signal_number: int) -> None:
         """Note that this rank was sent a signal; all ranks stop after the same step."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_llm.__main__ import main
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
@@ -94,3 +95,30 @@ def test_gradients_have_one_dtype_through_the_whole_sum():
     assert [problem.key for problem in problems_of(config)] == ["precision.reduce_dtype"]
     config = compose_config(["recipe=quickstart", "precision.main_grad_dtype=bf16"])
     assert {problem.key for problem in problems_of(config)} == {"precision.main_grad_dtype", "precision.reduce_dtype"}
+
+
+def test_warming_up_for_longer_than_the_run_is_said_not_refused(capsys):
+    assert main(["plan", "recipe=quickstart", "trainer.max_steps=5"]) == 0
+    assert "note   schedule.warmup_steps=50" in capsys.readouterr().out
+    assert main(["plan", "recipe=quickstart", "schedule.total_steps=50"]) == 2
+    assert "schedule.warmup_steps: is 50, and schedule.total_steps is 50" in capsys.readouterr().err
+
+
+def test_a_glob_that_matches_nothing_is_a_typo(capsys):
+    assert main(["plan", "precision=mxfp8", 'precision.modules.exclude=["*.down_prj"]']) == 2
+    told = capsys.readouterr().err
+    assert "precision.modules.exclude: has '*.down_prj', which matches no linear layer" in told
+    assert "layers.N.feed_forward.down_proj" in told
+
+
+def test_a_group_file_without_a_name_is_told_so(tmp_path, capsys):
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "own.yaml").write_text("compute_dtype: bf16\n")
+    assert main(["plan", "precision=own", "--config-dir", str(tmp_path)]) == 2
+    assert "precision.name: a value must be given: what precision=NAME calls this file" in capsys.readouterr().err
+
+
+def test_a_run_name_stays_below_its_experiment(tmp_path, capsys):
+    assert main(["train", "recipe=quickstart", f"run.root={tmp_path}", "run.name=a/../../b"]) == 2
+    assert "run.name: is 'a/../../b', which leads out of" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

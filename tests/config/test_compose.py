@@ -154,7 +154,8 @@ def test_a_sweep_is_the_product_and_its_problems_are_said_once():
 
 def test_cross_group_rules():
     config = compose_config([
-        "model.num_heads=5", "model.num_kv_heads=3", "data.sequence_length=100000", "schedule.warmup_steps=2000",
+        "model.num_heads=5", "model.num_kv_heads=3", "data.sequence_length=100000", 
+        "schedule.warmup_steps=2000", "schedule.total_steps=2000",
         "trainer.devices=2", "data.global_batch_size=7", "data.micro_batch_size=2",
     ])  # fmt: skip
     with pytest.raises(ConfigError) as error:

@@ -13,7 +13,9 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.memory import memory_bytes
 from lightning_llm.plan import plan_facts, plan_line, render
+from lightning_llm.precision.capability import DEVICES
 from lightning_llm.precision.describe import precision_facts
+from lightning_llm.precision.native import decide
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.train import checkpointing
 
@@ -31,7 +33,7 @@ def cast_of(facts: dict) -> CastConfig:
 
 
 def as_json(recipe: PrecisionConfig) -> dict:
-    return json.loads(json.dumps(precision_facts(recipe)))
+    return json.loads(json.dumps(precision_facts(recipe, decide(recipe, DEVICES["cpu"]))))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -25,7 +25,7 @@ CUT = [
 ]
 """Two ranks can share it: whole heads, and whole rotations of 64."""
 INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.virtual_stages=2"]
-SOME = ["fp32", "bf16", "fp8_delayed", "mxfp4_sr"]
+SOME = ["bf16", "fp8_delayed", "mxfp4_sr"]
 
 
 def stages_fit(case: Case) -> bool:
@@ -33,7 +33,13 @@ def stages_fit(case: Case) -> bool:
     return degrees is not None and (degrees.pp <= 2 or not case.layout.endswith("interleaved"))
 
 
-QUICK = [case for case in cases_on((2, 4), PIPELINED, SOME) if stages_fit(case) and case.micro_batches <= 8]
+MOST = {"bf16": 8}
+"""Micro-batches per step in `make test`; 4 of emulated recipes."""
+QUICK = [
+    case
+    for case in cases_on((2, 4), PIPELINED, SOME)
+    if stages_fit(case) and case.micro_batches <= MOST.get(case.precision, 4)
+]
 COVERING = covering(QUICK, strength=2)
 ALL = [case for case in cases_on((2, 4, 8), PIPELINED, PRECISIONS) if stages_fit(case)]
 FULL = [case for case in covering(ALL, strength=3) if case not in COVERING]
@@ -150,8 +156,8 @@ def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision,
         assert one[5:] == tuple(approximately(value, loss) for value in other[5:])
     for step, expected in enumerate(single["gradients"]):
         for name, gradient in expected.items():
-            error = (ours["gradients"][step][name] - gradient).norm() / gradient.norm()
-            assert error < (1e-5 if precision == "fp32" else 5e-2), (step, name)
+            error = (ours["gradients"][step][name] - gradient).norm()  # delayed scales start at 1, some gradients at 0
+            assert error <= gradient.norm() * (1e-5 if precision == "fp32" else 5e-2), (step, name)
 
 
 def approximately(value: float | None, tolerance: float) -> object:

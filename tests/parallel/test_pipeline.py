@@ -11,9 +11,11 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from traced_run import difference, leave_groups, run_with, traced_run
 
+from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.compose import compose_config
 from lightning_llm.parallel.pipeline import TrainStage
 from lightning_llm.parallel.stages import bubble_fraction
+from lightning_llm.train.nonfinite import NonFiniteError
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]
@@ -206,3 +208,37 @@ def test_a_sample_is_that_of_one_rank(ranks, words, tmp_path):
 
 def run_and_leave(config: Any) -> None:
     leave_groups(run_with(config).strategy.layout)
+
+
+SPOILED = "layers.2.feed_forward.up_proj"
+
+
+class SpoilOneWeight(pl.Callback):
+    """Puts NaN into a weight of the second stage before the second step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        named = dict(pl_module.model.named_parameters())
+        if pl_module.completed_steps == 1 and (weight := named.get(f"{SPOILED}.weight")) is not None:
+            with torch.no_grad():
+                weight[0, 0] = float("nan")
+
+
+def spoiled_run(config: Any) -> str:
+    try:
+        run_with(config, SpoilOneWeight(), QuantisationHealth(every_steps=1))
+    except NonFiniteError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("layout", ["pp", "pp_interleaved"])
+def test_health_and_the_origin_of_nan_are_those_of_all_stages(layout, ranks, words, tmp_path):
+    """Rank 0, which writes both, has the first stage; the second's weight was spoiled."""
+    health = {}
+    for name, world, place in (("ours", 2, layout), ("alone", 1, "single")):
+        more = [f"parallel={place}", f"trainer.devices={world}", "precision=mxfp8"]
+        said = ranks(world).call(spoiled_run, compose_config(words(name, *more)))
+        assert f"first appeared in {SPOILED}, operand fprop.w, of micro-batch 0" in said
+        health[name] = (tmp_path / name / "run" / "health.jsonl").read_text()
+    assert health["ours"] == health["alone"]
+    assert SPOILED in health["ours"]

@@ -1,0 +1,203 @@
+"""What a precision recipe does to each tensor while it trains: how much is lost, where, and where NaN began."""
+
+import json
+import logging
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_llm.callbacks.health_table import Tensors, table
+from lightning_llm.callbacks.records import cut_back
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.precision.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
+from lightning_llm.precision.linear import SLOT_NAMES, SeenCast
+from lightning_llm.precision.module import QuantisedLinear, quantised_layers
+from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.train.nonfinite_origin import find_origin
+
+HEALTH_FILE, TABLE_FILE = "health.jsonl", "health.txt"
+COLUMNS = (
+    "underflow_percent",
+    "saturation_percent",
+    "sqnr_db",
+    "bias",
+    LOWEST,
+    HIGHEST,
+    "scales_changed_percent",
+    "non_finite",
+)
+
+log = logging.getLogger(__name__)
+
+
+class QuantisationHealth(pl.Callback):
+    """Looks at every cast of every emulated linear in step 1 and each `every_steps`-th, over all ranks.
+
+    - `health/<slot>/<statistic>` in the step's record (and so in MLflow): all layers together, plus `sqnr_db_worst`,
+      the lowest of one layer. `precision.cast_statistics` defines the statistics.
+    - `health.jsonl`: a line per observed step with every module and slot; MLflow gets it as an artifact at the end.
+    - `health.txt`, shown at the end: the `worst` tensors of the last observed step.
+    - A warning names the first cast that was given NaN or Inf. Where training ends for a loss or gradient that is not
+      finite, the step is run again to say in which module and slot that began.
+
+    Scales are compared with those of the observed step before, where they belong to the same tensor: weights, and
+    delayed scaling. What is observed changes no bit of training.
+    """
+
+    def __init__(self, every_steps: int = 100, worst: int = 10):
+        self.every_steps = every_steps
+        self.worst = worst
+        self._layers: list[QuantisedLinear] = []
+        self._sums = self._ranges = torch.zeros(0)
+        self._scales: dict[tuple[int, str], Tensor] = {}
+        self._compared: set[tuple[int, str]] = set()
+        self._anywhere = self._observing = self._warned = False
+        self._batch: Any = None
+        self._tensors: Tensors = {}
+        self._step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Find the layers; drop what a resumed run will measure again."""
+        self._layers = [layer for layer in quantised_layers(pl_module.model) if not layer.plan.fixed]
+        # A pipeline's stage may have none, and still takes part in what all sum.
+        self._anywhere = any(trainer.strategy.layout.gather_over_stages(bool(self._layers)))
+        if not trainer.is_global_zero:
+            return
+        if not self._anywhere:
+            name = pl_module.config.precision.name
+            print(f"health precision={name} has no emulated casts here: only NaN and Inf are looked for", flush=True)
+        file = Path(pl_module.config.run.dir, HEALTH_FILE)
+        if file.exists():
+            cut_back(file, pl_module.completed_steps)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to observe, if this is a step to."""
+        self._batch = batch
+        step = pl_module.completed_steps + 1
+        if not self._anywhere or (step != 1 and step % self.every_steps):
+            return
+        shape, device = (len(self._layers), len(SLOT_NAMES)), trainer.strategy.root_device
+        self._sums = torch.zeros(*shape, len(SUMS), dtype=torch.float64, device=device)
+        self._ranges = torch.tensor([math.inf, -math.inf], dtype=torch.float64, device=device).repeat(*shape, 1)
+        self._compared = set()
+        self._observing = True
+        for index, layer in enumerate(self._layers):
+            layer.observe = partial(self._see, index)
+
+    @torch.no_grad()
+    def _see(self, layer: int, seen: SeenCast) -> None:
+        slot = SLOT_NAMES.index(seen.slot)
+        sums, span = self._sums[layer, slot], self._ranges[layer, slot]
+        its_sums, its_range = cast_sums(seen)
+        sums += its_sums
+        span.copy_(torch.stack([torch.minimum(span[0], its_range[0]), torch.maximum(span[1], its_range[1])]))
+        if (seen.slot.endswith(".w") or seen.cast.scale == "delayed") and (layer, seen.slot) not in self._compared:
+            self._compared.add((layer, seen.slot))  # one micro-batch's: the others have the same scales
+            scales, before = seen.scaled.multiplier.detach().clone(), self._scales.get((layer, seen.slot))
+            if before is not None and before.shape == scales.shape:
+                sums[SUMS.index("scales_compared")] += scales.numel()
+                sums[SUMS.index("scales_changed")] += (scales != before).sum()
+            self._scales[layer, seen.slot] = scales
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Sum over the ranks, and put down what the observed step was like."""
+        if not self._observing:
+            return
+        self._stop_observing()
+        names, sums, lowest, highest = self._of_all_ranks(trainer.strategy.layout)
+        self._step = pl_module.completed_steps
+        self._tensors = {
+            (name, slot): _figures(sums[i, s], lowest[i, s], highest[i, s])
+            for i, name in enumerate(names)
+            for s, slot in enumerate(SLOT_NAMES)
+            if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
+        }
+        if not self._tensors and trainer.is_global_zero and not self._warned:
+            self._warned = True
+            log.warning("quantisation health saw no cast: it looks at emulated ones, and these layers run natively")
+        pl_module.step_record.update(self._by_slot(sums, lowest, highest))
+        if trainer.is_global_zero:
+            self._append(Path(pl_module.config.run.dir, HEALTH_FILE))
+            self._warn()
+
+    def _of_all_ranks(self, layout: Layout) -> tuple[list[str], Tensor, Tensor, Tensor]:
+        """Return the layers' names, in the model's order, and their sums, lowest and highest [layers, slots, ..]."""
+        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
+        sums = layout.reduce(self._sums, dist.ReduceOp.SUM, *stage).cpu()
+        lowest = layout.reduce(self._ranges[..., 0].contiguous(), dist.ReduceOp.MIN, *stage).cpu()
+        highest = layout.reduce(self._ranges[..., 1].contiguous(), dist.ReduceOp.MAX, *stage).cpu()
+        parts = layout.gather_over_stages(([layer.name for layer in self._layers], sums, lowest, highest))
+        names = [name for part in parts for name in part[0]]
+        order = sorted(range(len(names)), key=lambda i: _block_of(names[i]))  # a rank may have stages far apart
+        sums, lowest, highest = (torch.cat([part[i] for part in parts])[order] for i in (1, 2, 3))
+        return [names[i] for i in order], sums, lowest, highest
+
+    def _by_slot(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
+        record: dict[str, float] = {}
+        for s, slot in enumerate(SLOT_NAMES):
+            of_layers = [made for (_, its), made in self._tensors.items() if its == slot]
+            if not of_layers:
+                continue
+            together = _figures(sums[:, s].sum(0), lowest[:, s].amin(), highest[:, s].amax())
+            ratios = [made["sqnr_db"] for made in of_layers if "sqnr_db" in made]
+            record |= {f"health/{slot}/{name}": value for name, value in together.items()}
+            if ratios:
+                record[f"health/{slot}/sqnr_db_worst"] = min(ratios)
+        return record
+
+    def _append(self, file: Path) -> None:
+        rows = [[*key, *(_short(made.get(name)) for name in COLUMNS)] for key, made in self._tensors.items()]
+        line = {"step": self._step, "columns": ["module", "slot", *COLUMNS], "rows": rows}
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+
+    def _warn(self) -> None:
+        first = next((key for key, made in self._tensors.items() if made["non_finite"]), None)
+        if first is not None and not self._warned:
+            self._warned = True
+            count = self._tensors[first]["non_finite"]
+            log.warning("step %d: %s, slot %s, was given %d NaN or Inf", self._step, *first, count)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Show the worst tensors."""
+        if self._tensors and trainer.is_global_zero:
+            print(self._write_table(pl_module), flush=True)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Say where a value that is not finite came from, and leave what was measured."""
+        self._stop_observing()
+        if self._tensors and trainer.is_global_zero:
+            self._write_table(pl_module)
+        if isinstance(exception, NonFiniteError) and self._batch is not None:
+            exception.origin = find_origin(pl_module, trainer.strategy, self._batch)
+
+    def _write_table(self, pl_module: Any) -> str:
+        text = table(self._tensors, self._step, self.worst)
+        Path(pl_module.config.run.dir, TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def _stop_observing(self) -> None:
+        self._observing = False
+        for layer in self._layers:
+            layer.observe = None
+
+
+def _block_of(name: str) -> int:
+    """Return 12 for "layers.12.attention.q_proj"; what is no block comes last."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "layers" else sys.maxsize
+
+
+def _figures(sums: Tensor, lowest: Tensor, highest: Tensor) -> dict[str, float]:
+    return figures(dict(zip(SUMS, sums.tolist(), strict=True)), lowest.item(), highest.item())
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -1,0 +1,195 @@
+"""G2: what Transformer Engine quantises and multiplies against our emulation: every operand, every product."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu_check import setting
+from gpu_check.library import layer_of, relative
+from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.setting import native_recipes, recipes
+from lightning_llm.precision.module import delayed_state, update_delayed
+from lightning_llm.precision.native import decide, native_recipe
+from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.scales import divide
+from lightning_llm.schema.precision import CastConfig, PrecisionConfig, slots_of
+
+TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
+PRODUCT_LIMIT = 5e-3
+"""Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
+number (2^-8), and the emulation rounds a product with a tensor-level factor twice."""
+
+
+class Stored(NamedTuple):
+    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantised.stored_scale`."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def check(clock: Clock) -> Iterator[Row]:
+    """Yield agreement for every native recipe, then what becomes of those that this GPU lacks."""
+    here = setting.here()
+    if here.library_problem is not None:
+        yield missing("native recipes", here.library_problem)
+    for name, (recipe, _) in native_recipes().items():
+        if not clock.allows(6):
+            yield missing(name, "out of time")
+            continue
+        yield from guarded(f"{name}: operands", operands, recipe)
+        yield from guarded(f"{name}: products", products, recipe)
+        if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
+            yield from guarded(f"{name}: history", history, recipe)
+    for name, recipe in recipes().items():
+        if recipe.quantises and decide(recipe, here).runs == "emulated":
+            if not clock.allows(2):
+                yield missing(name, "out of time")
+                continue
+            yield from guarded(name, fallback, recipe)
+
+
+def tensors() -> dict[str, Tensor]:
+    """Return x [M, K], w [N, K] and dy [M, N] in bf16, with rows of very different size, outliers and zeros."""
+    device = setting.DEVICE
+    generator = torch.Generator(device).manual_seed(0)
+    made = {}
+    for role, (rows, columns) in {"x": (TOKENS, INPUTS), "w": (OUTPUTS, INPUTS), "dy": (TOKENS, OUTPUTS)}.items():
+        tensor = torch.randn(rows, columns, device=device, generator=generator)
+        tensor *= torch.exp2(torch.arange(rows, device=device) % 24 - 12.0)[:, None]
+        tensor[7] = 0
+        tensor[3, 5] = 3000.0
+        made[role] = tensor.bfloat16()
+    return made
+
+
+def operands(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield, for each slot, the share of codes and of scales that are the same on both sides: all of them is wanted."""
+    native, _ = native_recipe(recipe)
+    given = tensors()
+    layer = layer_of(recipe, INPUTS, OUTPUTS)
+    with torch.no_grad():
+        layer.weight.copy_(given["w"])
+    x = given["x"].clone().requires_grad_()
+    layer(x).backward(given["dy"])  # makes the quantisers
+    if native is None or native.stochastic:
+        yield missing(f"{recipe.name}: codes", "drawn from the GPU's own random bits: compared in distribution alone")
+        return
+    quantizers = layer._kernel[0].quantizers
+    by_role = dict(zip(("x", "w"), quantizers["scaling_fwd"], strict=False)) | {"dy": quantizers["scaling_bwd"][0]}
+    for slot, cast in slots_of(recipe).items():
+        if not cast.quantises:
+            continue
+        role = slot.split(".")[1]
+        axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
+        scale = None if layer.scale is None else layer.scale[("x", "w", "dy").index(role)]
+        theirs = stored(
+            quantised_by(by_role[role], given[role]), cast, axis, (given[role].shape[0], given[role].shape[1])
+        )
+        ours = emulated(given[role], cast, axis, scale)
+        yield from compare(f"{recipe.name} {slot}", theirs, ours)
+
+
+def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
+    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
+    own = quantizer.copy() if hasattr(quantizer, "copy") else copy.copy(quantizer)
+    own.internal = own.optimize_for_gemm = False
+    own.set_usage(rowwise=True, columnwise=True)
+    return own(tensor)
+
+
+def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
+    """Return one direction of a tensor that Transformer Engine quantised, in our layout.
+
+    Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] and one `_scale_inv`; per block of 128 columnwise
+    data is transposed, scales of vectors are too, and the last axis of scales is padded to a multiple of 4; MXFP8 has
+    neither data transposed, and pads scales to 128 by 4.
+    """
+    rows, columns = shape
+    if cast.block == "tensor":
+        codes = made._data if axis == 1 else made._transpose.T
+        return Stored(codes.view(torch.uint8), made._scale_inv.reshape(()))
+    side = "rowwise" if axis == 1 else "columnwise"
+    codes, scales = getattr(made, f"_{side}_data").view(torch.uint8), getattr(made, f"_{side}_scale_inv")
+    if cast.block in ("1x128", "128x128"):
+        codes = codes if axis == 1 else codes.T
+        if cast.block == "1x128":
+            return Stored(codes, scales[:, :rows].T if axis == 1 else scales[:, :columns])
+        blocks = (-(-rows // 128), -(-columns // 128))
+        return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
+    down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
+    return Stored(codes, scales.view(torch.uint8)[:down, :right].float())
+
+
+def emulated(tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None) -> Stored:
+    """Return the same by our quantisers: scales are what is stored beside the codes."""
+    made = quantise(tensor, cast, axis, delayed=delayed)
+    scales = made.stored_scale.float()
+    return Stored(made.codes, divide(1.0, scales) if cast.block == "tensor" else scales)
+
+
+def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
+    """Yield the shares of codes and scales that are equal."""
+    for kind, one, other in zip(("codes", "scales"), theirs, ours, strict=True):
+        if one.shape != other.shape:
+            yield Row(f"{what}: {kind}", None, "", "off", f"native has {tuple(one.shape)}, ours {tuple(other.shape)}")
+            continue
+        share = float((one == other).double().mean())
+        yield judged(f"{what}: equal {kind}", 100 * share, "%", share == 1, "all")
+
+
+def products(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield how far y, dx and dw of the native layer are from the emulated one's."""
+    given, found = tensors(), []
+    for backend in ("native", "emulated"):
+        layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
+        with torch.no_grad():
+            layer.weight.copy_(given["w"])
+        layer.keys = torch.arange(9, device=setting.DEVICE)
+        x = given["x"].clone().requires_grad_()
+        y = layer(x)
+        y.backward(given["dy"])
+        found.append((y.detach(), x.grad, layer.weight.grad))
+    stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
+    for name, native, ours in zip(("y", "dx", "dw"), *found, strict=True):
+        what = f"{recipe.name} {name}: native over emulated, relative difference"
+        if stochastic and name != "y":
+            yield Row(what, relative(native, ours), "", "measured", "random bits differ")
+            continue
+        error = relative(native, ours)
+        yield judged(what, error, "", error < PRODUCT_LIMIT, f"< {PRODUCT_LIMIT}")
+
+
+def history(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield whether delayed scales and histories are the same bits after three steps of two micro-batches."""
+    states = []
+    for backend in ("native", "emulated"):
+        layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
+        with torch.no_grad():
+            layer.weight.copy_(tensors()["w"])
+        for step in range(3):
+            for micro_batch in range(2):
+                given = tensors()
+                x = (given["x"] * (1 + step + micro_batch)).requires_grad_()
+                layer(x).backward(given["dy"] / (1 + step))
+            update_delayed(layer)
+        states.append(delayed_state(layer)["layers.1.linear"])
+    for key in ("scale", "amax_history"):
+        share = float((states[0][key] == states[1][key]).double().mean())
+        yield judged(f"{recipe.name}: equal {key} after three steps", 100 * share, "%", share == 1, "all")
+
+
+def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield that a recipe this GPU lacks is refused as native, with the reason, and runs emulated."""
+    here = setting.here()
+    asked = decide(recipe.model_copy(update={"backend": "native"}), here)
+    layer = layer_of(recipe.model_copy(update={"casts": "eager"}), INPUTS, OUTPUTS)
+    layer.keys = torch.arange(9, device=setting.DEVICE)
+    given = tensors()
+    x = given["x"].clone().requires_grad_()
+    layer(x).backward(given["dy"])
+    finite = bool(torch.isfinite(x.grad).all()) if x.grad is not None else False
+    holds = asked.runs == "refused" and finite
+    yield judged(f"{recipe.name}: refused natively, runs emulated", float(holds), "", holds, asked.reason[:160])

@@ -1,0 +1,125 @@
+"""G1: Transformer Engine loads, says of the device what we say, and its products agree with fp32's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_check import setting
+from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.setting import milliseconds, native_recipes, recipes
+from lightning_llm.precision.native import Kind, decide, device_problems, native_recipe
+from lightning_llm.precision.te import engine
+from lightning_llm.schema.precision import PrecisionConfig
+
+SHAPES = ((512, 1024, 768), (2048, 4096, 2048))  # tokens, inputs, outputs
+SIZE = 4096
+LIMITS = {"e4m3": 0.05, "e5m2": 0.09, "e2m1": 0.35}
+"""Relative error of a product, by its coarsest format: an element rounded to m mantissa bits is off by 2^-m / sqrt(12)
+of its binade on average, both operands count, and there is room for a half."""
+ASKS: dict[Kind, str] = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "subchannel": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+
+
+def check(clock: Clock) -> Iterator[Row]:
+    """Yield what the library is, what it admits, how exact it is, and how fast one product is."""
+    here = setting.here()
+    if here.library_problem is not None:
+        yield missing("Transformer Engine", here.library_problem)
+        return
+    yield Row("Transformer Engine", None, "", "ok", f"{here.library}, CUDA {here.cuda}, {here.device}")
+    yield from guarded("what it admits", admits)
+    yield from guarded("bf16", exactness, "bf16", recipes()["bf16"])
+    base: dict[str, float] = {}
+    for name, (recipe, _) in {"bf16": (recipes()["bf16"], None), **native_recipes()}.items():
+        if not clock.allows(4):
+            yield missing(name, "out of time")
+            continue
+        if recipe.quantises:
+            yield from guarded(name, exactness, name, recipe)
+        yield from guarded(name, speed, name, recipe, base)
+
+
+def admits() -> Iterator[Row]:
+    """Yield whether the library's own checks say what ours say."""
+    here = setting.here()
+    seen = set()
+    for recipe in recipes().values():
+        native, _ = native_recipe(recipe)
+        if native is None or native.kind in seen:
+            continue
+        seen.add(native.kind)
+        theirs, why = getattr(engine().pytorch, ASKS[native.kind])(return_reason=True)
+        ours = not device_problems(native, here)
+        yield judged(f"{native.name}: both say {'yes' if ours else 'no'}", float(theirs), "", theirs == ours, why)
+
+
+def layer_of(recipe: PrecisionConfig, inputs: int, outputs: int) -> Any:
+    """Return a linear of a block, with fp32 masters, as `recipe` runs natively on this machine."""
+    from lightning_llm.model.linear import Linear
+    from lightning_llm.precision.swap import swap_linears
+
+    linear = Linear(inputs, outputs, bias=False, device=setting.DEVICE)
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict({"linear": linear})})})
+    if recipe.quantises:
+        swap_linears(model, recipe, 3, setting.DEVICE, decision=decide(recipe, setting.here()))
+    return model["layers"]["1"]["linear"]  # type: ignore[index]
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return |found - wanted| / |wanted|, by norms in fp64."""
+    return float((found.detach().double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield the largest relative error of y, dx and dw against products in fp32 of the same bf16 operands."""
+    formats = [cast.format for gemm in (recipe.fprop, recipe.dgrad, recipe.wgrad) for _, cast in gemm]
+    limit = max((LIMITS[each] for each in formats if each in LIMITS), default=0.01)
+    for tokens, inputs, outputs in SHAPES:
+        generator = torch.Generator(setting.DEVICE).manual_seed(1)
+        x, dy = (
+            torch.randn(tokens, n, device=setting.DEVICE, generator=generator).bfloat16() for n in (inputs, outputs)
+        )
+        layer = layer_of(recipe, inputs, outputs)
+        with torch.no_grad():
+            layer.weight.normal_(std=inputs**-0.5, generator=generator)
+        for _ in range(3):  # delayed scaling takes its scales from the steps before
+            operand = x.clone().requires_grad_()
+            layer.weight.grad = None
+            y = layer(operand)
+            y.backward(dy)
+            if recipe.quantises:
+                from lightning_llm.precision.module import update_delayed
+
+                update_delayed(layer)
+        w = layer.weight.detach().bfloat16().float()
+        wanted = (x.float() @ w.T, dy.float() @ w, dy.float().T @ x.float())
+        errors = [relative(a, b) for a, b in zip((y, operand.grad, layer.weight.grad), wanted, strict=True)]
+        what = f"{name}, {tokens} x {inputs} x {outputs}: largest error of y, dx, dw"
+        yield judged(what, max(errors), "", max(errors) < limit, f"< {limit}")
+
+
+def speed(name: str, recipe: PrecisionConfig, base: dict[str, float]) -> Iterator[Row]:
+    """Yield the speed of one square layer, forward and backward, and its ratio to bf16's."""
+    layer = layer_of(recipe, SIZE, SIZE)
+    x = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16().requires_grad_()
+    dy = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16()
+
+    def both() -> None:
+        x.grad = layer.weight.grad = None
+        layer(x).backward(dy)
+
+    taken = milliseconds(both, repeats=5)
+    base.setdefault("bf16", taken)
+    flops = 6 * SIZE**3 / (taken * 1e-3) / 1e12
+    yield Row(
+        f"{name}, {SIZE} cubed, fp32 masters, forward and backward", flops, "TFLOP/s", "measured", f"{taken:.3f} ms"
+    )
+    if name != "bf16":
+        yield Row(f"{name}, the same, bf16's time over it", base["bf16"] / taken, "")

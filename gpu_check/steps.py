@@ -1,0 +1,94 @@
+"""G3: the tests that are marked for a GPU, and training steps of every recipe on a small model."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gpu_check import setting
+from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.setting import model_config, recipes
+from gpu_check.wheels import lacking
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.precision.native import decide
+from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.train.quantisation import Quantisation
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = {
+    "num_layers": 3, "hidden_size": 256, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 512, "vocab_size": 512,
+}  # fmt: skip
+STEPS = 3
+
+
+def check(clock: Clock) -> Iterator[Row]:
+    """Yield a row for the tests, and one for each recipe."""
+    losses: dict[str, float] = {}
+    names = sorted(recipes(), key=lambda name: (name != "bf16", name))
+    for name in names:
+        if not clock.allows(3):
+            yield missing(name, "out of time")
+            continue
+        yield from guarded(name, one_recipe, recipes()[name], losses)
+    yield from guarded("tests marked gpu", marked_tests, clock)
+
+
+def one_recipe(recipe: PrecisionConfig, losses: dict[str, float]) -> Iterator[Row]:
+    """Yield whether three steps of training end near bf16's loss."""
+    decision = decide(recipe, setting.here())
+    loss = train(recipe)
+    losses[recipe.name] = loss
+    far = abs(loss - losses["bf16"])
+    what = f"{recipe.name} ({decision.runs}): loss after {STEPS} steps"
+    yield judged(what, loss, "", far < 0.1 * losses["bf16"], f"within 10 % of bf16's {losses['bf16']:.4f}")
+
+
+def train(recipe: PrecisionConfig) -> float:
+    """Return the loss after `STEPS` steps of AdamW on random tokens, with the recipe's own loss scale."""
+    device, decision = setting.DEVICE, decide(recipe, setting.here())
+    quantisation = Quantisation(recipe.model_copy(update={"casts": "eager"}), 0, STEPS, decision)
+    with torch.device("meta"):
+        model = Decoder(model_config("llama_tiny", **SIZES), compute_dtype=DTYPES[recipe.compute_dtype])
+    quantisation.swap(model, SIZES["num_layers"], device)
+    model.to(DTYPES[recipe.master_dtype]).to_empty(device=device)
+    initialise(model, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(0)).to(device)
+    scale = recipe.loss_scaling.init_scale if recipe.loss_scaling else 1.0
+    loss = torch.zeros(())
+    for step in range(STEPS + 1):
+        quantisation.begin_step(model, min(step, STEPS - 1))
+        quantisation.begin_micro_batch(model, step, 0)
+        loss = next_token_loss_sum(model(tokens), tokens) / tokens.numel()
+        optimizer.zero_grad()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= scale
+        optimizer.step()
+        quantisation.end_step(model, lambda amax: amax)
+    return float(loss.item())
+
+
+def marked_tests(clock: Clock) -> Iterator[Row]:
+    """Yield how many of the tests marked `gpu` passed."""
+    if gone := lacking(("pytest", "omegaconf", "hydra")):
+        yield missing("tests marked gpu", f"{', '.join(gone)} not installed")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", str(ROOT / "tests")]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=max(1, clock.left - 2), check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield missing("tests marked gpu", "out of time")
+        return
+    last = (done.stdout.strip().splitlines() or ["nothing was said"])[-1]
+    passed = int(found[1]) if (found := re.search(r"(\d+) passed", last)) else 0
+    yield judged("tests marked gpu: passed", passed, "", done.returncode == 0 and passed > 0, last[:200])

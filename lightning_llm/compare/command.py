@@ -1,0 +1,110 @@
+"""The verbs `compare` and `diff`. Neither imports torch."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
+from lightning_llm.compare.differences import all_differences, below
+from lightning_llm.compare.find import find_runs
+from lightning_llm.compare.verdict import Terms
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import NOT_IDENTITY
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the verdicts over runs and write `compare.json` and `report.html`; return 0, or 2 where runs were unusable.
+
+    What is sound is printed and written either way.
+    """
+    terms = _terms(arguments)
+    found = find_runs(arguments.runs)
+    runs, problems = read_all(found.folders)
+    try:
+        comparison = compare_runs(runs, terms, arguments.baseline)
+    except ConfigError as error:
+        raise ConfigError([*found.problems, *problems, *error.problems]) from error
+    comparison.problems = [*found.problems, *problems, *comparison.problems]
+    folder = Path(arguments.output) if arguments.output else found.home / "compare"
+    data = comparison.as_data()
+    if arguments.json:
+        print(json.dumps(data, indent=1, default=str))
+    else:
+        _print(comparison)
+    _write(comparison, data, folder, quiet=arguments.json)
+    if comparison.problems:
+        raise ConfigError(comparison.problems)
+    return 0
+
+
+def _terms(arguments: argparse.Namespace) -> Terms:
+    problems = []
+    if not arguments.margin > 0:
+        problems.append(Problem("--margin", f"is {arguments.margin:g}, must be above 0 (nats per token)."))
+    if not 0.5 <= arguments.confidence < 1:
+        problems.append(Problem("--confidence", f"is {arguments.confidence:g}, must be from 0.5 to below 1, say 0.95."))
+    if not 0 <= arguments.tail < 1:
+        problems.append(Problem("--tail", f"is {arguments.tail:g}, must be from 0 (the last validation) to below 1."))
+    if problems:
+        raise ConfigError(problems)
+    return Terms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
+
+
+def _print(comparison: Comparison) -> None:
+    from rich.console import Console
+
+    from lightning_llm.compare.table import print_comparison
+
+    # What is printed comes from configs, where [brackets] are lists.
+    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=180, no_color=True)
+    print_comparison(comparison, console)
+
+
+def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet: bool) -> None:
+    from lightning_llm.compare.report import write_report
+    from lightning_llm.compare.tracking import log_verdicts
+
+    say = sys.stderr if quiet else sys.stdout
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "compare.json").write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+        write_report(comparison, folder / "report.html")
+    except OSError as error:
+        text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
+        comparison.problems.append(Problem("--output", text))
+        return
+    print(f"report {folder / 'report.html'}", file=say)
+    if note := log_verdicts(comparison, folder):
+        print(note, file=say)
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
+    found = [find_runs([word]) for word in (arguments.run, arguments.other)]
+    problems = [problem for each in found for problem in each.problems]
+    for word, each in zip((arguments.run, arguments.other), found, strict=True):
+        if len(each.folders) > 1:
+            text = f"holds {len(each.folders)} runs; name one of them, e.g. {each.folders[0]}."
+            problems.append(Problem(word, text))
+    runs, broken = read_all([folder for each in found for folder in each.folders[:1]])
+    if problems or broken:
+        raise ConfigError([*problems, *broken])
+    differing = all_differences(*(runs if len(runs) == 2 else [runs[0], runs[0]]))
+    differing = {key: values for key, values in differing.items() if arguments.all or not below(key, NOT_IDENTITY)}
+    if arguments.json:
+        print(json.dumps({key: list(values) for key, values in differing.items()}, indent=1, default=str))
+        return 0
+    if not differing:
+        print("no difference in configs, versions, device, code and data")
+        return 0
+    width = max(map(len, differing))
+    print(f"{'':<{width}}  {runs[0].name} | {runs[-1].name}")
+    for key, (ours, theirs) in differing.items():
+        print(f"{key:<{width}}  {_word(ours)} | {_word(theirs)}")
+    return 0
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,103 @@
+"""Which keys of two runs differ, and what such a difference means for a verdict."""
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from lightning_llm.compare.reading import Run, facts
+from lightning_llm.identity import NOT_IDENTITY
+
+FREE = (
+    *NOT_IDENTITY,
+    "recipe",
+    "checkpoint.",
+    "callbacks.",
+    "data.cache_dir",
+    "data.num_workers",
+    "data.name",
+    "model.name",
+    "model.parameters_published",
+    "parallel.name",
+    "parallel.timeout_seconds",
+    "precision.name",
+    "precision.reference",
+    "precision.hardware",
+    "trainer.name",
+    "trainer.accelerator",
+    "trainer.compile",
+    "trainer.validate_every_steps",
+)
+"""No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
+(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`)."""
+
+LAYOUT = (
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.cp",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.zero_stage",
+    "parallel.reduction",
+    "parallel.activation_checkpoint",
+    "parallel.activation_checkpoint_every",
+    "trainer.devices",
+    "world",
+)
+"""Free, too, between two layouts that both train to the bits of a single rank (docs/parallel.md)."""
+
+ROUNDING = (*LAYOUT, "parallel.compile", "data.micro_batch_size", "trainer.threads", "threads")
+"""These change the order of sums alone. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
+
+VALIDATION = ("data.tokenizer.", "data.validation.", "data.sources.", "data.sequence_length", "data.document_mask")
+"""What decides which tokens a validation scores, for runs whose summaries do not name the set by its hash."""
+
+
+def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value in one, value in other)} over resolved configs and recorded facts; None where there is none.
+
+    Keys that say where a run was kept are in it, too; `meaningful` leaves them out.
+    """
+    return _unequal(one.config, other.config) | _unequal(_comparable_facts(one, other), _comparable_facts(other, one))
+
+
+def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """Return the differences that can change what is learned, less the keys in `except_below` and the seed."""
+    free = (*FREE, "seed", *except_below)
+    if one.bitwise_layout and other.bitwise_layout:
+        free += LAYOUT
+    return {key: values for key, values in all_differences(one, other).items() if not below(key, free)}
+
+
+def validation_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
+    """Return what makes the validation losses of two runs no measurements of the same thing; empty where they are."""
+    ours, theirs = facts(one).get("validation_hash"), facts(other).get("validation_hash")
+    if ours is not None and theirs is not None:
+        return {} if ours == theirs else {"validation_hash": (ours, theirs)}
+    differing = _unequal(one.config, other.config)
+    return {key: values for key, values in differing.items() if below(key, VALIDATION) and not key.endswith(".weight")}
+
+
+@lru_cache(maxsize=65536)
+def below(key: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether `key` is one of `prefixes`, or lies below one that ends with a dot."""
+    return any(key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)
+
+
+def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = sorted(ours.keys() | theirs.keys())
+    return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+
+
+def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
+    """Return the run's facts, without git's where both have a hash of the code that ran.
+
+    Without the backend, too, where one of the two casts nothing and so has none: that is the recipe's doing.
+    """
+    found, others = dict(facts(run)), facts(other)
+    if "backend" not in others:
+        found.pop("backend", None)
+    if "code_hash" in found and "code_hash" not in others:
+        del found["code_hash"]
+        git = run.summary.get("git") or {}
+        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+    return found

@@ -1,0 +1,189 @@
+"""The factor: what the runs are compared by, its levels, and which of them is the baseline."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING, below
+from lightning_llm.compare.reading import Run
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+
+GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
+"""In this order, where several vary and none is asked for."""
+NOT_THE_RECIPE = ("precision.backend",)
+"""Says where casts run, not which: a confounder."""
+USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
+
+ITSELF = "rounding"
+"""The factor where the runs differ in several keys that change the order of sums, and in nothing else."""
+NOT_COMPARED = (*FREE, "seed")
+
+Level = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels."""
+
+    name: str
+    keys: tuple[str, ...]
+    labels: dict[Level, str]
+    baseline: Level
+    note: str = ""
+
+    def level(self, run: Run) -> Level:
+        """Return the values of the factor's keys."""
+        return _level(run, self.keys)
+
+    def label(self, run: Run) -> str:
+        """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
+        return self.labels[self.level(run)]
+
+    @property
+    def baseline_label(self) -> str:
+        """What the baseline is called."""
+        return self.labels[self.baseline]
+
+
+def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
+    """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
+
+    Raises:
+        ConfigError: the runs do not differ, or no run has the baseline's level.
+    """
+    name, _, wanted = (asked or "").rpartition("=")
+    varying = varying_keys(runs)
+    note = ""
+    if not name:
+        name, note = _most_likely(varying)
+    if name == ITSELF:
+        return _itself(runs, tuple(varying), wanted, note)
+    groups = {key.partition(".")[0] for run in runs for key in run.config}
+    single = "." in name
+    if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
+        text = f"there is no group or key '{name}' to compare by.{did_you_mean(name, groups - {'seed', 'run'})}"
+        raise ConfigError(Problem("--baseline", text))
+    keys = (
+        (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
+    )
+    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    if len(levels) < 2:
+        text = (
+            f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+        )
+        raise ConfigError(Problem("RUN", text))
+    labels = _labels(runs, name, keys, levels)
+    baseline, said = _baseline(name, labels, wanted, runs, keys)
+    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, said))))
+
+
+def varying_keys(runs: Sequence[Run]) -> list[str]:
+    """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
+    keys = sorted({key for run in runs for key in run.config})
+    found = [
+        key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
+    ]
+    if all(run.bitwise_layout for run in runs):  # only where it is what they are compared by
+        return [key for key in found if not below(key, LAYOUT) or key.startswith("parallel.")]
+    return found
+
+
+def _most_likely(varying: list[str]) -> tuple[str, str]:
+    """Return the factor to take where none was asked for, and what to say of the choice."""
+    meant = {key.partition(".")[0] for key in varying if not below(key, ROUNDING)} - {"parallel"}
+    candidates = [group for group in GROUPS if group in meant]
+    if candidates:
+        several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
+        return candidates[0], several if len(candidates) > 1 else ""
+    beside = {key for key in varying if not key.startswith("parallel.")} - {"trainer.devices", "world"}
+    note = "The runs are of one recipe, held against itself: no gap here is real."
+    if not beside:
+        return "parallel", note if varying else ""
+    return (*beside, "")[0] if len(varying) == 1 else ITSELF, note
+
+
+def _itself(runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
+    """Return the factor over runs of one recipe: each way to round is a level, named by what is not as in the first.
+
+    Raises:
+        ConfigError: a level was asked for: such runs have the first as their baseline.
+    """
+    if wanted:
+        text = f"'{wanted}' alone does not say of which key; the runs differ in {', '.join(keys)}. Give KEY=VALUE."
+        raise ConfigError(Problem("--baseline", text))
+    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    first = levels[0]
+    labels = {first: str(runs[0].config.get("precision.name") or "the first run")}
+    for level in levels[1:]:
+        labels[level] = ", ".join(f"{k}={_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base)
+    return Factor(ITSELF, keys, labels, first, note)
+
+
+def _level(run: Run, keys: tuple[str, ...]) -> Level:
+    return tuple(_text(run.config.get(key)) for key in keys)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
+    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name."""
+    named = {_level(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
+    labels = {}
+    for level in levels:
+        alike = [other for other in levels if named[other] == named[level]]
+        apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
+        pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.')}={_word(level[i])}" for i in apart)
+        if not named[level] or len(alike) == len(levels):
+            labels[level] = pairs
+        else:
+            labels[level] = f"{named[level]} ({pairs})" if pairs else named[level]
+    return labels
+
+
+def _parsed(word: str) -> Any:
+    """Return a value as typed on the command line: a number, true, null or text. (2e-3 is text to YAML alone.)"""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def _word(value: str) -> str:
+    loaded = json.loads(value)
+    return loaded if isinstance(loaded, str) else value
+
+
+def _baseline(
+    name: str, labels: dict[Level, str], wanted: str, runs: Sequence[Run], keys: tuple[str, ...]
+) -> tuple[Level, str]:
+    """Return the baseline's level and what to say of how it was chosen."""
+    by_name: dict[str, list[Level]] = {}
+    for run in runs:
+        level = _level(run, keys)
+        for word in {labels[level], str(run.config.get(f"{name}.name") or labels[level])}:
+            if level not in by_name.setdefault(word, []):
+                by_name[word].append(level)
+    if wanted:
+        if len(keys) == 1:
+            value = (_text(_parsed(wanted)),)
+            if value in labels:
+                return value, ""
+        found = by_name.get(wanted, [])
+        if len(found) == 1:
+            return found[0], ""
+        hint = did_you_mean(wanted, labels.values())
+        text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{hint}"
+        raise ConfigError(Problem("--baseline", text))
+    for usual in USUAL_BASELINES.get(name, ()):
+        if len(by_name.get(usual, [])) == 1:
+            return by_name[usual][0], ""
+    if name == "precision":
+        text = (
+            f"none of the runs is bf16 or fp32. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
+        )
+        raise ConfigError(Problem("--baseline", text))
+    first = next(iter(labels))
+    return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."

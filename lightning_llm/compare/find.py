@@ -1,0 +1,137 @@
+"""RUN words of the command line -> folders of runs."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.workspace import default_outputs
+
+RUN_ID = re.compile(r"[0-9a-f]{32}")
+DEPTH = 3
+"""How many folders deep runs lie below one that is named: outputs/EXPERIMENT/SWEEP/N."""
+
+
+@dataclass
+class Found:
+    """`folders` of runs, `problems` with what was asked for, and `home`: where a report on them belongs."""
+
+    folders: list[Path] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    home: Path = Path()
+
+
+def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
+    """Return the runs that `words` name: folders of runs or above runs, experiments, MLflow ids; none: the last sweep.
+
+    Raises:
+        ConfigError: nothing was found at all.
+    """
+    root = root or Path(default_outputs())
+    found = Found()
+    places: list[Path] = []
+    for word in words or [str(_newest_sweep(root))]:
+        try:
+            places += _places_of(word, root)
+        except ConfigError as error:
+            found.problems += error.problems
+    for place in places:
+        below = list(_runs_below(place))
+        if not below:
+            found.problems.append(
+                Problem(str(place), "there is no run in this folder. Give one that holds config.yaml.")
+            )
+        found.folders += below
+    found.folders = list(dict.fromkeys(folder.resolve() for folder in found.folders))
+    if not found.folders:
+        raise ConfigError(found.problems)
+    found.home = _home(places, found.folders)
+    return found
+
+
+def _home(places: list[Path], folders: list[Path]) -> Path:
+    """Return the folder that was named if it is one above runs, else the nearest one that holds all of them."""
+    if len(places) == 1 and places[0].resolve() not in folders:
+        return places[0].resolve()
+    return Path(os.path.commonpath([folder.parent for folder in folders]))
+
+
+def _runs_below(place: Path) -> Iterator[Path]:
+    if is_run(place):
+        yield place
+        return
+    for depth in range(1, DEPTH + 1):
+        files = place.glob("/".join(["*"] * depth) + "/config.yaml")
+        yield from sorted((file.parent for file in files if is_run(file.parent)), key=_by_number)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is one that a run was written to."""
+    return (folder / "config.yaml").is_file() and any(
+        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json")
+    )
+
+
+def _by_number(folder: Path) -> tuple[str, int, str]:
+    return str(folder.parent), int(folder.name) if folder.name.isdigit() else -1, folder.name
+
+
+def _newest_sweep(root: Path) -> Path:
+    sweeps = {file.parent.parent for file in root.glob("*/*/*/config.yaml") if file.parent.name.isdigit()}
+    if not sweeps:
+        text = (
+            f"no run was named, and there is no sweep in {root}. Name runs, or run a sweep: lightning-llm train -m ..."
+        )
+        raise ConfigError(Problem("RUN", text))
+    return max(sweeps, key=lambda sweep: max(file.stat().st_mtime for file in sweep.glob("*/config.yaml")))
+
+
+def _places_of(word: str, root: Path) -> list[Path]:
+    """Return the folders that one word names.
+
+    Raises:
+        ConfigError: it names none, or MLflow, which would have to know, does not answer.
+    """
+    for path in (Path(word).expanduser(), root / word):
+        if path.is_dir():
+            return [path]
+    if RUN_ID.fullmatch(word):
+        known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
+        return known or _ask_mlflow(word, root)
+    names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    raise ConfigError(
+        Problem(word, f"is no folder, no experiment in {root} and no MLflow run id.{did_you_mean(word, names)}")
+    )
+
+
+def _id_files(root: Path) -> Iterable[Path]:
+    for depth in range(1, DEPTH + 1):
+        yield from root.glob("/".join(["*"] * depth) + "/mlflow_run_id")
+
+
+def _ask_mlflow(run_id: str, root: Path) -> list[Path]:
+    """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise ConfigError(Problem(run_id, f"is no run in {root}, and there is no MLflow database {uri}."))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    try:
+        from mlflow import MlflowClient
+
+        client: Any = MlflowClient(uri)
+        run = client.get_run(run_id)
+        children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'")
+    except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        text = f"MLflow at {uri} could not be asked for this run ({why}). Check it, or name the run's folder."
+        raise ConfigError(Problem(run_id, text)) from error
+    folders = [Path(each.data.tags["run_dir"]) for each in children or [run] if "run_dir" in each.data.tags]
+    gone = [folder for folder in folders if not folder.is_dir()]
+    if gone or not folders:
+        text = f"its folder {gone[0]} is gone or on another machine" if gone else "MLflow has no folder for it"
+        raise ConfigError(Problem(run_id, f"{text}; metrics.jsonl there is what a verdict is made from."))
+    return folders

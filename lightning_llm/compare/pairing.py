@@ -1,0 +1,147 @@
+"""Which run is held against which: pairs of the same seed that differ in the factor, and in what else."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from lightning_llm.compare.differences import (
+    FREE,
+    LAYOUT,
+    ROUNDING,
+    below,
+    meaningful,
+    validation_differences,
+)
+from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.reading import Run
+from lightning_llm.errors import Problem
+
+Setting = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run and the baseline's run of the same seed; `confounders`: {key: (baseline's value, the run's)} beside the
+    factor."""
+
+    run: Run
+    baseline: Run
+    confounders: dict[str, tuple[Any, Any]]
+
+
+@dataclass
+class Family:
+    """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
+
+    `recipes`: {label: pairs, one per seed}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
+    """
+
+    setting: dict[str, Any]
+    recipes: dict[str, list[Pair]] = field(default_factory=dict)
+    aa_groups: list[list[Run]] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Every run that is in a pair, once."""
+        found = {id(run): run for pairs in self.recipes.values() for pair in pairs for run in (pair.baseline, pair.run)}
+        return list(found.values())
+
+
+def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[Problem]]:
+    """Return the families, and what could not be paired and why."""
+    varying = _setting_keys(runs, factor)
+    usual = Counter(_rounding(run, factor) for run in runs)
+    baselines = [run for run in runs if factor.level(run) == factor.baseline]
+    others = [run for run in runs if factor.level(run) != factor.baseline]
+    families: dict[Setting, Family] = {}
+    problems: list[Problem] = []
+
+    def order(run: Run) -> tuple[str, str, int]:
+        return factor.label(run), str(_setting(run, varying)), run.seed
+
+    def rank(pair: Pair) -> tuple[int, int]:
+        return len(pair.confounders), -usual[_rounding(pair.run, factor)]
+
+    for _, group in groupby(sorted(others, key=order), key=order):
+        pairs, found = _pairs_of(list(group), baselines, factor)
+        problems += found
+        if not pairs:
+            continue
+        # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
+        best = min(sorted(pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
+        setting = {key: best.run.config.get(key) for key in varying}
+        family = families.setdefault(_setting(best.run, varying), Family(setting))
+        family.recipes.setdefault(factor.label(best.run), []).append(best)
+    for family in families.values():
+        family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
+        family.aa_groups = _aa_groups(runs, family)
+    return list(families.values()), problems
+
+
+def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return the groups of runs of one recipe and seed that differ in the order of sums, if in anything."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            if group[0].seed == run.seed and not meaningful(group[0], run, ROUNDING):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return [group for group in groups if len(group) > 1]
+
+
+def _aa_groups(runs: Sequence[Run], family: Family) -> list[list[Run]]:
+    """Return the groups of such runs that have to do with the family: one of them is judged in it."""
+    judged = {id(run) for run in family.runs}
+    return [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
+
+
+def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[list[Pair], list[Problem]]:
+    pairs, problems = [], []
+    for run in runs:
+        seeded = [each for each in baselines if each.seed == run.seed]
+        if not seeded:
+            level, base = factor.label(run), factor.baseline_label
+            text = f"{level} at seed {run.seed} has no run of {base} at that seed to go with it."
+            problems.append(Problem(str(run.folder), text))
+            continue
+        comparable = [each for each in seeded if not validation_differences(each, run)]
+        if not comparable:
+            unlike = ", ".join(validation_differences(seeded[0], run))
+            text = (
+                f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in {unlike}. "
+                "Tokenizer, held-out documents and sequence length must be the same."
+            )
+            problems.append(Problem(str(run.folder), text))
+            continue
+        newest_first = sorted(comparable, key=lambda each: each.started_at, reverse=True)
+        pairs.append(min((_pair(run, each, factor) for each in newest_first), key=lambda pair: len(pair.confounders)))
+    return pairs, problems
+
+
+def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
+    """Return the pair; keys of the factor are none of its confounders, nor is what comes of them."""
+    own = factor.keys
+    if "trainer.threads" in own:
+        own += ("threads",)
+    if any(key.startswith("parallel.") for key in own):
+        own += LAYOUT
+    return Pair(run, baseline, meaningful(baseline, run, own))
+
+
+def _setting_keys(runs: Sequence[Run], factor: Factor) -> list[str]:
+    keys = sorted({key for run in runs for key in run.config})
+    free = (*FREE, *ROUNDING, "seed", *factor.keys)
+    return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]
+
+
+def _setting(run: Run, keys: list[str]) -> Setting:
+    return tuple((key, str(run.config.get(key))) for key in keys)
+
+
+def _rounding(run: Run, factor: Factor) -> Setting:
+    keys = [key for key in sorted(run.config) if below(key, ROUNDING) and key not in factor.keys]
+    return _setting(run, keys)

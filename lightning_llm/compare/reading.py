@@ -1,0 +1,167 @@
+"""A run as the verdict sees it: what its folder says in `config.yaml`, `metrics.jsonl` and `summary.json`."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from lightning_llm.callbacks.records import NON_FINITE, read_records
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import flatten
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.parallel.describe import layout_facts
+from lightning_llm.schema import Config
+from lightning_llm.schema.model import ModelConfig
+
+Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass
+class Run:
+    """One run. `validations`: {"val_loss" and its kin: {step: loss in nats per token}}; by step of a validation also
+    `tokens` seen and `train_seconds`, validations left out. Counts are of optimizer steps; `spikes`: of those with an
+    `event`, which is a spike, a shift of the loss's level, or a divergence."""
+
+    folder: Path
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    validations: dict[str, dict[int, float]] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    train_seconds: dict[int, float] = field(default_factory=dict)
+    last_step: int = 0
+    last_loss: float = math.nan
+    skipped_steps: int = 0
+    spikes: int = 0
+    typed: Config | None = None
+
+    @property
+    def name(self) -> str:
+        """The folder's last two names, enough to know it by: "20261121-170000/3"."""
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def seed(self) -> int:
+        """The block that the run belongs to."""
+        return int(self.config.get("seed", 0))
+
+    @property
+    def status(self) -> str:
+        """How the run ended, "running" where it has not, as far as its summary says."""
+        return str(self.summary.get("status", "running"))
+
+    @property
+    def started_at(self) -> str:
+        """When the run began, in ISO 8601, which sorts."""
+        return str(self.summary.get("started_at", ""))
+
+    @property
+    def finished(self) -> bool:
+        """Whether it reached its last step."""
+        return self.status == "finished"
+
+    @property
+    def non_finite(self) -> bool:
+        """Whether it ended, or went on, with a loss or a gradient that is no number."""
+        stopped = self.status == "failed" and str(self.summary.get("detail", "")).startswith("NonFiniteError")
+        losses = self.validations.get("val_loss", {})
+        last = losses[max(losses)] if losses else 0.0
+        lost = self.finished and self.last_step > 0 and not math.isfinite(self.last_loss)
+        return stopped or lost or not math.isfinite(last)
+
+    @cached_property
+    def parameters(self) -> int | None:
+        """Parameters of the model, over its true vocabulary; None where the config has no whole model."""
+        if self.typed is not None:
+            return count_parameters(self.typed.model).total
+        model = {key.removeprefix("model."): value for key, value in self.config.items() if key.startswith("model.")}
+        try:
+            return count_parameters(ModelConfig.model_validate(model)).total
+        except ValidationError:
+            found = self.summary.get("parameters")
+            return int(found) if isinstance(found, int) else None
+
+    @cached_property
+    def bitwise_layout(self) -> bool:
+        """Whether the layout trains to the bits of a single rank (docs/parallel.md)."""
+        if self.typed is None:
+            return False
+        try:
+            return bool(layout_facts(self.typed)["bitwise"])
+        except ConfigError:
+            return False
+
+    def figure(self, key: str) -> float | None:
+        """Return a final figure of the summary, None where it was not measured or is no finite number."""
+        value = self.summary.get(key)
+        value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """The device's peak where there is one, else the host's."""
+        return self.figure("device_memory_peak_bytes") or self.figure("host_memory_peak_bytes")
+
+
+def read_run(folder: Path) -> Run:
+    """Return the run of `folder`.
+
+    Raises:
+        ConfigError: a file is missing, or cannot be read as what it should be.
+    """
+    try:
+        tree = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader)
+        if not isinstance(tree, dict):
+            raise ValueError("config.yaml holds no mapping")
+        path = folder / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        run = Run(folder, flatten(tree), summary)
+        _read_metrics(run, folder / "metrics.jsonl")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(Problem(str(folder), f"cannot be read as a run: {why}")) from error
+    try:
+        run.typed = Config.model_validate(tree)
+        run.config = flatten(run.typed.model_dump(mode="json"))
+    except ValidationError:  # of another version: its own words are all there is to compare by
+        pass
+    return run
+
+
+def _read_metrics(run: Run, path: Path) -> None:
+    seconds = 0.0
+    for record in read_records(path):
+        step = record["step"]
+        losses = {key: value for key, value in record.items() if key.startswith("val_loss")}
+        if losses:
+            for key, value in losses.items():
+                run.validations.setdefault(key, {})[step] = float(value)
+            run.tokens[step] = record.get("tokens", 0)
+            run.train_seconds[step] = seconds
+            continue
+        seconds += record.get("step_seconds", 0.0)
+        run.last_step, run.last_loss = step, float(record.get("loss", math.nan))
+        run.skipped_steps += bool(record.get("skipped"))
+        run.spikes += "event" in record
+
+
+def facts(run: Run) -> Mapping[str, Any]:
+    """Return what the run's summary says of where its numbers come from, flat; what was not recorded is left out."""
+    summary = run.summary
+    found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
+    if isinstance(summary.get("device"), str):
+        name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
+        count, times, rest = name.partition(" x ")
+        found["device"] = rest if times and count.isdigit() else name
+    for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
+        if summary.get(key) is not None:
+            found[key] = summary[key]
+    git = summary.get("git") or {}
+    if "code_hash" not in found:
+        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+    return found

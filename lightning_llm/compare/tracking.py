@@ -1,0 +1,100 @@
+"""The verdicts in MLflow: on the runs they are about, and on the sweep they belong to. Never fails the command."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.pairing import Pair
+
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+def log_verdicts(comparison: Comparison, folder: Path) -> str:
+    """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or ""."""
+    tracked = [(pair, row) for pair, row in _pairs_with_rows(comparison) if pair.run.summary.get("mlflow_run_id")]
+    if not tracked:
+        return ""
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    clients: dict[str, Any] = {}
+    parents: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    try:
+        for pair, row in tracked:
+            uri = tracking_uri(pair)
+            client = clients.setdefault(uri, None) or _open(uri)
+            clients[uri] = client
+            parent = _log_child(client, pair, row)
+            if parent and row not in parents.setdefault((uri, parent), []):
+                parents[uri, parent].append(row)
+        for (uri, parent), rows in parents.items():
+            _log_parent(clients[uri], parent, rows, folder)
+    except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
+    return f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
+
+
+def tracking_uri(pair: Pair) -> str:
+    """Return where the pair's run is tracked, by its own config as it was run."""
+    uri = pair.run.config.get("logger.tracking_uri")
+    noted = (pair.run.summary.get("mlflow") or {}).get("tracking_uri", "")
+    if not uri and noted and "***@" not in noted:
+        uri = noted  # what MLFLOW_TRACKING_URI was then
+    return str(uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{pair.run.config.get('run.root')}/mlflow.db")
+
+
+def _pairs_with_rows(comparison: Comparison) -> Iterator[tuple[Pair, dict[str, Any]]]:
+    rows = {(row["name"], str(row["setting"])): row for row in comparison.verdicts}
+    for family in comparison.families:
+        for name, pairs in family.recipes.items():
+            if row := rows.get((name, str(family.setting))):
+                yield from ((pair, row) for pair in pairs)
+
+
+def _open(uri: str) -> Any:
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise FileNotFoundError(f"there is no {uri}")
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def _log_child(client: Any, pair: Pair, row: dict[str, Any]) -> str | None:
+    """Log what MLflow's table of runs is to be sorted by; return the id of the run's parent."""
+    from mlflow.entities import Metric, RunTag
+
+    run_id = pair.run.summary["mlflow_run_id"]
+    now, step = _milliseconds(), pair.run.last_step
+    values = {difference["seed"]: difference["gap"] for difference in row["differences"]}
+    figures = {"final/val_loss_gap": values.get(pair.run.seed), "verdict/gap": row["gap"], "verdict/high": row["ci"][1]}
+    metrics = [Metric(key, value, now, step) for key, value in figures.items() if value is not None]
+    tags = {"verdict": row["verdict"], "verdict.line": row["line"], "verdict.baseline_run_id": _id(pair)}
+    client.log_batch(run_id, metrics=metrics, tags=[RunTag(key, value[:5000]) for key, value in tags.items()])
+    return client.get_run(run_id).data.tags.get("mlflow.parentRunId")
+
+
+def _log_parent(client: Any, parent: str, rows: list[dict[str, Any]], folder: Path) -> None:
+    for row in rows:
+        suffix = "".join(f" {key}={value}" for key, value in row["setting"].items())
+        client.set_tag(parent, f"verdict/{_safe(row['name'] + suffix)}", row["line"][:5000])
+    for name in ("compare.json", "report.html"):
+        client.log_artifact(parent, str(folder / name), "compare")
+
+
+def _safe(text: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in text)[:200]
+
+
+def _id(pair: Pair) -> str:
+    return str(pair.baseline.summary.get("mlflow_run_id") or "")
+
+
+def _milliseconds() -> int:
+    return round(time.time() * 1000)

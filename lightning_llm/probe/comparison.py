@@ -1,0 +1,124 @@
+"""How far a gradient that was made with rounding lies from the exact one.
+
+With g the reference, g_k what key k of K gave (K = 1 where nothing is random), e_k = g_k - g, and sums over elements:
+
+    error     mean_k |e_k|^2 / |g|^2
+    SQNR      1 / error in dB
+    cosine    mean_k <g_k, g> / (|g_k| |g|)
+    gain      mean_k <g_k, g> / |g|^2 - 1: below 0, steps along the gradient are too short
+    variance  sum_k |e_k - mean e|^2 / (K - 1) / |g|^2: what other keys would have given otherwise; 0 for K = 1
+    bias      |E e| / |g|, what no averaging over keys removes. Its square is estimated without bias by the mean of
+              <e_k, e_l> over k != l, (|sum e|^2 - sum |e_k|^2) / (K (K - 1)); for K = 1 the whole error is bias
+    floor     two standard errors of that estimate (for a true bias of 0 the products of different pairs are
+              uncorrelated, so its variance is that of one product over their number): a smaller bias cannot be told
+              from none
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What of a comparison adds up over tensors and batches; tuples have an entry per key, `pairs` one fewer."""
+
+    elements: int
+    reference: float  # |g|^2
+    errors: tuple[float, ...]  # |e_k|^2
+    along: tuple[float, ...]  # <g_k, g>
+    norms: tuple[float, ...]  # |g_k|^2
+    pairs: tuple[float, ...]  # <e_k, e_(k + 1)>
+    total: float  # |sum_k e_k|^2
+
+    def __add__(self, other: "Sums") -> "Sums":
+        def both(one: tuple[float, ...], two: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(a + b for a, b in zip(one, two, strict=True))
+
+        return replace(
+            self,
+            elements=self.elements + other.elements,
+            reference=self.reference + other.reference,
+            errors=both(self.errors, other.errors),
+            along=both(self.along, other.along),
+            norms=both(self.norms, other.norms),
+            pairs=both(self.pairs, other.pairs),
+            total=self.total + other.total,
+        )
+
+
+class Collector:
+    """Takes one sample of a tensor after the other and keeps three tensors, not all of them."""
+
+    def __init__(self, reference: Tensor):
+        """`reference`: the exact tensor, any shape."""
+        self.reference = reference.detach().float()
+        self._total: Tensor | None = None
+        self._before: Tensor | None = None
+        self._errors: list[float] = []
+        self._along: list[float] = []
+        self._norms: list[float] = []
+        self._pairs: list[float] = []
+
+    def add(self, sample: Tensor) -> None:
+        """Take the tensor that another key gave."""
+        sample = sample.detach().float()
+        error = sample - self.reference
+        self._errors.append(_dot(error, error))
+        self._along.append(_dot(sample, self.reference))
+        self._norms.append(_dot(sample, sample))
+        if self._before is not None:
+            self._pairs.append(_dot(self._before, error))
+        self._total = error if self._total is None else self._total + error
+        self._before = error
+
+    def sums(self) -> Sums:
+        """Return what was taken so far; at least one sample must have been."""
+        if self._total is None:
+            raise ValueError("nothing was compared yet")
+        return Sums(
+            self.reference.numel(),
+            _dot(self.reference, self.reference),
+            tuple(self._errors),
+            tuple(self._along),
+            tuple(self._norms),
+            tuple(self._pairs),
+            _dot(self._total, self._total),
+        )
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return torch.dot(a.flatten().double(), b.flatten().double()).item()
+
+
+def compare(reference: Tensor, samples: Sequence[Tensor]) -> Sums:
+    """Return the sums of all `samples` against `reference`."""
+    collector = Collector(reference)
+    for sample in samples:
+        collector.add(sample)
+    return collector.sums()
+
+
+def figures(sums: Sums) -> dict[str, float]:
+    """Return error, sqnr_db (absent where there is no error), cosine, gain, variance, bias, bias_floor.
+
+    All are absent where the reference is zero throughout: there is nothing to compare with.
+    """
+    keys, reference = len(sums.errors), sums.reference
+    if reference == 0 or not math.isfinite(reference + sum(sums.errors)):
+        return {}
+    error = sum(sums.errors) / keys / reference
+    cosines = [a / math.sqrt(n * reference) if n else 0.0 for a, n in zip(sums.along, sums.norms, strict=True)]
+    made = {"error": error, "cosine": sum(cosines) / keys, "gain": sum(sums.along) / keys / reference - 1}
+    if error > 0:
+        made["sqnr_db"] = -10 * math.log10(error)
+    if keys == 1:
+        return {**made, "variance": 0.0, "bias": math.sqrt(error), "bias_floor": 0.0}
+    spread = max(0.0, sum(sums.errors) - sums.total / keys) / (keys - 1) / reference
+    squared = (sums.total - sum(sums.errors)) / (keys * (keys - 1)) / reference
+    product = math.sqrt(sum(pair**2 for pair in sums.pairs) / len(sums.pairs)) / reference
+    floor = 2 * product * math.sqrt(2 / (keys * (keys - 1)))
+    return {**made, "variance": spread, "bias": math.sqrt(max(0.0, squared)), "bias_floor": math.sqrt(floor)}

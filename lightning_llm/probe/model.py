@@ -1,0 +1,211 @@
+"""A checkpoint's weights under one recipe: passes over the same batches with other slots or layers quantised."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.keyed_hash import StepKey
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.parallel.apply import DTYPES
+from lightning_llm.precision.linear import ROLES
+from lightning_llm.precision.module import (
+    QuantisedLinear,
+    load_delayed_state,
+    quantised_layers,
+    set_step_key,
+    update_delayed,
+)
+from lightning_llm.precision.swap import swap_linears
+from lightning_llm.schema import ModelConfig, PrecisionConfig
+from lightning_llm.schema.precision import CastConfig, slots_of
+
+
+class TokenBatch(NamedTuple):
+    """One micro-batch: int64 [B, T] each; labels -100 where there is no target; `document_ids` or None."""
+
+    tokens: Tensor
+    labels: Tensor
+    document_ids: Tensor | None
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """Return the batch on `device`."""
+        ids = self.document_ids
+        return TokenBatch(self.tokens.to(device), self.labels.to(device), None if ids is None else ids.to(device))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What forward and backward over all batches gave: the mean loss, and every parameter's gradient, fp32."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class LayerTensors:
+    """What a layer's GEMMs take in high precision, of the first batch: X [M, K], dY [M, N]; amaxes over all batches."""
+
+    x: Tensor | None = None
+    dy: Tensor | None = None
+    x_amax: float = 0.0
+    dy_amax: float = 0.0
+
+
+Casts = Mapping[str, CastConfig]
+
+
+class ProbedModel:
+    """`weights` in a `Decoder` whose linears are swapped by `recipe`; nothing is ever updated.
+
+    Every pass says which casts are on and which layers stay high, so one model serves all ablations.
+    """
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        weights: Mapping[str, Tensor],
+        recipe: PrecisionConfig,
+        batches: Sequence[TokenBatch],
+        device: torch.device,
+        seed: int,
+    ):
+        """Raises ConfigError where the recipe converts nothing, or its casts are to be compiled and cannot be."""
+        # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        self.recipe, self.seed, self.device = recipe, seed, device
+        self.batches = [batch.to(device) for batch in batches]
+        self.targets = sum(int((batch.labels != -100).sum()) for batch in self.batches)
+        with torch.device("meta"):
+            self.model = Decoder(shape, compute_dtype=DTYPES[recipe.compute_dtype])
+        self.report = swap_linears(self.model, recipe, shape.num_layers, device.type)
+        self.model.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, assign=True)
+        self.model.requires_grad_(True)
+        self.layers = {layer.name: layer for layer in quantised_layers(self.model) if not layer.plan.fixed}
+        self.loss_scale = 1.0
+        self.tensors: dict[str, LayerTensors] = {}
+
+    @property
+    def random(self) -> bool:
+        """Whether other keys give other numbers."""
+        return any(layer.plan.random for layer in self.layers.values())
+
+    def reference(self) -> Pass:
+        """Return the pass in fp32 throughout."""
+        compute_dtype, self.model.compute_dtype = self.model.compute_dtype, torch.float32
+        try:
+            with self._high():
+                return self._run(0)
+        finally:
+            self.model.compute_dtype = compute_dtype
+
+    def high(self) -> Pass:
+        """Return the pass in the recipe's compute dtype without any cast, and keep each layer's `tensors`.
+
+        With loss scaling, the largest scale at which the gradients are finite is found first and stays.
+        """
+        if self.recipe.loss_scaling is not None:
+            self.loss_scale = self.recipe.loss_scaling.init_scale
+        with self._high():
+            while True:
+                self.tensors = {name: LayerTensors() for name in self.layers}
+                with self._capturing():
+                    made = self._run(0)
+                finite = all(bool(torch.isfinite(gradient).all()) for gradient in made.gradients.values())
+                if finite or self.loss_scale <= 1:
+                    return made
+                self.loss_scale /= 2
+
+    def calibrate(self, state: Mapping[str, Mapping[str, Tensor]] | None) -> None:
+        """Set delayed scales: the checkpoint's own where `state` has them, else by the amaxes of the high pass."""
+        delayed = [layer for layer in self.layers.values() if layer.plan.delayed_casts()]
+        if not delayed:
+            return
+        known = {name: dict(its) for name, its in (state or {}).items()}
+        missing = set(load_delayed_state(self.model, known))
+        kept = {layer.name: (layer.scale, layer.amax_history) for layer in delayed if layer.name not in missing}
+        for layer in delayed:
+            seen = self.tensors[layer.name]
+            amaxes = {"x": seen.x_amax, "w": float(layer.weight.detach().abs().amax()), "dy": seen.dy_amax}
+            length = layer.delayed_config().history_length
+            layer.scale = torch.ones(len(ROLES), device=self.device)
+            layer.amax_history = torch.zeros(length, len(ROLES), device=self.device)
+            layer.amax_history[0] = torch.tensor([amaxes[role] for role in ROLES])
+        update_delayed(self.model)
+        for name, (scale, history) in kept.items():
+            self.layers[name].scale, self.layers[name].amax_history = scale, history
+
+    def quantised(self, key: int, casts: Casts | None = None, kept: frozenset[str] = frozenset()) -> Pass:
+        """Return the pass with `casts` (null: the recipe's) in every layer but those of `kept`; `key` for its noise."""
+        with self._casting(casts or slots_of(self.recipe), kept):
+            return self._run(key)
+
+    def keys_for(self, layer: str, key: int) -> Tensor | None:
+        """Return the random keys that `layer` would get in the first batch of pass `key`."""
+        set_step_key(self.model, StepKey(self.seed, key, 0))
+        return self.layers[layer].keys
+
+    def _run(self, key: int) -> Pass:
+        self.model.zero_grad(set_to_none=True)
+        loss = 0.0
+        for index, batch in enumerate(self.batches):
+            set_step_key(self.model, StepKey(self.seed, key, index))
+            logits = self.model(batch.tokens, document_ids=batch.document_ids)  # [B, T, V]
+            its = next_token_loss_sum(logits, batch.labels) / self.targets
+            (its * self.loss_scale).backward()
+            loss += its.item()
+        found = {
+            name: p.grad.float() / self.loss_scale for name, p in self.model.named_parameters() if p.grad is not None
+        }
+        self.model.zero_grad(set_to_none=True)
+        return Pass(loss, found)
+
+    @contextmanager
+    def _high(self) -> Iterator[None]:
+        every = quantised_layers(self.model)
+        for layer in every:
+            layer.bypass = True
+        try:
+            yield
+        finally:
+            for layer in every:
+                layer.bypass = False
+
+    @contextmanager
+    def _casting(self, casts: Casts, kept: frozenset[str]) -> Iterator[None]:
+        before = {name: layer.plan for name, layer in self.layers.items()}
+        for name, layer in self.layers.items():
+            layer.plan, layer.bypass = replace(layer.plan, casts=casts), name in kept
+        self.model.eval()  # delayed scales are those that were set
+        try:
+            yield
+        finally:
+            for name, layer in self.layers.items():
+                layer.plan, layer.bypass = before[name], False
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        handles = [layer.register_forward_hook(self._capture) for layer in self.layers.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _capture(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not isinstance(layer, QuantisedLinear):
+            raise TypeError(f"only quantised layers are captured, not {type(layer).__name__}")
+        kept, x = self.tensors[layer.name], inputs[0].detach().flatten(0, -2)  # [M, K]
+        kept.x = x if kept.x is None else kept.x
+        kept.x_amax = max(kept.x_amax, float(x.abs().amax()))
+
+        def look(gradient: Tensor) -> None:
+            dy = gradient.detach().flatten(0, -2)  # [M, N]
+            kept.dy = dy if kept.dy is None else kept.dy
+            kept.dy_amax = max(kept.dy_amax, float(dy.abs().amax()))
+
+        output.register_hook(look)

@@ -1,0 +1,211 @@
+"""What is probed: the weights at PATH, the model they belong to, and a few batches of text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config, load_config
+from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.huggingface import from_huggingface, model_config_of
+from lightning_llm.probe.model import TokenBatch
+from lightning_llm.schema import Config, PrecisionConfig
+from lightning_llm.train.checkpoint import read_tensors
+from lightning_llm.train.manifest import PRECISION, Checkpoint, find_checkpoint, last_checkpoint
+
+EXPECTED = (
+    "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, or a Hugging Face folder "
+    "(config.json, *.safetensors, tokenizer.json)"
+)
+HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says otherwise
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies at PATH: `checkpoint` for one of ours, None for a Hugging Face folder; `config` with its data."""
+
+    folder: Path
+    kind: str
+    config: Config
+    checkpoint: Checkpoint | None
+
+    @property
+    def name(self) -> str:
+        """A name for the output's folder."""
+        return self.folder.name if self.checkpoint is None else f"{self.folder.name}-step={self.checkpoint.step}"
+
+
+def find_place(path: Path, words: Sequence[str], text: Path | None) -> Place:
+    """Return what lies at `path`; `words` are overrides of its config, `text` a file of documents.
+
+    Raises ConfigError where it is nothing that can be probed, or the words or the file do not go with it.
+    """
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
+    if (path / "config.json").is_file():
+        return _huggingface(path, words, text)
+    checkpoint = find_checkpoint(path)
+    run = path.parent.parent if checkpoint else path
+    if not checkpoint and not (run / "config.yaml").is_file():
+        raise ConfigError(Problem(str(path), f"is none of what can be probed: {EXPECTED}."))
+    if not (run / "config.yaml").is_file():
+        text_ = f"belongs to no run: {run / 'config.yaml'} is missing, which says its model and data."
+        raise ConfigError(Problem(str(path), text_))
+    checkpoint = checkpoint or last_checkpoint(run / "checkpoints")
+    if checkpoint is None:
+        raise ConfigError(
+            Problem(str(path), "holds no complete checkpoint, so no weights. Probe a run that saved one.")
+        )
+    if text is not None:
+        raise ConfigError(Problem("--text", "goes with a Hugging Face folder; a run's own validation data is taken."))
+    tokenizer = [
+        f"data.tokenizer.kind=file data.tokenizer.path={run / 'tokenizer.json'} data.tokenizer.vocab_size=null"
+    ]
+    own = tokenizer[0].split(" ") if (run / "tokenizer.json").is_file() else []
+    place = ["trainer.devices=1", "world=null", *own, *words]
+    config = load_config(run / "config.yaml", place)
+    alone = compose_config([]).parallel  # how the run was spread is no matter here
+    return Place(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
+
+
+def _huggingface(path: Path, words: Sequence[str], text: Path | None) -> Place:
+    problems: list[Problem] = []
+    try:
+        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        model = model_config_of(values, path.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem(str(path / "config.json"), f"cannot be read: {error}")) from error
+    except ConfigError as error:
+        problems, model = list(error.problems), None
+    if not (path / "tokenizer.json").is_file():
+        problems.append(Problem(str(path / "tokenizer.json"), "is missing: save the tokenizer as a fast one."))
+    problems += _weight_file_problems(path)
+    has_data = any(word.startswith("data=") for word in words)
+    if text is None and not has_data:
+        given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
+        problems.append(Problem("data", given))
+    elif text is not None and has_data:
+        problems.append(Problem("--text", "goes without data=... overrides. Give one of them."))
+    elif text is not None and not text.expanduser().is_file():
+        problems.append(Problem("--text", f"{text} is no file."))
+    if problems or model is None:
+        raise ConfigError(problems)
+    length = min(HUGGINGFACE_TOKENS, model.max_sequence_length)
+    tokenizer = ("data.tokenizer.kind=file", f"data.tokenizer.path={path / 'tokenizer.json'}")
+    config = compose_config(
+        [*_text_words(text), *tokenizer, "data.tokenizer.vocab_size=null", f"data.sequence_length={length}",
+         "data.micro_batch_size=2", *words]
+    )  # fmt: skip
+    return Place(path, "huggingface", config.model_copy(update={"model": model}), None)
+
+
+def _text_words(text: Path | None) -> list[str]:
+    if text is None:
+        return []
+    kind = "jsonl" if ".jsonl" in text.suffixes or ".json" in text.suffixes else "text"
+    return [f"data={kind}", f"data.sources.{kind}.path={text.expanduser().absolute()}", "data.validation.fraction=0"]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [path / "model.safetensors"]
+
+
+def _weight_file_problems(path: Path) -> list[Problem]:
+    missing = [file for file in _weight_files(path) if not file.is_file()]
+    if not missing:
+        return []
+    others = [file.name for file in path.glob("*.bin")]
+    hint = f" {', '.join(others[:2])} is not read: save the model again with safetensors." if others else ""
+    return [Problem(str(file), f"is missing, so there are no weights.{hint}") for file in missing]
+
+
+def read_weights(place: Place) -> dict[str, Tensor]:
+    """Return the model's parameters by our names, fp32, on the CPU.
+
+    Raises ConfigError where one is missing, unknown or of another shape.
+    """
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Decoder(place.config.model).named_parameters()}
+    if place.checkpoint is not None:
+        stored = read_tensors(place.checkpoint.folder, "model.")
+        found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+    else:
+        state: dict[str, Tensor] = {}
+        for file in _weight_files(place.folder):
+            state |= load_file(file)
+        try:
+            found = from_huggingface(state, place.config.model)
+        except KeyError as error:
+            text = f"has no tensor {error}, which its config.json asks for."
+            raise ConfigError(Problem(str(place.folder), text)) from error
+    _check_shapes(place.folder, shapes, found)
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
+    problems = [Problem(name, f"is not in {folder}.") for name in shapes if name not in found]
+    problems += [Problem(name, f"is in {folder} and not in this model.") for name in found if name not in shapes]
+    problems += [
+        Problem(name, f"has shape {tuple(found[name].shape)} in {folder}, and {tuple(shape)} by its config.")
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def delayed_state(place: Place) -> dict[str, dict[str, Tensor]]:
+    """Return the delayed scales that the checkpoint holds, by layer; empty where it holds none."""
+    if place.checkpoint is None:
+        return {}
+    nested: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(place.checkpoint.folder / PRECISION).items():
+        layer, _, key = name.rpartition(".")
+        nested.setdefault(layer, {})[key] = tensor
+    return nested
+
+
+def read_batches(place: Place, count: int) -> tuple[list[TokenBatch], str]:
+    """Return up to `count` micro-batches, evenly spread over the held-out sequences, and where they are from.
+
+    Training text is taken where nothing is held out.
+    """
+    config = place.config
+    corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
+    if corpus.validation_sequences:
+        held: list[Any] = list(corpus.validation_batches(config.data.micro_batch_size))
+        chosen = [held[i * len(held) // count] for i in range(count)] if len(held) > count else held
+        return [TokenBatch(b.tokens, b.labels, b.document_ids) for b in chosen], "held out"
+    made = corpus.micro_batches(0, range(count))
+    ids = made.document_ids
+    batches = [TokenBatch(made.tokens[i], made.labels[i], None if ids is None else ids[i]) for i in range(count)]
+    return batches, "the text itself"
+
+
+def with_recipe(place: Place, recipe: PrecisionConfig | None) -> Config:
+    """Return the place's config under `recipe`, emulated; None: the run's own.
+
+    Raises ConfigError with all that keeps the recipe from being probed here.
+    """
+    own = place.config.precision
+    if not (recipe or own).quantises:
+        which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
+        text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
+        raise ConfigError(Problem("precision", text))
+    emulated = (recipe or own).model_copy(update={"backend": "emulated"})
+    config = place.config.model_copy(update={"precision": emulated})
+    check_config(config)
+    return config

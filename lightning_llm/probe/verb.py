@@ -1,0 +1,166 @@
+"""The verb `probe`: what precision recipes do to the gradients of weights that are already there."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_llm.compose import compose_config
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.hardware import describe_device
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.probe.measure import measure
+from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
+from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
+from lightning_llm.probe.subject import Place, delayed_state, find_place, read_batches, read_weights, with_recipe
+from lightning_llm.schema import Config, PrecisionConfig
+from lightning_llm.workspace import default_outputs
+
+ALL = "all"
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    """Measure, print, and write table, JSON, pictures and recipes; return 0."""
+    place, configs, skipped = _checked(arguments)
+    device = _device(arguments.device)
+    if place.config.trainer.threads:
+        torch.set_num_threads(place.config.trainer.threads)
+    facts, recipes = _measure(place, configs, device, arguments)
+    facts["skipped"] = skipped
+    folder = Path(arguments.output or Path(default_outputs(), "probe", place.name)).expanduser().absolute()
+    _write(facts, recipes, folder)
+    print(json.dumps(as_json(facts), indent=1, allow_nan=False) if arguments.json else render(facts))
+    print(f"written    {folder}", file=sys.stderr)
+    return 0
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], dict[str, str]]:
+    """Return what is probed, its config under each recipe, and why the rest of `all` is not; raise all problems."""
+    names, own_words, words = _split(arguments.overrides)
+    problems = [
+        Problem(f"--{key}", f"is {value}, must be at least 1.")
+        for key in ("batches", "keys")
+        if (value := getattr(arguments, key)) < 1
+    ]
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        problems.append(Problem("--device", f"is 'cuda', and torch {torch.__version__} finds no CUDA device."))
+    place = None
+    try:
+        place = find_place(arguments.path, words if names else [*words, *own_words], arguments.text)
+    except ConfigError as error:
+        problems += error.problems
+    wanted: list[str | None] = [*(_shipped() if ALL in names else names)]
+    if not names:
+        wanted = [None]  # the run's own
+    configs: dict[str, Config] = {}
+    skipped: dict[str, str] = {}
+    for name in dict.fromkeys(wanted):
+        try:
+            recipe = None if name is None else compose_config([f"precision={name}", *own_words]).precision
+            if place is not None:
+                config = with_recipe(place, recipe)
+                configs[config.precision.name] = config
+        except ConfigError as error:
+            if ALL in names:
+                skipped[str(name)] = "; ".join(map(str, error.problems))
+            else:
+                problems += error.problems
+    if problems or place is None:
+        raise ConfigError(dict.fromkeys(problems))
+    if not configs:
+        raise ConfigError([Problem(f"precision={name}", reason) for name, reason in skipped.items()])
+    return place, configs, skipped
+
+
+def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the recipes' names, the overrides of their keys, and those of everything else."""
+    names: list[str] = []
+    own: list[str] = []
+    others: list[str] = []
+    for word in overrides:
+        if word.startswith("precision="):
+            names += [name for name in word.removeprefix("precision=").split(",") if name]
+        else:
+            (own if word.startswith("precision.") else others).append(word)
+    return names, own, others
+
+
+def _shipped() -> list[str]:
+    """Return the names of all shipped recipes that quantise."""
+    import yaml
+
+    found = []
+    for entry in resources.files("lightning_llm.conf").joinpath("precision").iterdir():
+        if entry.name.endswith(".yaml"):
+            recipe = PrecisionConfig.model_validate(yaml.safe_load(entry.read_text(encoding="utf-8")))
+            if recipe.quantises:
+                found.append(entry.name.removesuffix(".yaml"))
+    return sorted(found)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _measure(
+    place: Place, configs: dict[str, Config], device: torch.device, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, PrecisionConfig]]:
+    weights = read_weights(place)
+    batches, source = read_batches(place, arguments.batches)
+    shape = place.config.model
+    everything = ALL not in _split(arguments.overrides)[0]
+    facts: dict[str, Any] = {
+        "path": str(place.folder if place.checkpoint is None else place.checkpoint.folder),
+        "kind": place.kind,
+        "step": None if place.checkpoint is None else place.checkpoint.step,
+        "model": shape.name,
+        "parameters": count_parameters(shape).total,
+        "device": describe_device(device),
+        "data": _data_facts(batches, source),
+        "recipes": {},
+    }
+    reference: Pass | None = None
+    for number, (name, config) in enumerate(configs.items(), start=1):
+        progress = _progress(f"{name} ({number} of {len(configs)})")
+        model = ProbedModel(shape, weights, config.precision, batches, device, config.seed)
+        if reference is None:
+            progress("fp32 pass")
+            reference = model.reference()
+        same = config.precision.recipe_hash == place.config.precision.recipe_hash
+        delayed = delayed_state(place) if same else None
+        facts["recipes"][name] = measure(model, reference, delayed, arguments.keys, everything, progress)
+        progress("")
+    facts["ranking"] = ranking(facts["recipes"])
+    return facts, {name: config.precision for name, config in configs.items()}
+
+
+def _data_facts(batches: list[TokenBatch], source: str) -> dict[str, Any]:
+    tokens = sum(int((batch.labels != -100).sum()) for batch in batches)
+    return {"batches": len(batches), "tokens": tokens, "from": source}
+
+
+def _progress(title: str) -> Callable[[str], None]:
+    """Return what shows how far it is: one line that is written over, on a terminal alone."""
+
+    def show(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{f'{title}: {text}' if text else ''}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "probe.json").write_text(json.dumps(as_json(facts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "probe.txt").write_text(render(facts) + "\n", encoding="utf-8")
+    for name, its in facts["recipes"].items():
+        draw(name, its, folder / f"{name}.png")
+        if "keep_high" in its:
+            write_recipes(recipes[name], its, folder / "precision")

@@ -1,0 +1,138 @@
+"""Quantisation health over real runs: it changes nothing, finds what is planted, and says where NaN began."""
+
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from run_metrics import curve, read_metrics, same_weights
+from traced_run import run_with
+
+from lightning_llm.callbacks.quantisation_health import QuantisationHealth
+from lightning_llm.compose import compose_config
+from lightning_llm.train.nonfinite import NonFiniteError
+
+BAD = "layers.1.feed_forward.down_proj"
+
+
+class Plant(pl.Callback):
+    """Calls a function of the model before step `step`."""
+
+    def __init__(self, function, step=1):
+        self.function, self.step = function, step
+
+    def on_train_batch_start(self, trainer, pl_module, *_):
+        if pl_module.completed_steps + 1 == self.step:
+            with torch.no_grad():
+                self.function(pl_module.model)
+
+
+def config_of(small_run, folder, precision, *more):
+    return compose_config([*small_run(folder), f"precision={precision}", "precision.casts=eager", *more])
+
+
+def rows(folder):
+    """Return health.jsonl as {step: {(module, slot): figures}}."""
+    found = {}
+    for line in (folder / "health.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        names = record["columns"][2:]
+        found[record["step"]] = {(row[0], row[1]): dict(zip(names, row[2:], strict=True)) for row in record["rows"]}
+    return found
+
+
+@pytest.mark.parametrize("more", [(), ("parallel.activation_checkpoint=full",)])
+def test_losses_and_weights_have_the_same_bits(more, small_run, tmp_path):
+    run_with(config_of(small_run, tmp_path / "bare", "nvfp4", *more))
+    run_with(config_of(small_run, tmp_path / "seen", "nvfp4", *more), QuantisationHealth(every_steps=2))
+    bare, seen = tmp_path / "bare/run", tmp_path / "seen/run"
+    assert curve(seen) == curve(bare)
+    assert same_weights(seen, bare, 6)
+    assert sorted(rows(seen)) == [1, 2, 4, 6]
+    records = [record for record in read_metrics(seen) if "loss" in record]
+    assert [record["step"] for record in records if "health/fprop.x/sqnr_db" in record] == [1, 2, 4, 6]
+    if not more:
+        return
+    run_with(config_of(small_run, tmp_path / "plain", "nvfp4"), QuantisationHealth(every_steps=2))
+    assert rows(tmp_path / "plain/run") == rows(seen), "a recomputation was observed a second time"
+
+
+def test_a_bad_layer_is_the_worst(small_run, tmp_path, capsys):
+    """One huge weight under one scale per tensor: the layer's others fall below the smallest number."""
+
+    def outlier(model):
+        model.get_submodule(BAD).weight[3, 5] = 3e4
+
+    words = "precision.modules.first_blocks_high=0", "precision.modules.last_blocks_high=0"
+    config = config_of(small_run, tmp_path, "fp8_current", *words)
+    run_with(config, Plant(outlier), QuantisationHealth(every_steps=2, worst=3))
+    first = rows(tmp_path / "run")[1]
+    by_underflow = sorted(first, key=lambda key: -first[key]["underflow_percent"])
+    assert set(by_underflow[:2]) == {(BAD, "fprop.w"), (BAD, "dgrad.w")}
+    assert first[BAD, "fprop.w"]["underflow_percent"] > 99
+    assert first[BAD, "fprop.w"]["scale_log2_max"] > 6
+    text = (tmp_path / "run" / "health.txt").read_text()
+    assert text.strip() in capsys.readouterr().out
+    record = read_metrics(tmp_path / "run")[0]
+    assert record["health/fprop.w/underflow_percent"] > 5 > record["health/fprop.x/underflow_percent"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+def test_the_message_says_where_nan_began(precision, small_run, tmp_path):
+    def spoil(model):
+        model.get_submodule(BAD).weight[0, 0] = float("nan")
+
+    config = config_of(small_run, tmp_path, precision)
+    with pytest.raises(NonFiniteError) as caught:
+        run_with(config, Plant(spoil, step=3), QuantisationHealth())
+    assert f"first appeared in {BAD}, operand fprop.w, of micro-batch 0" in str(caught.value)
+    assert "step 3" in str(caught.value)
+    assert BAD in json.loads((tmp_path / "run/summary.json").read_text())["detail"]
+
+
+def test_nan_outside_of_the_linears_is_said_to_be_there(small_run, tmp_path):
+    def spoil(model):
+        model.norm.weight[0] = float("inf")
+
+    with pytest.raises(NonFiniteError) as caught:
+        run_with(config_of(small_run, tmp_path, "mxfp8"), Plant(spoil), QuantisationHealth())
+    assert "head, operand fprop.x" in str(caught.value)
+
+
+def test_without_the_callback_nothing_is_looked_for(small_run, tmp_path):
+    def spoil(model):
+        model.get_submodule(BAD).weight[0, 0] = float("nan")
+
+    with pytest.raises(NonFiniteError) as caught:
+        run_with(config_of(small_run, tmp_path, "mxfp8"), Plant(spoil))
+    assert "first appeared" not in str(caught.value)
+
+
+def test_delayed_scales_are_seen_to_change(small_run, tmp_path):
+    run_with(config_of(small_run, tmp_path, "fp8_delayed"), QuantisationHealth(every_steps=1))
+    found = rows(tmp_path / "run")
+    one = "layers.0.attention.q_proj", "fprop.x"
+    assert found[1][one]["scales_changed_percent"] is None  # nothing before it
+    assert found[2][one]["scales_changed_percent"] == 100  # from 1 to what the first step's amax asks for
+    assert found[1][one]["scale_log2_max"] == 0
+
+
+def test_a_resumed_run_measures_its_steps_again(small_run, tmp_path):
+    words = ("trainer.max_steps=4", "checkpoint.every_steps=2")
+    run_with(config_of(small_run, tmp_path, "mxfp8", *words), QuantisationHealth(every_steps=1))
+    whole = rows(tmp_path / "run")
+    checkpoint = Path(tmp_path / "run/checkpoints/step=4")
+    checkpoint.rename(checkpoint.with_name("gone"))
+    run_with(config_of(small_run, tmp_path, "mxfp8", *words, "resume=auto"), QuantisationHealth(every_steps=1))
+    again = rows(tmp_path / "run")
+    assert sorted(again) == [1, 2, 3, 4]
+    assert len((tmp_path / "run/health.jsonl").read_text().splitlines()) == 4
+    drop = "scales_changed_percent"  # needs the step before, which a resumed run did not see
+    assert [{**each, drop: 0} for each in again[4].values()] == [{**each, drop: 0} for each in whole[4].values()]
+
+
+def test_the_group_is_composed(small_run, tmp_path):
+    config = compose_config([*small_run(tmp_path), "callbacks=health", "callbacks.quantisation_health.every_steps=7"])
+    assert config.callbacks["quantisation_health"]["every_steps"] == 7
+    assert "throughput" in config.callbacks

@@ -1,0 +1,83 @@
+"""Folders as runs leave them, made of curves that a test chooses."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_llm.compose import compose_config
+
+VERSIONS = {"python": "3.11.7", "lightning_llm": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "mlflow": "3.17.2"}
+STEPS, EVERY, STEP_TOKENS = 100, 5, 2048
+_composed: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
+def config_of(*words: str) -> dict[str, Any]:
+    """Return a resolved config as `config.yaml` holds it, a fresh copy; composed once for all seeds."""
+    rest = tuple(word for word in words if not word.startswith("seed="))
+    if rest not in _composed:
+        base = ("model=llama_tiny", "data=python", f"trainer.max_steps={STEPS}", "logger=none", "run.name=made")
+        _composed[rest] = compose_config([*base, *rest]).model_dump(mode="json")
+    seeds = [int(word.removeprefix("seed=")) for word in words if word.startswith("seed=")]
+    return {**copy.deepcopy(_composed[rest]), "seed": seeds[0] if seeds else 0}
+
+
+def make_run(
+    folder: Path,
+    *words: str,
+    gap: float = 0.0,
+    noise: float = 0.0,
+    losses: dict[int, Any] | None = None,
+    speed: float = 1000.0,
+    summary: dict[str, Any] | None = None,
+    records: list[dict[str, Any]] | None = None,
+    steps: int = STEPS,
+) -> Path:
+    """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder."""
+    config = config_of(*words)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
+
+    losses = losses or {step: curve(step) + gap * step / STEPS + noise for step in range(EVERY, steps + 1, EVERY)}
+    lines = [] if records is None else list(records)
+    for step in range(1, max(losses) + 1):
+        common = {"step": step, "tokens": step * STEP_TOKENS, "time": 1000.0 + step}
+        lines.append({**common, "loss": 5.0, "step_seconds": STEP_TOKENS / speed, "tokens_per_second": speed})
+        if step in losses:
+            lines.append({**common, "val_loss": losses[step], "val_loss/code": losses[step]})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = {
+        "status": "finished",
+        "started_at": "2026-11-21T10:00:00+00:00",
+        "host": "here",
+        "device": "AMD EPYC, 2 threads",
+        "versions": VERSIONS,
+        "git": {"sha": "0" * 40, "dirty": False},
+        "data_hash": "d" * 32,
+        "validation_hash": "v" * 32,
+        "threads": 2,
+        "tokens_per_second_median": speed,
+        "host_memory_peak_bytes": 2**30,
+        **(summary or {}),
+    }
+    (folder / "summary.json").write_text(
+        json.dumps({key: value for key, value in written.items() if value is not None})
+    )
+    return folder
+
+
+def curve(step: int) -> float:
+    """Return the loss of a run without noise."""
+    return 3.0 + 3.0 * math.exp(-step / 20)
+
+
+NO_MEANING = (
+    "run.", "logger.", "launcher.", "resume", "recipe", "checkpoint.", "callbacks.", "model.name",
+    "model.parameters_published",
+    "data.name", "data.cache_dir", "data.num_workers", "parallel.name", "parallel.timeout_seconds", "trainer.name",
+    "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
+)  # fmt: skip
+"""Config keys that change nothing of what is learned, as docs/compare.md lists them."""

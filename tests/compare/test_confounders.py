@@ -1,0 +1,127 @@
+"""Whatever else is changed between the runs of a pair, it is listed, and the comparison is not called controlled."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_folders import NO_MEANING, curve, make_run
+
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.reading import read_run
+from lightning_llm.compare.verdict import Terms
+from lightning_llm.errors import ConfigError
+
+FACTS = {
+    "versions.torch": "2.12.0",
+    "versions.python": "3.12.1",
+    "device": "NVIDIA H100, 80 GiB",
+    "data_hash": "e" * 32,
+    "code_hash": "f" * 12,
+    "threads": 1,
+    "validation_hash": "x" * 32,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """bf16 and mxfp8 at two seeds, read from folders; the first two are the baseline."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = []
+    for name in ("bf16", "mxfp8"):
+        for seed in (0, 1):
+            words = (f"precision={name}", f"seed={seed}", "data.micro_batch_size=2")
+            summary = {"code_hash": "c" * 12}
+            made.append(read_run(make_run(folder / f"{name}{seed}", *words, noise=seed / 1000, summary=summary)))
+    return made
+
+
+def other_than(value):
+    """Return another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value * 2 + 1
+    return f"{value}x" if isinstance(value, str) else ["another"]
+
+
+def changed(run, keys):
+    config, summary = dict(run.config), copy.deepcopy(run.summary)
+    for key in keys:
+        if key.startswith("versions."):
+            summary["versions"][key.removeprefix("versions.")] = FACTS[key]
+        elif key in FACTS:
+            summary[key] = FACTS[key]
+        else:
+            config[key] = other_than(config[key])
+    return replace(run, config=config, summary=summary, typed=None)
+
+
+def keys_of(run):
+    """Every key that could confound: those of the config but the factor and the seed, and the facts."""
+    return sorted(key for key in run.config if not key.startswith("precision.") and key != "seed") + sorted(FACTS)
+
+
+def judged(runs, keys, which):
+    """The verdict rows with `keys` changed in the recipe's or the baseline's runs; [] where none can be given."""
+    mixed = [changed(run, keys) if (index >= 2) == (which == "recipe") else run for index, run in enumerate(runs)]
+    if "validation_hash" in keys:
+        with pytest.raises(ConfigError, match="not comparable"):
+            compare_runs(mixed, Terms(), "precision=bf16")
+        return []
+    rows = compare_runs(mixed, Terms(), "precision=bf16").verdicts
+    assert len(rows) == 1
+    return rows
+
+
+def means_something(key):
+    return not any(key == each or (each.endswith(".") and key.startswith(each)) for each in NO_MEANING)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data(), which=st.sampled_from(["recipe", "baseline"]))
+def test_a_confounded_set_is_never_called_controlled(runs, data, which):
+    keys = data.draw(st.lists(st.sampled_from(keys_of(runs[0])), min_size=1, max_size=4, unique=True))
+    expected = {key for key in keys if means_something(key)}
+    for row in judged(runs, keys, which):
+        assert row["controlled"] == (not expected)
+        assert {each["key"] for each in row["confounders"]} == expected
+        assert ("not controlled" in row["line"]) == bool(expected)
+
+
+def test_every_single_key_is_either_listed_or_known_to_mean_nothing(runs):
+    for key in keys_of(runs[0]):
+        for row in judged(runs, [key], "recipe"):
+            assert row["controlled"] != means_something(key), key
+
+
+def test_nothing_changed_is_controlled(runs):
+    (row,) = compare_runs(runs, Terms(), "precision=bf16").verdicts
+    assert row["controlled"]
+    assert row["pairs"] == 2
+
+
+def test_one_confounded_pair_of_several_is_enough(runs):
+    mixed = [*runs[:3], changed(runs[3], ["versions.torch"])]
+    (row,) = compare_runs(mixed, Terms(), "precision=bf16").verdicts
+    assert row["confounders"] == [{"key": "versions.torch", "values": ["2.13.0", "2.12.0"]}]
+
+
+def test_a_recipes_optimizer_hints_are_part_of_it(tmp_path):
+    made = []
+    for seed in (0, 1):
+        made.append(read_run(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}")))
+        words = ("precision=mxfp8", "precision.optimizer.eps=1e-6", f"seed={seed}")
+        made.append(read_run(make_run(tmp_path / f"b{seed}", *words, noise=0.001 * seed)))
+    (row,) = compare_runs(made, Terms()).verdicts
+    assert row["controlled"]
+
+
+def test_an_exact_partner_is_preferred(tmp_path):
+    made = [read_run(make_run(tmp_path / "near", "precision=bf16", "optim.eps=1e-6"))]
+    made.append(read_run(make_run(tmp_path / "exact", "precision=bf16", losses={100: curve(100) + 0.5})))
+    made.append(read_run(make_run(tmp_path / "recipe", "precision=mxfp8", losses={100: curve(100) + 0.6})))
+    (row,) = compare_runs(made, Terms()).verdicts
+    assert row["controlled"]
+    assert row["gap"] == pytest.approx(0.1)

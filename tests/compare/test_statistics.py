@@ -1,0 +1,149 @@
+"""The intervals against scipy's own and published tables; verdicts against simulated truth. 10 seconds.
+
+Simulated losses have an effect per seed, one per run, and autocorrelated noise from validation to validation, some of
+it shared by the runs of a seed: more than the method assumes. All are seeded.
+"""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from lightning_llm.compare.statistics import (
+    critical_value,
+    like_spread,
+    power,
+    seeds_needed,
+    simultaneous_intervals,
+    verdict_of,
+)
+
+MARGIN = 0.01
+TRIALS = 4000
+
+
+def autocorrelated(rng, shape, steps, correlation=0.8):
+    """Stationary AR(1) noise of unit variance, [*shape, steps]."""
+    noise = rng.standard_normal((*shape, steps))
+    for step in range(1, steps):
+        noise[..., step] = correlation * noise[..., step - 1] + (1 - correlation**2) ** 0.5 * noise[..., step]
+    return noise
+
+
+def simulate(seed, recipes, seeds, run_sd, gaps=0.0, heavy=False, trials=TRIALS):
+    """Differences [trials, recipes, seeds] of tail losses: 5 validations, seeds 20 times as far apart as runs.
+
+    `run_sd`: of a run's own effect, one number or one per run, the baseline first; half as much again within runs.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (trials, recipes + 1, seeds)
+    spread = np.broadcast_to(run_sd, recipes + 1)[:, None]
+    between_seeds = 20 * np.max(run_sd) * rng.standard_normal((trials, 1, seeds))
+    draw = rng.standard_t(3, shape) / 3**0.5 if heavy else rng.standard_normal(shape)
+    within = autocorrelated(rng, shape, 5).mean(-1) + autocorrelated(rng, (trials, 1, seeds), 5).mean(-1)
+    losses = 3.0 + between_seeds + spread * (draw + 0.5 * within)
+    return losses[:, 1:] - losses[:, :1] + np.broadcast_to(gaps, recipes)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("recipes", "df", "table"),
+    [(1, 10, 2.23), (2, 10, 2.57), (5, 10, 2.99), (3, 5, 3.29), (9, 20, 2.95), (4, 15, 2.73)],
+)
+def test_critical_values_are_those_of_dunnetts_table(recipes, df, table):
+    """C. W. Dunnett, "New tables for multiple comparisons with a control", Biometrics 20 (1964), two-sided 5 %."""
+    assert critical_value(recipes, df) == pytest.approx(table, abs=0.006)
+
+
+@pytest.mark.parametrize(("recipes", "df", "correlation"), [(2, 3, 0.5), (4, 2.3, 0.5), (5, 8, 0.3)])
+def test_critical_values_agree_with_scipys_multivariate_t(recipes, df, correlation):
+    q = critical_value(recipes, df, 0.95, correlation)
+    shape = np.full((recipes, recipes), correlation) + (1 - correlation) * np.eye(recipes)
+    law = stats.multivariate_t(shape=shape, df=df, seed=0)
+    assert law.cdf([q] * recipes, lower_limit=[-q] * recipes, maxpts=100_000) == pytest.approx(0.95, abs=3e-4)
+
+
+def test_one_recipe_is_the_paired_t_test():
+    rng = np.random.default_rng(0)
+    differences = rng.normal(0.02, 0.01, 4)
+    ours = simultaneous_intervals(differences[None, :])
+    theirs = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert (ours.low[0], ours.high[0]) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_a_missing_pair_leaves_the_others():
+    differences = np.array([[0.01, 0.02, np.nan], [0.03, np.nan, np.nan], [0.01, 0.03, 0.02]])
+    ours = simultaneous_intervals(differences)
+    assert list(ours.pairs) == [2, 1, 3]
+    assert ours.gap == pytest.approx([0.015, 0.03, 0.02])
+    assert np.isnan(ours.low[1])
+    assert np.isfinite(ours.low[[0, 2]]).all()
+
+
+def test_a_recipe_that_scatters_more_keeps_its_spread_to_itself():
+    variances, df = np.array([1.0, 1.3, 0.8, 90.0]), np.full(4, 4)
+    assert list(like_spread(variances, df)) == [True, True, True, False]
+    calm, wild = simulate(1, 3, 5, [0.002] * 4)[0], simulate(2, 1, 5, [0.002, 0.2])[0]
+    together, alone = simultaneous_intervals(np.vstack([calm, wild])), simultaneous_intervals(calm)
+    assert together.sd[:3] == pytest.approx(alone.sd)
+    assert together.sd[3] == together.own_sd[3]
+
+
+LOSSY_SCENARIOS = {
+    "one recipe": {"recipes": 1, "run_sd": 0.02},
+    "five recipes": {"recipes": 5, "run_sd": 0.02},
+    "loud": {"recipes": 5, "run_sd": 0.2},
+    "quiet": {"recipes": 5, "run_sd": 0.002},
+    "heavy tails": {"recipes": 3, "run_sd": 0.05, "heavy": True},
+    "noisy baseline": {"recipes": 4, "run_sd": [0.1, 0.02, 0.02, 0.02, 0.02]},
+    "one recipe louder": {"recipes": 4, "run_sd": [0.02, 0.02, 0.02, 0.02, 0.1]},
+    "all different": {"recipes": 4, "run_sd": [0.02, 0.01, 0.03, 0.06, 0.12]},
+}
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("name", LOSSY_SCENARIOS)
+def test_without_a_gap_a_comparison_is_lossy_in_at_most_one_of_twenty(name, seeds):
+    low = simultaneous_intervals(simulate(seeds, seeds=seeds, **LOSSY_SCENARIOS[name])).low
+    assert (low > MARGIN).any(-1).mean() <= 0.05  # any of the recipes, not each
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("recipes", [1, 2, 5])
+def test_a_gap_just_above_the_margin_is_seldom_called_lossless(recipes, seeds):
+    differences = simulate(7 * seeds + recipes, recipes, seeds, 0.01, gaps=1.001 * MARGIN)
+    assert (simultaneous_intervals(differences).high < MARGIN).any(-1).mean() <= 0.05
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("recipes", [1, 2, 5])
+def test_intervals_hold_together(recipes, seeds):
+    gaps = np.linspace(0, 0.03, recipes)
+    found = simultaneous_intervals(simulate(seeds, recipes, seeds, 0.01, gaps))
+    coverage = ((found.low <= gaps) & (gaps <= found.high)).all(-1).mean()
+    assert 0.93 <= coverage <= 0.99  # sampling error of the estimate: 0.0035
+
+
+@pytest.mark.parametrize(("recipes", "seeds"), [(1, 3), (1, 5), (4, 3)])
+@pytest.mark.parametrize("gap", [0.0, 0.03])
+def test_power_is_what_simulation_finds(recipes, seeds, gap):
+    rng = np.random.default_rng(3)
+    losses = rng.normal(0, 0.006 / 2**0.5, (4000, recipes + 1, seeds))
+    found = simultaneous_intervals(losses[:, 1:] - losses[:, :1] + gap)
+    right = found.high < MARGIN if gap < MARGIN else found.low > MARGIN
+    expected = power(gap, 0.006, seeds, MARGIN, recipes, recipes)
+    # For several recipes the guard of the pooled variance costs a little, and the t is Satterthwaite's.
+    assert right.mean() == pytest.approx(expected, abs=0.02 if recipes == 1 else 0.08)
+
+
+def test_seeds_needed_is_the_fewest_that_suffice():
+    needed = seeds_needed(0.002, 0.006, MARGIN)
+    assert needed is not None
+    assert power(0.002, 0.006, needed, MARGIN) >= 0.8 > power(0.002, 0.006, needed - 1, MARGIN)
+    assert seeds_needed(MARGIN, 0.006, MARGIN) is None
+    assert seeds_needed(0.0, 0.0, MARGIN) == 2
+
+
+def test_the_margin_decides():
+    assert verdict_of(-0.001, 0.009, MARGIN) == "lossless"
+    assert verdict_of(0.011, 0.02, MARGIN) == "lossy"
+    assert verdict_of(0.009, 0.011, MARGIN) == "inconclusive"
+    assert verdict_of(float("nan"), float("nan"), MARGIN) == "inconclusive"

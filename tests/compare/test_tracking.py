@@ -1,0 +1,74 @@
+"""Verdicts in MLflow: on each run, on the sweep's parent, and not at all where MLflow is away. 10 seconds."""
+
+import json
+import shutil
+import uuid
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import RunTag
+from run_folders import make_run
+
+from lightning_llm.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """(client, parent's id, sweep's folder, ids of the children): bf16 and mxfp8 at two seeds, in a database."""
+    root = tmp_path_factory.mktemp("outputs")
+    uri = f"sqlite:///{root / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    experiment = client.create_experiment("exp", artifact_location=(root / "artifacts").as_uri())
+    parent = client.create_run(experiment).info.run_id
+    ids = []
+    for number in range(4):
+        folder = root / "exp" / "sweep" / str(number)
+        tags = {"mlflow.parentRunId": parent, "run_dir": str(folder)}
+        ids.append(client.create_run(experiment, tags=tags).info.run_id)
+        summary = {"mlflow_run_id": ids[-1], "mlflow": {"tracking_uri": uri}}
+        words = (f"precision={('bf16', 'mxfp8')[number // 2]}", f"seed={number % 2}", f"run.root={root}")
+        make_run(folder, *words, gap=0.05 * (number // 2), noise=0.0001 * number**2, summary=summary)
+    return client, parent, root / "exp" / "sweep", ids
+
+
+def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
+    client, parent, sweep, ids = tracked
+    assert main(["compare", str(sweep)]) == 0
+    assert "logged to MLflow: 2 runs, 1 sweep" in capsys.readouterr().out
+    for run_id in ids[2:]:
+        data = client.get_run(run_id).data
+        assert data.tags["verdict"] == "lossy"
+        assert data.metrics["final/val_loss_gap"] == pytest.approx(0.049, abs=0.002)
+        assert data.tags["verdict.baseline_run_id"] in ids[:2]
+    tags = client.get_run(parent).data.tags
+    assert tags["verdict/mxfp8"].startswith("mxfp8 at 2.16M parameters")
+    assert {each.path for each in client.list_artifacts(parent, "compare")} == {
+        "compare/compare.json", "compare/report.html",
+    }  # fmt: skip
+
+
+def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monkeypatch, tmp_path):
+    client, parent, sweep, ids = tracked
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(sweep.parents[1]))
+    assert main(["compare", "--json", parent, "--output", str(tmp_path)]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
+    assert main(["diff", "--json", ids[0], ids[1]]) == 0
+    assert json.loads(capsys.readouterr().out) == {"seed": [0, 1]}
+    gone = client.create_run(client.get_run(parent).info.experiment_id).info.run_id
+    client.log_batch(gone, tags=[RunTag("run_dir", "/nowhere/at/all")])
+    assert main(["compare", gone, ids[0]]) == 2
+    assert "its folder /nowhere/at/all is gone or on another machine" in capsys.readouterr().err
+    assert main(["compare", uuid.uuid4().hex]) == 2
+    assert "could not be asked for this run" in capsys.readouterr().err
+
+
+def test_mlflow_being_away_changes_nothing_but_a_note(tracked, capsys, tmp_path):
+    _, _, sweep, _ = tracked
+    copy = shutil.copytree(sweep, tmp_path / "sweep")
+    for file in copy.glob("*/summary.json"):
+        summary = json.loads(file.read_text())
+        summary["mlflow"]["tracking_uri"] = "http://127.0.0.1:9"
+        file.write_text(json.dumps(summary))
+    assert main(["compare", str(copy)]) == 0
+    assert "the verdicts were not logged to MLflow" in capsys.readouterr().out
+    assert (copy / "compare" / "report.html").exists()

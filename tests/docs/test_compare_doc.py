@@ -1,0 +1,41 @@
+"""docs/compare.md says what the program does: commands, free keys, the keys of a verdict, a cell of the power table."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_llm.__main__ import _parser
+from lightning_llm.compare.differences import FREE
+from lightning_llm.compare.statistics import simultaneous_intervals
+from lightning_llm.compose import compose_sweep
+
+TEXT = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse_and_sweeps_compose(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    arguments = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    if arguments.verb == "train" and "recipe=quickstart" in arguments.overrides:
+        assert len(compose_sweep(arguments.overrides)) >= 6
+
+
+def test_every_free_key_is_named():
+    named = set(re.findall(r"`([\w.*]+)`", TEXT))
+    groups = {"model.name", "data.name", "parallel.name", "precision.name", "trainer.name"}
+    descriptions = {"precision.reference", "precision.hardware", "model.parameters_published"}
+    keys = {f"{key}*" if key.endswith(".") else key for key in FREE} - groups - descriptions
+    assert keys <= named
+
+
+def test_a_cell_of_the_power_table_is_what_simulation_finds():
+    row = next(line for line in TEXT.splitlines() if line.startswith("| 0.005 | 1 |"))
+    lossless, lossy = (int(each) for each in row.split("|")[4].split("/"))  # 3 seeds
+    differences = np.random.default_rng(0).normal(0, 0.005, (20_000, 1, 3))
+    found = simultaneous_intervals(differences)
+    assert 100 * (found.high < 0.01).mean() == pytest.approx(lossless, abs=1.5)
+    assert 100 * (found.low + 0.03 > 0.01).mean() == pytest.approx(lossy, abs=1.5)

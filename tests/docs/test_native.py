@@ -1,0 +1,48 @@
+"""docs/native.md: its commands compose, its table of checks is gpu_check's, its wheels are what they need. 3 s."""
+
+import re
+import shlex
+from pathlib import Path
+
+from gpu_check.__main__ import CHECKS, RUN
+from lightning_llm.__main__ import _parser
+from lightning_llm.check import check_config
+from lightning_llm.compose import compose_config
+from lightning_llm.precision.capability import LIBRARY
+from lightning_llm.precision.native import MULTIPLES
+from lightning_llm.schema.precision import PrecisionConfig
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")
+SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
+
+
+def test_commands_compose_and_can_be_planned():
+    lines = [line for line in SHELL.splitlines() if line.startswith("lightning-llm ")]
+    assert len(lines) == 2
+    for line in lines:
+        arguments = _parser().parse_args(shlex.split(line, comments=True)[1:])
+        check_config(compose_config(arguments.overrides), to_train=False)
+    assert f">={LIBRARY[0]}.{LIBRARY[1]},<{LIBRARY[0] + 1}" in SHELL
+
+
+def test_the_table_has_every_check_with_its_seconds():
+    rows = dict(re.findall(r"^\| (G\d) \|.*\| (\d+) \|$", TEXT, re.MULTILINE))
+    assert rows == {name: str(check.seconds) for name, check in CHECKS.items()}
+    named = [word for line in re.findall(r"make gpu-check ARGS=\"([^\"]+)\"", TEXT) for word in line.split()]
+    assert set(named) <= CHECKS.keys()
+    assert re.search(r"^gpu-check:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_wheels_are_what_the_machine_lacks():
+    packages = set(re.findall(r"[\w-]+(?===|\s|$)", SHELL.replace("\\\n", " ")))
+    assert packages >= {"hydra-core", "omegaconf", "antlr4-python3-runtime", "platformdirs", "pydantic-core"}
+    assert {"hydra", "omegaconf", "platformdirs", "pydantic"} <= set(RUN)
+    assert "/carry/" in (ROOT / ".gitignore").read_text()
+
+
+def test_what_it_says_of_backends_and_sizes_is_the_programs():
+    values = PrecisionConfig.model_fields["backend"].annotation.__args__
+    assert all(f"| `{value}`" in TEXT for value in values)
+    assert MULTIPLES == {"delayed": 16, "current": 16, "subchannel": 128, "mxfp8": 32, "nvfp4": 32}
+    assert "multiples of 16 for FP8 per tensor, 32 for MXFP8 and NVFP4, 128 for blocks\n   of 128" in TEXT

@@ -1,0 +1,145 @@
+"""A few steps of one precision recipe as text: losses, gradient norms, the gradient norm of every parameter.
+
+Bits depend on the kernels that PyTorch chooses for the processor, so a recorded curve says which made it: the version
+of torch, the CPU capability, and a fingerprint of what plain torch operations give here, none of this project's code in
+them. Where these agree, the curve must agree to the last bit; where they do not, nothing can be said.
+"""
+
+import sys
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parallel")]  # for `python tests/golden/record.py`
+
+from traced_run import run_with  # noqa: E402
+
+from lightning_llm.compose import compose_config  # noqa: E402
+
+RECIPES = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
+STEPS = 4
+GRADIENT_STEPS = 2
+WORDS = [
+    "model=llama_tiny", "model.num_layers=3", "model.hidden_size=64", "model.num_heads=1", "model.num_kv_heads=1",
+    "model.ffn_hidden_size=128", "model.vocab_size=288",
+    "data=text", f"data.sources.text.path={HERE / 'corpus.txt'}", "data.sources.text.sample_by=paragraph",
+    "data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=null", "data.validation.fraction=0",
+    "data.sequence_length=64", "data.micro_batch_size=2", "data.global_batch_size=4",
+    "precision.casts=eager", "optim.learning_rate=1e-2", "optim.gradient_clip_norm=0.5", "schedule=constant",
+    "schedule.warmup_steps=2", f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=null",
+    "trainer.accelerator=cpu", "checkpoint.every_steps=null", "callbacks=none", "logger=none",
+]  # fmt: skip
+
+
+def kernels() -> dict[str, str]:
+    """Return what the bits of a curve depend on beside this project's code."""
+    return {
+        "torch": torch.__version__,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "kernels": _fingerprint(),
+    }
+
+
+def _fingerprint() -> str:
+    """Return 16 hex digits over the bits of plain operations of a curve's shapes, forward and backward, one thread."""
+    digest = blake2b(digest_size=8)
+    for tensor in _operations():
+        digest.update(tensor.detach().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    """Return the same fp32 numbers on every machine: integers times a power of two, about -4 to 4."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * 7919 % 8191 - 4095).float() / 1024).reshape(shape)
+
+
+def _operations() -> Iterator[torch.Tensor]:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = _numbers(128, 64).to(dtype), _numbers(128, 64).flip(0).to(dtype)
+        yield x @ w.T
+        yield w.T @ x
+        q = _numbers(2, 1, 64, 64).to(dtype).requires_grad_()
+        attended = F.scaled_dot_product_attention(q, q.detach().flip(2), q.detach(), is_causal=True)
+        yield attended
+        yield from torch.autograd.grad(attended.float().square().sum(), q)
+        yield F.silu(x)
+    logits = _numbers(128, 288).requires_grad_()
+    loss = F.cross_entropy(logits, torch.arange(128) * 5 % 288, reduction="sum")
+    yield loss
+    yield from torch.autograd.grad(loss, logits)
+    x = _numbers(128, 64)
+    yield from (x.square().mean(-1).rsqrt(), x.cos(), x.sin(), x.exp(), x.sum(), x.norm())
+    parameter = torch.nn.Parameter(_numbers(64, 64))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+    for _ in range(2):
+        parameter.grad = _numbers(64, 64).flip(1)
+        optimizer.step()
+    yield parameter
+
+
+class _GradientNorms(pl.Callback):
+    """Keeps the 2-norm of every parameter's gradient, before clipping, in the first steps."""
+
+    def __init__(self) -> None:
+        self.norms: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if len(self.norms) < GRADIENT_STEPS:
+            named = pl_module.model.named_parameters()
+            self.norms.append({name: parameter.grad.double().norm().item() for name, parameter in named})
+
+
+class _Curve(pl.Callback):
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        record = pl_module.step_record
+        self.steps.append((record["step"], record["loss"], record["grad_norm"]))
+
+
+def trajectory(recipe: str, folder: Path) -> str:
+    """Return the first steps under `recipe`, run in `folder`, as text whose numbers read back to the same bits."""
+    torch.set_num_threads(1)
+    words = [*WORDS, f"precision={recipe}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / recipe}"]
+    norms, curve = _GradientNorms(), _Curve()
+    with patch("lightning_llm.callbacks.run_folder.draw_losses"):  # nobody looks at it
+        run_with(compose_config(words), norms, curve)
+    lines = ["step  loss                grad_norm"]
+    lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]
+    width = max(map(len, norms.norms[0]))
+    rows = [["gradient of", *(f"norm at step {step + 1}" for step in range(GRADIENT_STEPS))]]
+    rows += [[name, *(repr(each[name]) for each in norms.norms)] for name in norms.norms[0]]
+    lines += ["", *("  ".join([f"{name:<{width}}", *(f"{each:<22}" for each in row)]).rstrip() for name, *row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def header(recipe: str) -> str:
+    """Return the comment lines of a recorded curve."""
+    facts = [f"# {key}: {value}" for key, value in kernels().items()]
+    what = f"# The first steps under precision={recipe}: tiny model, tests/golden/corpus.txt, one CPU thread."
+    how = "# `make test` compares to the last bit where torch and kernels are these; `make golden` records anew."
+    return "\n".join([what, how, *facts]) + "\n\n"
+
+
+def recorded(recipe: str) -> tuple[dict[str, str], str]:
+    """Return (kernels, curve) as recorded."""
+    head, _, body = (HERE / f"{recipe}.txt").read_text(encoding="utf-8").partition("\n\n")
+    pairs = [line.removeprefix("# ").split(": ", 1) for line in head.splitlines()[2:]]
+    return dict(pairs), body
+
+
+def first_difference(then: str, now: str) -> str | None:
+    """Return the first line that is not the same, with the line it was; None where all are."""
+    for old, new in zip(then.splitlines(), now.splitlines(), strict=False):
+        if old != new:
+            return f"recorded: {old}\nnow:      {new}"
+    return None if then == now else "one is longer than the other"

@@ -1,0 +1,183 @@
+"""Which recipes run natively, where, and what is said of the others. Under a second."""
+
+import fake_engine
+import pytest
+from precision.recipes import RECIPES, load
+
+from lightning_llm.check import native_decision
+from lightning_llm.compose import compose_config
+from lightning_llm.matrix import matrix, numbered, shipped_recipes
+from lightning_llm.precision import capability, te
+from lightning_llm.precision.capability import DEVICES, Capability, capability_here, installed_library, version_tuple
+from lightning_llm.precision.native import MULTIPLES, casts_of, decide, express, native_recipe
+from lightning_llm.schema.precision import CastConfig, PhaseConfig, slots_of
+
+NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks admit
+    "fp8_delayed": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_current": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_current_e4m3": {"sm_89", "sm_90", "sm_100", "sm_120"},
+    "fp8_subchannel": {"sm_90", "sm_100"},
+    "fp8_subchannel_fp32scales": {"sm_90"},
+    "mxfp8": {"sm_100"},
+    "fp16_mxfp8": {"sm_100"},
+    "nvfp4": {"sm_100", "sm_120"},
+}
+HOPPER = DEVICES["sm_90"]
+
+
+def with_cast(name, slot, **keys):
+    recipe = load(name)
+    gemm, operand = slot.split(".")
+    part = getattr(recipe, gemm)
+    cast = CastConfig.model_validate({**getattr(part, operand).model_dump(), **keys})
+    return recipe.model_copy(update={gemm: part.model_copy(update={operand: cast})})
+
+
+def test_the_matrix_is_what_the_library_admits():
+    made = matrix(shipped_recipes())
+    assert set(made) == set(RECIPES)
+    for name, row in made.items():
+        assert list(row) == ["cpu", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+        native = {device for device, decision in row.items() if decision.runs == "native"}
+        wanted = NATIVE.get(name, set())
+        if not load(name).quantises:
+            wanted = set(DEVICES) - ({"cpu"} if name == "fp16" else set())
+        assert native == wanted, name
+        assert all(decision.reason for decision in row.values())
+    rows, reasons = numbered(made)
+    assert [row[0] for row in rows[1:]] == sorted(RECIPES)
+    assert len(set(reasons)) == len(reasons)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_native_recipe_means_exactly_its_casts(name, engine):
+    """Recipe -> configuration -> Transformer Engine's object -> what that object means: the recipe's casts again."""
+    found, differences = express(slots_of(load(name)))
+    assert differences == []
+    assert casts_of(found) == slots_of(load(name))
+    if name != "fp8_delayed":
+        assert fake_engine.read(te.recipe_object(found)) == slots_of(load(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "slot", "keys"),
+    [
+        ("fp8_current", "wgrad.x", {"format": "e5m2"}),
+        ("fp8_current", "dgrad.w", {"scale": "power_of_two"}),
+        ("fp8_current", "wgrad.dy", {"rounding": "stochastic"}),
+        ("fp8_subchannel", "fprop.w", {"block": "1x128"}),
+        ("fp8_subchannel", "wgrad.x", {"scale": "fp32"}),
+        ("mxfp8", "dgrad.w", {"block": "32x32"}),
+        ("mxfp8", "fprop.w", {"scale": "e8m0_floor"}),
+        ("nvfp4", "wgrad.dy", {"hadamard": None}),
+        ("nvfp4", "dgrad.dy", {"noise_bits": 20}),
+        ("nvfp4", "dgrad.w", {"block": "1x16"}),
+        ("fp8_delayed", "wgrad.dy", {"delayed": {"history_length": 16}}),
+        ("fp8_current", "fprop.x", {"format": "e5m2"}),
+        ("fp8_current", "dgrad.dy", {"format": "e2m1"}),
+    ],
+)
+def test_whatever_differs_is_refused_and_named(name, slot, keys):
+    decision = decide(with_cast(name, slot, **keys), DEVICES["sm_100"])
+    assert decision.runs == "emulated"
+    assert f"precision.{slot}" in {problem.key for problem in decision.problems}
+    assert "Transformer Engine" in decision.reason
+
+
+def test_a_backward_pass_in_high_precision_is_native_but_not_a_half_of_one():
+    recipe = load("fp8_current")
+    high = recipe.model_copy(update={"dgrad": type(recipe.dgrad)(), "wgrad": type(recipe.wgrad)()})
+    assert native_recipe(high)[0].gradient == "high"
+    assert decide(high, HOPPER).runs == "native"
+    half = recipe.model_copy(update={"dgrad": type(recipe.dgrad)()})
+    assert decide(half, HOPPER).runs == "emulated"
+    delayed = load("fp8_delayed").model_copy(update={"dgrad": type(recipe.dgrad)(), "wgrad": type(recipe.wgrad)()})
+    assert decide(delayed, HOPPER).runs == "emulated"
+
+
+def test_phases_must_all_be_native_or_high():
+    for phase, runs in (({"start": 0.5}, "native"), ({"start": 0.5, "fprop": load("quartet").fprop}, "emulated")):
+        recipe = load("fp8_current").model_copy(update={"phases": (PhaseConfig(**phase),)})
+        decision = decide(recipe, HOPPER)
+        assert decision.runs == runs
+        assert all(problem.key.startswith("precision.phases.0.") for problem in decision.problems)
+    late = load("bf16").model_copy(update={"phases": (PhaseConfig(start=0.5, **_gemms("fp8_current")),)})
+    assert decide(late, HOPPER).runs == "native"
+    assert decide(late, DEVICES["cpu"]).runs == "emulated"
+
+
+def _gemms(name):
+    return {gemm: getattr(load(name), gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+
+
+def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_numbers():
+    words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
+    config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640", "model.bias=true"])
+    here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
+    decision = native_decision(config, here)
+    assert decision.runs == "refused"
+    said = "\n".join(map(str, decision.refusals()))
+    for part in ("200, no multiple of 128", "100, no multiple of 128", "needs compute capability >= 9.0", "8.6"):
+        assert part in said
+    for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "model.bias", "is 'native'"):
+        assert part in said
+    assert "640" not in said
+    assert decision.refusals() == list(dict.fromkeys(decision.refusals()))
+    automatic = config.model_copy(update={"precision": config.precision.model_copy(update={"backend": "auto"})})
+    assert native_decision(automatic, here).runs == "emulated"
+    assert native_decision(automatic, here).refusals() == []
+
+
+def test_tensors_cut_over_ranks_are_emulated():
+    for words, runs in (([], "native"), (["parallel.tp=2"], "emulated"), (["parallel.cp=2"], "emulated")):
+        config = compose_config(["precision=fp8_current", *words])
+        assert native_decision(config, HOPPER).runs == runs
+
+
+def test_each_kernel_has_its_multiple():
+    for name, kind in (("fp8_current", "current"), ("fp8_subchannel", "subchannel"), ("fp8_delayed", "delayed")):
+        multiple = MULTIPLES[kind]
+        assert decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple}).runs == "native"
+        decision = decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple + multiple // 2})
+        assert decision.runs == "emulated"
+        assert f"no multiple of {multiple}" in decision.reason
+
+
+def test_emulated_is_emulated_also_where_it_could_be_native():
+    recipe = load("fp8_current").model_copy(update={"backend": "emulated"})
+    assert decide(recipe, HOPPER).facts() == {"runs": "emulated", "reason": "precision.backend=emulated asks for it"}
+    for name in ("bf16", "fp32"):
+        native = load(name).model_copy(update={"backend": "native"})
+        assert decide(native, DEVICES["cpu"]).runs == "native"  # nothing is quantised, so nothing is missing
+
+
+@pytest.mark.parametrize(("version", "problem"), [
+    ("2.20.2", None), ("2.21.0", None), ("2.20.0.dev0+d0067d0", None), ("2.19.1", "2.19.1"), ("3.0.0", "3.0.0"),
+])  # fmt: skip
+def test_versions_of_the_library(version, problem, monkeypatch):
+    monkeypatch.setattr(capability, "version", lambda name: version)
+    found, said = installed_library()
+    assert found == version
+    assert (said is None) if problem is None else (problem in said)
+    assert version_tuple("13.0") == (13, 0)
+
+
+def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
+    monkeypatch.setattr(capability, "DRIVER_FILES", ())
+    capability_here.cache_clear()
+    here = capability_here("auto")
+    assert (here.device, here.compute_capability) == ("cpu", None)
+    assert "no NVIDIA driver" in here.problem
+    assert capability_here("cpu").problem == "trainer.accelerator=cpu"
+    capability_here.cache_clear()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cudnn shared object not found."), OSError("libcudart.so.13: no")])
+def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, monkeypatch):
+    def broken():
+        raise error
+
+    monkeypatch.setattr(te, "engine", broken)
+    assert f"{type(error).__name__}: {error}" in te.import_problem()
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    assert "NVTE_USE_FAST_MATH" in te.import_problem()

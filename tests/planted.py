@@ -1,0 +1,33 @@
+"""Faults planted into a run."""
+
+from collections.abc import Callable
+
+from lightning_llm.data.corpus import Batch, Corpus
+
+
+def corrupted(step: int, micro_batch: int) -> Callable[..., Batch]:
+    """Return a `Corpus.micro_batches` that asks for what no text holds in one micro-batch of `step` (1-based)."""
+    whole = Corpus.micro_batches
+
+    def micro_batches(self: Corpus, index: int, indices=None) -> Batch:
+        batch = whole(self, index, indices)
+        if index == step - 1:
+            count = self.config.global_batch_size // self.config.micro_batch_size
+            own = range(count) if indices is None else indices
+            batch.labels[[place for place, each in enumerate(own) if each == micro_batch]] = 298
+        return batch
+
+    return micro_batches
+
+
+def infinite_gradient(forward: Callable, when: Callable[[int], bool]) -> Callable:
+    """Return a decoder's `forward` with infinite gradients in the training micro-batches, from 0, that `when` names."""
+    micro_batches = iter(range(10**6))
+
+    def poisoned(self, *arguments, **keywords):
+        logits = forward(self, *arguments, **keywords)
+        if logits.requires_grad and when(next(micro_batches)):
+            logits.register_hook(lambda gradient: gradient * float("inf"))
+        return logits
+
+    return poisoned

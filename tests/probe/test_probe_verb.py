@@ -1,0 +1,223 @@
+"""`lightning-llm probe` on a run, its checkpoint and its Hugging Face export; and all that can be asked wrongly."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_llm.__main__ import main
+from lightning_llm.compose import load_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
+from lightning_llm.probe.subject import find_place, read_weights
+
+QUICK = ["--batches", "1", "--keys", "2"]
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory, small_run):
+    """The folder of a run of four bf16 steps with one checkpoint."""
+    folder = tmp_path_factory.mktemp("probed")
+    words = ("precision=bf16", "trainer.max_steps=4", "checkpoint.every_steps=null", "data.micro_batch_size=4")
+    assert main(["train", *small_run(folder, *words)]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def huggingface_folder(run_folder, tmp_path_factory):
+    """The same weights as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("huggingface") / "exported"
+    folder.mkdir()
+    place = find_place(run_folder, [], None)
+    save_file(to_huggingface(read_weights(place), place.config.model), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(huggingface_config(place.config.model)))
+    shutil.copy(run_folder / "tokenizer.json", folder)
+    return folder
+
+
+def probe(capsys, *words):
+    """Return the exit code and the printed JSON."""
+    capsys.readouterr()
+    code = main(["probe", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_run_its_checkpoint_and_its_export_give_the_same_figures(
+    run_folder, huggingface_folder, corpus_folder, tmp_path, capsys
+):
+    before = files(run_folder), files(huggingface_folder)
+    mx = "precision=mxfp8", "precision.casts=eager"
+    code, facts = probe(capsys, run_folder, *mx, *QUICK, "--output", tmp_path / "run")
+    assert code == 0
+    checkpoint = run_folder / "checkpoints" / "step=4"
+    _, same = probe(capsys, checkpoint, *mx, *QUICK, "--output", tmp_path / "checkpoint")
+    assert same == facts
+    assert (facts["kind"], facts["step"], facts["data"]["from"]) == ("run", 4, "held out")
+    data = (
+        "data=jsonl", f"data.sources.jsonl.path={corpus_folder / 'documents.jsonl'}",
+        f"data.cache_dir={corpus_folder / 'cache'}", "data.validation.fraction=0.1", "data.validation.sequences=6",
+        "data.sequence_length=32", "data.micro_batch_size=4",
+    )  # fmt: skip
+    _, other = probe(capsys, huggingface_folder, *data, *mx, *QUICK, "--output", tmp_path / "huggingface")
+    ours, theirs = facts["recipes"]["mxfp8"], other["recipes"]["mxfp8"]
+    assert theirs["loss"] == ours["loss"]
+    assert theirs["layers"] == ours["layers"]
+    assert (files(run_folder), files(huggingface_folder)) == before
+    its = facts["recipes"]["mxfp8"]
+    assert set(its["slots"]) == {"fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"}
+    assert its["quantised_layers"] == 14 == len(its["layers"])
+    assert 0.8 <= its["keep_high"]["won_back"] <= 1.05
+    assert (tmp_path / "run" / "mxfp8.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "run" / "probe.json").read_text()) == facts
+
+
+def test_text_of_ones_own_and_recipes_to_go_on_with(huggingface_folder, corpus_folder, small_run, tmp_path, capsys):
+    words = (
+        "precision=nvfp4", "precision.casts=eager", f"data.cache_dir={corpus_folder / 'cache'}",
+        "data.sequence_length=32",
+    )  # fmt: skip
+    out = tmp_path / "out"
+    text = corpus_folder / "documents.jsonl"
+    code = main(["probe", str(huggingface_folder), *words, "--text", str(text), *QUICK, "--output", str(out)])
+    assert code == 0
+    shown = capsys.readouterr().out
+    assert "the text itself" in shown
+    assert "keep" in shown
+    assert (out / "probe.txt").read_text().strip() in shown
+    made = sorted(path.stem for path in (out / "precision").iterdir())
+    assert made == ["nvfp4_kept", *(f"nvfp4_only_{s}" for s in (
+        "dgrad_dy", "dgrad_w", "fprop_w", "fprop_x", "wgrad_dy", "wgrad_x"
+    ))]  # fmt: skip
+    for name in ("nvfp4_kept", "nvfp4_only_wgrad_x"):
+        assert main(["plan", "--config-dir", str(out), *small_run(tmp_path), f"precision={name}"]) == 0
+
+
+@pytest.mark.full
+def test_all_recipes_are_ranked_and_those_that_do_not_fit_are_named(run_folder, tmp_path, capsys):
+    code, facts = probe(
+        capsys, run_folder, "precision=all", "precision.casts=eager", *QUICK, "--output", tmp_path / "all"
+    )
+    assert code == 0
+    assert facts["ranking"] == sorted(facts["recipes"], key=lambda name: facts["recipes"][name]["gradient"]["error"])
+    assert facts["ranking"].index("mxfp8") < facts["ranking"].index("mxfp4_sr_norht")  # eight bits, four bits
+    assert "does not divide model.hidden_size = 32" in facts["skipped"]["mxfp4_sr"]
+    assert "quantise none of" in facts["skipped"]["fp8_current"]  # first and last block are all there is
+    assert "slots" not in facts["recipes"]["mxfp8"]
+
+
+def test_everything_that_is_wrong_is_said_at_once(run_folder, tmp_path, capsys):
+    words = [
+        "precision=mxfp4_sr,bf16,mxfp9",
+        "--batches",
+        "0",
+        "--text",
+        "nothing.txt",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    assert main(["probe", str(run_folder), *words]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "--batches: is 0",
+        "--text: goes with a Hugging Face folder",
+        "there is no 'mxfp9'. Did you mean 'mxfp8'?",
+    ):
+        assert part in said
+    assert main(["probe", str(run_folder), "precision=mxfp4_sr,bf16,mxfp9"]) == 2
+    said = capsys.readouterr().err
+    for part in ("64 does not divide model.hidden_size = 32", "'bf16' quantises nothing", "'mxfp9'"):
+        assert part in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_run_without_casts_wants_a_recipe_named(run_folder, capsys):
+    assert main(["probe", str(run_folder)]) == 2
+    assert (
+        "the run's own, 'bf16', quantises nothing, so there is nothing to probe. Say precision=NAME"
+        in capsys.readouterr().err
+    )
+
+
+def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
+    bare, weightless = tmp_path / "bare", tmp_path / "weightless"
+    bare.mkdir()
+    weightless.mkdir()
+    shutil.copy(run_folder / "config.yaml", weightless)
+    lost = tmp_path / "a" / "lost"
+    shutil.copytree(run_folder / "checkpoints" / "step=4", lost)
+    for path, part in {
+        tmp_path / "nowhere": "does not exist. Give a run's folder",
+        run_folder / "config.yaml": "is a file",
+        bare: "is none of what can be probed",
+        weightless: "holds no complete checkpoint, so no weights",
+        lost: "belongs to no run",
+    }.items():
+        assert main(["probe", str(path), "precision=mxfp8"]) == 2
+        assert part in capsys.readouterr().err
+
+
+def test_huggingface_folders_that_cannot_be_probed(huggingface_folder, tmp_path, capsys):
+    def changed(name, **values):
+        folder = tmp_path / name
+        shutil.copytree(huggingface_folder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **values}))
+        return folder
+
+    other = changed("other", architectures=["MistralForCausalLM"])
+    (other / "model.safetensors").rename(other / "pytorch_model.bin")
+    (other / "tokenizer.json").unlink()
+    assert main(["probe", str(other), "precision=mxfp8"]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "is MistralForCausalLM; read here is LlamaForCausalLM alone",
+        "pytorch_model.bin is not read: save the model again with safetensors",
+        "tokenizer.json: is missing",
+        "give --text FILE",
+    ):
+        assert part in said
+    for values, part in (
+        ({"hidden_act": "gelu"}, "hidden_act: is 'gelu', and this decoder has 'silu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "is of type 'yarn'"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers: a whole number must be given"),
+    ):
+        folder = changed(f"with_{next(iter(values))}", **values)
+        with pytest.raises(ConfigError, match=part.replace("(", "\\(")):
+            find_place(folder, ["data=python"], None)
+    wide = changed("wide", intermediate_size=96)
+    with pytest.raises(ConfigError) as caught:
+        read_weights(find_place(wide, ["data=python"], None))
+    assert "has shape (64, 32)" in str(caught.value)
+    assert "(96, 32) by its config" in str(caught.value)
+    deep = changed("deep", num_hidden_layers=3)
+    with pytest.raises(ConfigError, match=r"has no tensor 'model\.layers\.2"):
+        read_weights(find_place(deep, ["data=python"], None))
+
+
+@pytest.mark.parametrize("size", ["llama_tiny", "llama_8b", "llama_1b"])
+def test_a_config_json_of_ours_reads_back_as_the_same_shape(size):
+    from lightning_llm.compose import compose_config
+
+    ours = compose_config([f"model={size}"]).model
+    theirs = model_config_of(huggingface_config(ours), ours.name)
+    not_stored = {"vocab_multiple", "init", "parameters_published", "head_dim"}
+    assert theirs.model_dump(exclude=not_stored) == ours.model_dump(exclude=not_stored)
+    assert theirs.attention_head_dim == ours.attention_head_dim
+
+
+def test_the_run_s_own_recipe_and_delayed_scales_are_taken(small_run, tmp_path, capsys):
+    words = ("precision=fp8_delayed", "precision.casts=eager", "trainer.max_steps=3", "checkpoint.every_steps=null")
+    assert main(["train", *small_run(tmp_path, *words)]) == 0
+    code, facts = probe(capsys, tmp_path / "run", *QUICK, "--output", tmp_path / "out")
+    assert code == 0
+    assert list(facts["recipes"]) == ["fp8_delayed"]
+    assert load_config(tmp_path / "run" / "config.yaml", []).precision.name == "fp8_delayed"
+    figures = facts["recipes"]["fp8_delayed"]
+    assert figures["gradient"]["error"] < 0.2
+    assert torch.tensor(figures["gradient"]["cosine"]) > 0.9
