@@ -198,9 +198,9 @@ def test_bytes_of_cut_weights_and_shared_sequences(layout, world, precision, mor
 
 STAGED = [
     ("pp", 2, "bf16", ["model.tie_embeddings=true"]),
-    ("pp_interleaved", 2, "fp32", []),
+    pytest.param("pp_interleaved", 2, "fp32", [], marks=pytest.mark.full),
     ("fsdp_pp", 4, "bf16", []),
-    ("pp_tp", 4, "fp32", ["model.num_kv_heads=2"]),
+    pytest.param("pp_tp", 4, "fp32", ["model.num_kv_heads=2"], marks=pytest.mark.full),
 ]
 
 

@@ -140,7 +140,7 @@ def words(small_run, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.full), "1f1b", "interleaved_1f1b"])
 def test_a_recorded_step_has_the_bubble_that_plan_says(schedule, ranks, words):
     layout = "pp_interleaved" if schedule == "interleaved_1f1b" else "pp"
     config = compose_config(
@@ -231,7 +231,7 @@ def spoiled_run(config: Any) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("layout", ["pp", "pp_interleaved"])
+@pytest.mark.parametrize("layout", [pytest.param("pp", marks=pytest.mark.full), "pp_interleaved"])
 def test_health_and_the_origin_of_nan_are_those_of_all_stages(layout, ranks, words, tmp_path):
     """Rank 0, which writes both, has the first stage; the second's weight was spoiled."""
     health = {}
