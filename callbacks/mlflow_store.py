@@ -56,14 +56,14 @@ def known_run(client: Any, run_id: str | None) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def mark_orphans(client: Any, experiment_id: str) -> list[str]:
-    """Mark runs KILLED that say RUNNING and whose process, on this machine, is gone; return their ids.
+def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
+    """Mark runs KILLED that say RUNNING and whose process, on this machine, is gone; return their ids. Run `but` stays.
 
     So ends what went down with its machine, or was killed together with its writer.
     """
     marked = []
     for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
-        if has_ended(run.data.tags.get("process", "")):
+        if run.info.run_id != but and has_ended(run.data.tags.get("process", "")):
             client.set_tag(run.info.run_id, "status_detail", ORPHANED)
             client.set_terminated(run.info.run_id, "KILLED")
             marked.append(run.info.run_id)

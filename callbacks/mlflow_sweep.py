@@ -74,9 +74,9 @@ def update(job: Mapping[str, Any]) -> str:
     from mlflow.entities import Metric, Param, RunTag
 
     client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
-    mark_orphans(client, experiment_id)
     run = known_run(client, job["run_id"]) or client.create_run(experiment_id, run_name=job["run_name"])
     run_id = str(run.info.run_id)
+    mark_orphans(client, experiment_id, but=run_id)
     now = round(time.time() * 1000)
     params = {key: value for key, value in job["params"].items() if key not in run.data.params}
     client.log_batch(

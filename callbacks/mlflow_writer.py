@@ -122,7 +122,7 @@ class RunWriter:
         self._describe(client, run)
         self._log_datasets(client)
         self._log_artifacts(client, FIRST_ARTIFACTS)
-        mark_orphans(client, experiment_id)
+        mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so
         self._client = client
         print(json.dumps({"event": "connected", "run_id": self.run_id}), flush=True)
 

@@ -85,6 +85,10 @@ class TinyModule(pl.LightningModule):
         self.fail_at = fail_at
         self.completed_steps = 0
 
+    @property
+    def whole_model(self) -> nn.Module:
+        return self.model
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 

@@ -69,7 +69,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_
     assert (status(failed), status(finished)) == ("failed", "finished")
     told = capfd.readouterr()
     assert "1 of 2 jobs finished" in told.out
-    assert f"exit code 1: {failed} (optim.learning_rate=1e30): NonFiniteError" in told.err
+    assert f"exit code 1: {failed} (optim.learning_rate=1e+30): NonFiniteError" in told.err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,11 @@ def fp32_losses(tmp_path_factory, small_run):
     return losses(folder / "run")
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp32"])
+EACH_GRANULARITY = ("bf16", "fp16", "fp8_delayed", "fp8_subchannel", "mxfp8", "mxfp4_sr")
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name not in ("fp32", *EACH_GRANULARITY)]
+
+
+@pytest.mark.parametrize("recipe", [*EACH_GRANULARITY, *OTHERS])
 def test_fifty_steps_fall_and_are_not_fp32(recipe, small_run, fp32_losses, tmp_path):
     words = [f"precision={recipe}", "trainer.max_steps=50", "trainer.validate_every_steps=null"]
     assert train(small_run, tmp_path, *words) == 0
@@ -68,12 +72,20 @@ def stop_and_resume(small_run, tmp_path: Path, *words: str) -> None:
         assert any(name.endswith("amax_history") for name in whole)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr", "nvfp4", "fp16", "quartet", "bf16_true"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "fp8_delayed",
+        "mxfp4_sr",
+        "fp16",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("nvfp4", "quartet", "bf16_true")),
+    ],
+)
 def test_resume_gives_the_same_bits(recipe, small_run, tmp_path):
     stop_and_resume(small_run, tmp_path, f"precision={recipe}")
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr", "quartet"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr", pytest.param("quartet", marks=pytest.mark.full)])
 def test_recomputation_gives_the_same_bits(recipe, small_run, tmp_path):
     for folder, kind in ((tmp_path / "a", "none"), (tmp_path / "b", "full")):
         assert train(small_run, folder, f"precision={recipe}", f"parallel.activation_checkpoint={kind}") == 0
