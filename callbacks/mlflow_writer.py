@@ -124,7 +124,7 @@ class RunWriter:
         self._log_artifacts(client, FIRST_ARTIFACTS)
         mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so
         self._client = client
-        print(json.dumps({"event": "connected", "run_id": self.run_id}), flush=True)
+        _say({"event": "connected", "run_id": self.run_id})
 
     def _describe(self, client: Any, run: Any) -> None:
         """Log parameters and tags. Parameters are immutable: one that a resumed run changes becomes a tag."""
@@ -185,7 +185,7 @@ def main() -> None:
             pause = job["flush_seconds"]
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-            print(json.dumps({"event": "trouble", "text": text}), flush=True)
+            _say({"event": "trouble", "text": text})
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause) if ending is None else 0.5
         if ending:
             time.sleep(pause)
@@ -193,7 +193,12 @@ def main() -> None:
         with contextlib.suppress(queue.Empty):
             ending = inbox.get(timeout=pause)
             signal.alarm(math.ceil(job["close_seconds"]))  # whatever MLflow does, this process ends
-    print(json.dumps({"event": "closed", "run_id": writer.run_id, "cpu_seconds": time.process_time()}), flush=True)
+    _say({"event": "closed", "run_id": writer.run_id, "cpu_seconds": time.process_time()})
+
+
+def _say(event: Mapping[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the training process died; MLflow is told of it all the same
+        print(json.dumps(event), flush=True)
 
 
 def _read_inbox(inbox: "queue.Queue[dict[str, Any]]") -> None:
