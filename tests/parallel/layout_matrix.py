@@ -44,7 +44,7 @@ class Case:
 
 def steps_of(precision: str) -> int:
     """Return how long a run is: 20 steps in `make test-full`. Emulated casts run eagerly here, and slowly."""
-    return int(os.environ.get("LAYOUT_STEPS", 10 if precision in ("fp32", "bf16") else 8))
+    return int(os.environ.get("LAYOUT_STEPS", 10 if precision in ("fp32", "bf16") else 6))
 
 
 def degrees_of(layout: str, world: int) -> Degrees | None:

@@ -141,7 +141,7 @@ def test_documents_are_masked_on_every_stage(ranks, words, alone):
         pytest.param(
             "pp_tp", 4, "fp32", ["parallel.sequence_parallel=false", "parallel.schedule=gpipe"], marks=pytest.mark.full
         ),
-        ("pp_tp", 4, "mxfp4_sr", ["parallel.activation_checkpoint=full"]),
+        pytest.param("pp_tp", 4, "mxfp4_sr", ["parallel.activation_checkpoint=full"], marks=pytest.mark.full),
         pytest.param("pp_tp", 4, "bf16", ["model.tie_embeddings=true"], marks=pytest.mark.full),
         pytest.param("pp_tp", 4, "fp8_delayed", [], marks=pytest.mark.full),
         pytest.param("pp_tp", 4, "fp32", ["model.tie_embeddings=true", *INTERLEAVED], marks=pytest.mark.full),

@@ -249,7 +249,7 @@ def faulty_run(config: Any, fault: str) -> Trace:
     return traced_run(config, Planted(fault))
 
 
-@pytest.mark.parametrize("fault", ["shard", "twice", "missing", "none"])
+@pytest.mark.parametrize("fault", ["shard", "twice", pytest.param("missing", marks=pytest.mark.full), "none"])
 def test_the_comparison_finds_a_planted_fault(fault, run, alone):
     """A shard's gradient that is 1e-4 off, a reduction made twice, one left out: these pass a look at the loss."""
     ours = run(2, "parallel=tp", "trainer.devices=2", planted=fault)

@@ -47,9 +47,9 @@ def words(small_run):
 CHAINS = [
     ("fp8_delayed", [("zero3", 2), ("hsdp", 4), ("single", 1)]),
     ("mxfp4_sr", [("single", 1), ("zero2", 4), ("ddp", 2)]),
-    ("fp16", [("zero1", 4), ("single", 1), ("zero3", 4)]),
+    pytest.param("fp16", [("zero1", 4), ("single", 1), ("zero3", 4)], marks=pytest.mark.full),
     ("fp8_delayed", [("fsdp_pp", 4), ("zero3", 2), ("pp", 2)]),
-    ("bf16_true", [("hsdp", 2), ("zero2", 2), ("zero1", 2)]),
+    pytest.param("bf16_true", [("hsdp", 2), ("zero2", 2), ("zero1", 2)], marks=pytest.mark.full),
 ]
 
 

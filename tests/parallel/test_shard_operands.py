@@ -137,7 +137,8 @@ def first_operands(config: Config) -> list[Tensor]:
     return kept
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_current", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
 def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, ranks, small_run, tmp_path):
     """Within training, too: embedding, norm and gathering leave x at step 1 as one rank has it."""
 
