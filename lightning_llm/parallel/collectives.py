@@ -6,6 +6,7 @@ which is the other's backward pass (Korthikanti et al. 2022, arXiv 2205.05198, s
 `[B, T, ...]`. The bytes sent are the same; without sequence parallelism every rank holds all tokens between blocks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from lightning_llm.parallel.tree import all_gather
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -40,72 +43,44 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.view_as(x)
+
+
+class _Conjugate(torch.autograd.Function):
+    """One collective forward and its partner backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scattered(grad, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scattered(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 @torch.compiler.disable  # a compiled block breaks here: collectives run between its graphs
+def _conjugate(x: Tensor, group: dist.ProcessGroup, there: Collective, back: Collective) -> Tensor:
+    result: Tensor = _Conjugate.apply(x, group, there, back)
+    return result
+
+
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `gathered`; the backward pass sums gradients over the group and keeps this rank's tokens'."""
-    result: Tensor = _Gather.apply(x, group)
-    return result
+    return _conjugate(x, group, gathered, reduce_scattered)
 
 
-@torch.compiler.disable
 def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `reduce_scattered`; the backward pass gathers the gradients of all tokens."""
-    result: Tensor = _ReduceScatter.apply(x, group)
-    return result
+    return _conjugate(x, group, reduce_scattered, gathered)
 
 
-@torch.compiler.disable
 def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x`; the backward pass sums its gradient over the group."""
-    result: Tensor = _Copy.apply(x, group)
-    return result
+    return _conjugate(x, group, _same, all_reduced)
 
 
-@torch.compiler.disable
 def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of `x` over the group; the backward pass takes the gradient as it is."""
-    result: Tensor = _Reduce.apply(x, group)
-    return result
+    return _conjugate(x, group, all_reduced, _same)
