@@ -12,42 +12,25 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.rotation import Row, interleaved_minima, stepping
-from benchmarks.shape import config
-from benchmarks.trainer_overhead import loop_steps, trainer_steps
-from lightning_llm.data.corpus import Corpus, open_corpus
+from benchmarks.rotation import Row, interleaved_minima
+from benchmarks.shape import config, loop_steps
+from benchmarks.trainer_overhead import trainer_steps
+from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.init import initialise
-from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.run import quiet_lightning
 from lightning_llm.schema import Config
 
 REDUCTIONS = ("native", "tree")
 
 
-def plain_fsdp_steps(run: Config, corpus: Corpus, rank: int) -> Iterator[None]:
-    """Yield after each step of a plain loop over torch's FSDP2: bf16 compute, fp32 reduction, its own clipping."""
+def fully_sharded(run: Config) -> Decoder:
+    """Return the model under torch's FSDP2: bf16 compute, fp32 reduction, each block a unit."""
     model = Decoder(run.model, torch.bfloat16)
-    initialise(model, run.seed)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    taken = 0
-
-    def step() -> None:
-        nonlocal taken
-        batch = corpus.micro_batches(taken, [rank])
-        optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss_sum(model(batch.tokens[0]), batch.labels[0]) / batch.labels.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        loss.item()
-        taken += 1
-
-    return stepping(step)
+    return model
 
 
 def _rank(rank: int, world: int, folder: str) -> None:
@@ -66,8 +49,8 @@ def _rank(rank: int, world: int, folder: str) -> None:
     ours = {name: trainer_steps(run, corpus) for name, run in runs.items()}
     variants: dict[str, Any] = {name: steps for name, (steps, _, _) in ours.items()}
     if world == 1:
-        variants["loop"] = loop_steps(runs["tree"], corpus)
-    variants["fsdp"] = plain_fsdp_steps(runs["tree"], corpus, rank)
+        variants["loop"] = loop_steps(Decoder(runs["tree"].model, torch.bfloat16), runs["tree"], corpus)
+    variants["fsdp"] = loop_steps(fully_sharded(runs["tree"]), runs["tree"], corpus, rank)
     best = interleaved_minima(variants, rounds=10, steps=3)
     for _, turnstile, thread in ours.values():
         turnstile.go.put(False)

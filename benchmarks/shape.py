@@ -1,6 +1,7 @@
 """The shape that the peers are compared at, and runs of ours at it."""
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.compose import compose_config
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.model.init import initialise
+from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.schema import Config
 
 HIDDEN, LAYERS, HEADS, FFN, VOCAB, LENGTH, BATCH = 256, 6, 8, 704, 4096, 256, 8
@@ -23,6 +27,23 @@ def config(*more: str, steps: int = 10_000) -> Config:
         f"trainer.max_steps={steps}", "trainer.validate_every_steps=null", "checkpoint.every_steps=null",
         "callbacks.sample=null", f"run.root={folder}", *more,
     ])  # fmt: skip
+
+
+def loop_steps(model: nn.Module, run: Config, corpus: Corpus, rank: int = 0) -> Iterator[None]:
+    """Yield after each step of a hand-written loop: loss, clipping, optimizer and batches as ours, and no trainer."""
+    initialise(model, run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    step = 0
+    while True:
+        batch = corpus.micro_batches(step, [rank])
+        optimizer.zero_grad(set_to_none=True)
+        loss = next_token_loss_sum(model(batch.tokens[0]), batch.labels[0]) / batch.labels.numel()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss.item()
+        step += 1
+        yield
 
 
 def random_batch() -> tuple[Tensor, Tensor]:

@@ -9,12 +9,10 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
-from benchmarks.shape import config
+from benchmarks.shape import config, loop_steps
 from lightning_llm.build import build_module, build_trainer
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.init import initialise
-from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.run import open_layout, prepare_folder, quiet_lightning, tracking_sinks
 from lightning_llm.run_state import Start
 from lightning_llm.train.datamodule import CorpusDataModule
@@ -61,31 +59,14 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
     return stepping(step), turnstile, thread
 
 
-def loop_steps(run: Any, corpus: Any) -> Iterator[None]:
-    """Yield after each step of the hand-written loop: same model, loss, clipping, optimizer, batches, no trainer."""
-    model = Decoder(run.model, torch.bfloat16)
-    initialise(model, run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    step = 0
-    while True:
-        batch = corpus.micro_batches(step)
-        optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss_sum(model(batch.tokens[0]), batch.labels[0]) / batch.labels.numel()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        loss.item()
-        step += 1
-        yield
-
-
 def measure() -> Iterator[Row]:
     """Yield the ratio of fastest steps."""
     quiet_lightning()
     run = config()
     corpus = open_corpus(run.data, run.seed, run.model.vocab_size)
     ours, turnstile, thread = trainer_steps(run, corpus)
-    best = interleaved_minima({"trainer": ours, "loop": loop_steps(run, corpus)}, rounds=12, steps=5)
+    loop = loop_steps(Decoder(run.model, torch.bfloat16), run, corpus)
+    best = interleaved_minima({"trainer": ours, "loop": loop}, rounds=12, steps=5)
     turnstile.go.put(False)
     thread.join(timeout=60)
     yield "hand-written loop, seconds per step", best["loop"], ""

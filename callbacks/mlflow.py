@@ -6,18 +6,16 @@ import os
 import re
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_sweep import ENVIRONMENT
+from lightning_llm.callbacks.mlflow_store import own_process
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
 from lightning_llm.callbacks.records import Record, Status
 from lightning_llm.identity import config_hash, flatten
 from lightning_llm.schema import Config
-from lightning_llm.workspace import checkout
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +140,7 @@ class MLflowTracker:
         self.uri = tracking_uri(config)
         self.flush_seconds = flush_seconds
         self.close_seconds = close_seconds
-        # -P: the working folder must not offer modules of its own
-        self.command = [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_writer"]
+        self.command, self._environment = own_process("lightning_llm.callbacks.mlflow_writer")
         self.blocked_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._received = b""  # the beginning of a line
@@ -158,8 +155,6 @@ class MLflowTracker:
             "flush_seconds": self.flush_seconds,
             "close_seconds": self.close_seconds,
         }
-        root = checkout()  # of a bare checkout the writer knows no more than what it is told
-        search_path = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
         try:
             self._process = subprocess.Popen(
                 self.command,
@@ -168,7 +163,7 @@ class MLflowTracker:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 cwd=self._working_folder(),
-                env={**ENVIRONMENT, **os.environ, "PYTHONPATH": search_path},
+                env=self._environment,
                 start_new_session=True,  # Ctrl-C is for the training process, which then says how it ended
             )
             os.set_blocking(self._process.stdout.fileno(), False)  # type: ignore[union-attr]

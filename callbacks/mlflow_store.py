@@ -1,21 +1,57 @@
 """An MLflow store opened so that many processes may do so at once, and what dead processes left in it. No torch."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.provenance import has_ended
+from lightning_llm.workspace import checkout
 
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
 ORPHANED = "its process died without saying how it ended"
+PATIENCE = {
+    # Without these an unreachable server is tried for minutes before anyone hears of it.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""Of the environment, where it does not say otherwise. Set before MLflow is imported, which is when it begins to report
+its use."""
+
+
+def own_process(module: str) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of a process that runs our `module` and talks to MLflow in one thread."""
+    # -P: the working folder must not offer modules of its own; a bare checkout is known by its path alone
+    search_path = os.pathsep.join(filter(None, (str(checkout() or ""), os.environ.get("PYTHONPATH"))))
+    return [sys.executable, "-P", "-m", module], {
+        **PATIENCE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path
+    }  # fmt: skip
+
+
+def _client(uri: str) -> Any:
+    for key, value in PATIENCE.items():
+        os.environ.setdefault(key, value)
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def existing_store(uri: str) -> Any:
+    """Return a client of a store that must be there already, in this process.
+
+    Raises:
+        FileNotFoundError: there is no such database.
+    """
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise FileNotFoundError(f"there is no {uri}")
+    return _client(uri)
 
 
 def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
     """Return (client, id of the experiment), both made where they are not there yet."""
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
     lock: Any = contextlib.nullcontext()
     options = {}
     if uri.startswith("sqlite:///"):
@@ -28,7 +64,9 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
         # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
         options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
     with lock:
-        client = MlflowClient(uri)
+        client = _client(uri)
+        from mlflow.exceptions import MlflowException
+
         experiment = client.get_experiment_by_name(experiment_name)
         if experiment is not None:
             return client, experiment.experiment_id

@@ -5,7 +5,6 @@ Standard input is one JSON object: tracking_uri, experiment, run_id (or null), r
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,18 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store
+from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store, own_process
 from lightning_llm.callbacks.provenance import process_mark
-from lightning_llm.workspace import checkout
 
 TIMEOUT_SECONDS = 90.0
-ENVIRONMENT = {
-    # Without these an unreachable server is tried for minutes before anyone hears of it.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str) -> dict[str, Any]:
@@ -53,14 +44,12 @@ def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str) -> dic
 
 def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
     """Bring the parent run that `job` describes up to date; return (its id or None, what went wrong or "")."""
-    root = checkout()
-    search_path = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "lightning_llm.callbacks.mlflow_sweep"]
+    command, environment = own_process("lightning_llm.callbacks.mlflow_sweep")
     with tempfile.TemporaryDirectory() as folder:  # MLflow creates ./mlruns where it is started
         try:
             done = subprocess.run(
                 command, input=json.dumps(job), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, cwd=folder,
-                env={**ENVIRONMENT, **os.environ, "PYTHONPATH": search_path}, start_new_session=True,
+                env=environment, start_new_session=True,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             return None, str(error)
@@ -71,9 +60,9 @@ def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
 
 def update(job: Mapping[str, Any]) -> str:
     """Create or continue the parent run and write what `job` says; return its id."""
+    client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
     from mlflow.entities import Metric, Param, RunTag
 
-    client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
     run = known_run(client, job["run_id"]) or client.create_run(experiment_id, run_name=job["run_name"])
     run_id = str(run.info.run_id)
     mark_orphans(client, experiment_id, but=run_id)

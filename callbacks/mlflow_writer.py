@@ -68,10 +68,10 @@ class RunWriter:
 
     def sync(self) -> None:
         """Log every record that is in `metrics.jsonl` by now, connecting first where that was not done."""
-        from mlflow.entities import Metric, RunTag
-
         if self._client is None:
             self._connect()
+        from mlflow.entities import Metric, RunTag
+
         for batch, end in self._new_batches():
             tags = [RunTag("synced_step", str(self._last["step"]))]
             self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in batch], tags=tags)
@@ -79,9 +79,9 @@ class RunWriter:
 
     def finish(self, status: str, detail: str, figures: Mapping[str, Any]) -> None:
         """Log what is left, the final figures and files, and how the run ended."""
+        self.sync()
         from mlflow.entities import Metric
 
-        self.sync()
         final = points({**{f"final/{key}": value for key, value in figures.items()}, **self._last})
         self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in final])
         self._set_tags({"status_detail": detail})

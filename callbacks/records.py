@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per line, valid whatever was measured. Imports the standard library alone."""
+"""`metrics.jsonl` (a JSON object per line, valid whatever was measured) and `summary.json`. Standard library alone."""
 
 import json
 import math
@@ -57,11 +57,23 @@ def cut_back(path: Path, step: int) -> int:
     return kept
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Return the `summary.json` of a run's folder, {} where there is none yet. Raises ValueError if it is damaged."""
+    file = folder / "summary.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(_safe(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def mark_failed(folder: Path, detail: str) -> None:
+    """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
+    if summary := summary_of(folder):
+        write_json(folder / "summary.json", {**summary, "status": "failed", "detail": detail})
 
 
 def _safe(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """The run's folder: every step's record as it happens, and a summary that says truthfully how it ended."""
 
-import json
 import logging
 import platform
 import time
@@ -13,7 +12,7 @@ import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
 from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
-from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, write_json
+from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, summary_of, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 
@@ -36,18 +35,6 @@ class RecordSink(Protocol):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return what `summary.json` says about this sink, as far as it is known by now."""
-
-
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    """Return the run's `summary.json`, {} where there is none yet."""
-    file = run_dir / "summary.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
-
-
-def mark_failed(run_dir: Path, detail: str) -> None:
-    """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
-    if summary := summary_of(run_dir):
-        write_json(run_dir / "summary.json", {**summary, "status": "failed", "detail": detail})
 
 
 class RunFolder(pl.Callback):

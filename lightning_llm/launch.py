@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.config_file import write_config
@@ -88,8 +89,6 @@ def start_ranks(config: Config) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from lightning_llm.callbacks.run_folder import mark_failed, summary_of
-
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
     folder = Path(config.run.dir)
@@ -126,8 +125,6 @@ def start_ranks(config: Config) -> int:
 
 def _first_failure(error: Any, folder: Path) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
-    from lightning_llm.callbacks.run_folder import mark_failed, summary_of
-
     rank, failure = error.get_first_failure()
     if failure.exitcode in (2, 130, 143):
         return int(failure.exitcode)  # rank 0 has said why

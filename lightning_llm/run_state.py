@@ -1,9 +1,9 @@
 """What lies in run.dir, and so whether a run may start there, go on, or is done. Imports no torch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_llm.callbacks.records import summary_of
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
@@ -37,7 +37,7 @@ def decide_start(config: Config) -> Start:
     folder = Path(config.run.dir)
     holds_run = (folder / "config.yaml").is_file()
     if holds_run and state_of(folder) == "running":
-        mark = json.loads((folder / "summary.json").read_text())["process"]
+        mark = summary_of(folder)["process"]
         text = f"{folder} is being trained right now, by process {mark.split()[1]} of this machine. Wait, or stop it."
         raise ConfigError(Problem("run.dir", text))
     if config.resume is None:

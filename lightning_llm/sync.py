@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,9 @@ from pathlib import Path
 from lightning_llm.callbacks.figures import final_figures
 from lightning_llm.callbacks.mlflow import tracking_uri, writer_job
 from lightning_llm.callbacks.mlflow_store import ORPHANED
-from lightning_llm.callbacks.mlflow_sweep import ENVIRONMENT, parent_job, update
+from lightning_llm.callbacks.mlflow_sweep import parent_job, update
 from lightning_llm.callbacks.mlflow_writer import RunWriter
-from lightning_llm.callbacks.records import read_records, write_json
+from lightning_llm.callbacks.records import read_records, summary_of, write_json
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
@@ -33,8 +32,6 @@ def sync(arguments: argparse.Namespace) -> int:
     if not folders:
         where = ", ".join(map(str, arguments.folders)) or default_outputs()
         raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
-    for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
     failed = 0
     with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
         for folder in folders:
@@ -62,7 +59,7 @@ def _run_folders(given: Sequence[Path]) -> Iterator[Path]:
 def _sync_one(folder: Path, uri: str | None) -> str:
     """Log one run; return a word on what was done. Raises whatever MLflow raises."""
     config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"] if uri else [])
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary = summary_of(folder)
     config = _with_parent(config, folder)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from lightning_llm.callbacks.mlflow_store import existing_store
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.workspace import default_outputs
 
@@ -115,16 +115,12 @@ def _id_files(root: Path) -> Iterable[Path]:
 def _ask_mlflow(run_id: str, root: Path) -> list[Path]:
     """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise ConfigError(Problem(run_id, f"is no run in {root}, and there is no MLflow database {uri}."))
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     try:
-        from mlflow import MlflowClient
-
-        client: Any = MlflowClient(uri)
+        client = existing_store(uri)
         run = client.get_run(run_id)
         children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'")
+    except FileNotFoundError:
+        raise ConfigError(Problem(run_id, f"is no run in {root}, and there is no MLflow database {uri}.")) from None
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         text = f"MLflow at {uri} could not be asked for this run ({why}). Check it, or name the run's folder."

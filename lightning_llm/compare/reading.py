@@ -1,6 +1,5 @@
 """A run as the verdict sees it: what its folder says in `config.yaml`, `metrics.jsonl` and `summary.json`."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from lightning_llm.callbacks.records import NON_FINITE, read_records
+from lightning_llm.callbacks.records import NON_FINITE, read_records, summary_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import flatten
 from lightning_llm.model.flops import count_parameters
@@ -118,9 +117,7 @@ def read_run(folder: Path) -> Run:
         tree = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader)
         if not isinstance(tree, dict):
             raise ValueError("config.yaml holds no mapping")
-        path = folder / "summary.json"
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        run = Run(folder, flatten(tree), summary)
+        run = Run(folder, flatten(tree), summary_of(folder))
         _read_metrics(run, folder / "metrics.jsonl")
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]

@@ -6,14 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.mlflow_store import existing_store
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.pairing import Pair
-
-ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-}
 
 
 def log_verdicts(comparison: Comparison, folder: Path) -> str:
@@ -21,16 +16,14 @@ def log_verdicts(comparison: Comparison, folder: Path) -> str:
     tracked = [(pair, row) for pair, row in _pairs_with_rows(comparison) if pair.run.summary.get("mlflow_run_id")]
     if not tracked:
         return ""
-    for key, value in ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
     clients: dict[str, Any] = {}
     parents: dict[tuple[str, str], list[dict[str, Any]]] = {}
     try:
         for pair, row in tracked:
             uri = tracking_uri(pair)
-            client = clients.setdefault(uri, None) or _open(uri)
-            clients[uri] = client
-            parent = _log_child(client, pair, row)
+            if uri not in clients:
+                clients[uri] = existing_store(uri)
+            parent = _log_child(clients[uri], pair, row)
             if parent and row not in parents.setdefault((uri, parent), []):
                 parents[uri, parent].append(row)
         for (uri, parent), rows in parents.items():
@@ -56,14 +49,6 @@ def _pairs_with_rows(comparison: Comparison) -> Iterator[tuple[Pair, dict[str, A
         for name, pairs in family.recipes.items():
             if row := rows.get((name, str(family.setting))):
                 yield from ((pair, row) for pair in pairs)
-
-
-def _open(uri: str) -> Any:
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise FileNotFoundError(f"there is no {uri}")
-    from mlflow import MlflowClient
-
-    return MlflowClient(uri)
 
 
 def _log_child(client: Any, pair: Pair, row: dict[str, Any]) -> str | None:

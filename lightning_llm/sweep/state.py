@@ -1,6 +1,5 @@
 """What has become of a sweep's jobs, read from their folders. Imports no torch."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.provenance import has_ended
+from lightning_llm.callbacks.records import summary_of
 from lightning_llm.sweep.definition import Job
 
 State = Literal["new", "finished", "failed", "stopped", "running"]
@@ -26,9 +26,8 @@ class Outcome:
 
 def state_of(folder: Path) -> State:
     """Return what `summary.json` in `folder` says; a run whose process is gone is "stopped", whatever it says."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    summary = summary_of(folder)
+    if not summary:
         return "new"
     if summary["status"] == "running" and has_ended(summary.get("process", "")):
         return "stopped"
@@ -37,10 +36,7 @@ def state_of(folder: Path) -> State:
 
 def detail_of(folder: Path) -> str:
     """Return the last line of why the run ended, "" where nothing says so."""
-    try:
-        lines = str(json.loads((folder / "summary.json").read_text(encoding="utf-8")).get("detail", "")).splitlines()
-    except (OSError, ValueError):
-        return ""
+    lines = str(summary_of(folder).get("detail", "")).splitlines()
     return lines[-1] if lines else ""
 
 

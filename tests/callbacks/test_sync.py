@@ -19,8 +19,8 @@ from lightning_llm.callbacks.mlflow import writer_job
 from lightning_llm.callbacks.mlflow_store import ORPHANED, mark_orphans
 from lightning_llm.callbacks.mlflow_writer import RunWriter
 from lightning_llm.callbacks.provenance import process_mark
-from lightning_llm.callbacks.records import write_json
-from lightning_llm.callbacks.run_folder import RunFolder, summary_of
+from lightning_llm.callbacks.records import summary_of, write_json
+from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config_file import write_config
 
 GONE = " ".join([*process_mark().split()[:2], "1"])
