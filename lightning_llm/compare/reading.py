@@ -36,6 +36,8 @@ class Run:
     last_step: int = 0
     last_loss: float = math.nan
     skipped_steps: int = 0
+    stopping_event: str = ""
+    """What the step was, by the spike detector, before whose update the run was ended."""
     spikes: int = 0
     typed: Config | None = None
 
@@ -71,7 +73,7 @@ class Run:
         losses = self.validations.get("val_loss", {})
         last = losses[max(losses)] if losses else 0.0
         lost = self.finished and self.last_step > 0 and not math.isfinite(self.last_loss)
-        return stopped or lost or not math.isfinite(last)
+        return stopped or lost or not math.isfinite(last) or self.stopping_event == "non_finite"
 
     @cached_property
     def parameters(self) -> int | None:
@@ -141,10 +143,13 @@ def _read_metrics(run: Run, path: Path) -> None:
             run.tokens[step] = record.get("tokens", 0)
             run.train_seconds[step] = seconds
             continue
+        run.spikes += "event" in record
+        if record.get("event_action") == "stop":  # its update was not made
+            run.stopping_event = record["event"]
+            continue
         seconds += record.get("step_seconds", 0.0)
         run.last_step, run.last_loss = step, float(record.get("loss", math.nan))
         run.skipped_steps += bool(record.get("skipped"))
-        run.spikes += "event" in record
 
 
 def facts(run: Run) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from run_folders import STEPS, curve, make_run
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare import report
+from lightning_llm.compare.reading import read_run
 
 NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
 
@@ -211,6 +212,16 @@ def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, c
     assert {each["key"] for each in row["confounders"]} == {
         "parallel.dp_replicate", "parallel.reduction", "trainer.devices",
     }  # fmt: skip
+
+
+def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
+    losses = {step: curve(step) for step in range(5, 31, 5)}
+    run = make_run(tmp_path / "run", losses=losses, summary={"status": "failed", "detail": "SpikeStop: step 31 is ..."})
+    stop = {"step": 31, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "event_action": "stop"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(stop) + "\n")
+    read = read_run(run)
+    assert (read.last_step, read.last_loss, read.spikes, read.non_finite) == (30, 5.0, 1, True)
 
 
 def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
