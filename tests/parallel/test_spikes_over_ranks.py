@@ -1,4 +1,4 @@
-"""A skipped batch on several ranks: all decide the same, and train on to the bits of one rank. 8 seconds."""
+"""A batch skipped, or stopped before, on several ranks: all decide the same, to the bits of one rank. 12 seconds."""
 
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from traced_run import Trace, difference, traced_run
 from lightning_llm.compose import compose_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.schema import Config
+from lightning_llm.train.manifest import last_checkpoint
+from lightning_llm.train.spike_policy import SpikeStop
 
 BAD = 36
 
@@ -24,11 +26,21 @@ def skipping_run(config: Config) -> Trace:
         Corpus.micro_batches = whole
 
 
+def stopping_run(config: Config) -> tuple[str, int]:
+    """Train until the corrupted batch ends the run; return what is said, and the step whose state lies there."""
+    try:
+        skipping_run(config)
+    except SpikeStop as stop:
+        checkpoint = last_checkpoint(Path(config.run.dir, "checkpoints"))
+        return str(stop), checkpoint.step if checkpoint else 0
+    raise AssertionError("the run was not stopped")
+
+
 @pytest.fixture(scope="module")
 def config(small_run, tmp_path_factory):
-    def compose(layout: str, world: int) -> Config:
+    def compose(layout: str, world: int, policy: str = "skip") -> Config:
         words = small_run(
-            tmp_path_factory.mktemp("skip"), f"parallel={layout}", f"trainer.devices={world}", "spikes.policy=skip",
+            tmp_path_factory.mktemp("run"), f"parallel={layout}", f"trainer.devices={world}", f"spikes.policy={policy}",
             f"trainer.max_steps={BAD + 3}", "trainer.validate_every_steps=null", "data.validation.fraction=0",
             "checkpoint.every_steps=null", "optim.learning_rate=1e-2",
             "+callbacks.spikes._target_=lightning_llm.callbacks.spikes.Spikes",
@@ -51,3 +63,9 @@ def test_all_ranks_leave_the_same_update_out(ranks, config):
     ours = config("zero2", 2)
     assert difference(ranks(2).call(skipping_run, ours), reference) is None
     assert skipped_in(ours) == skipped_in(alone)
+
+
+def test_all_ranks_stop_before_the_same_update(ranks, config):
+    said, saved = ranks(2).call(stopping_run, config("zero3", 2, "stop"))
+    assert said.startswith(f"step {BAD} is out of the ordinary")
+    assert saved == BAD - 1
