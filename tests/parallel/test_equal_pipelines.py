@@ -8,10 +8,7 @@ Emulated recipes run few steps of the smallest model that their rotations fit.
 import pytest
 import torch
 from layout_matrix import PIPELINED, PRECISIONS, Case, cases_on, covering, degrees_of
-from traced_run import Trace, difference, traced_run
-
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.degrees import bitwise_problem, resolve_degrees
+from traced_run import difference, traced_run
 
 LAYERS = 5
 """Uneven over two and four stages."""
@@ -46,45 +43,13 @@ ALL = [case for case in cases_on((2, 4, 8), PIPELINED, PRECISIONS) if stages_fit
 FULL = [case for case in covering(ALL, strength=3) if case not in COVERING]
 
 
-@pytest.fixture(scope="module")
-def words(small_run, tmp_path_factory):
-    def run(layout: str, world: int, micro_batches: int, precision: str, *more: str) -> list[str]:
-        return small_run(
-            tmp_path_factory.mktemp("run"),
-            f"parallel={layout}", f"trainer.devices={world}", f"precision={precision}", "precision.casts=eager",
-            "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}", "data.sequence_length=64",
-            "model.hidden_size=64", "model.num_heads=1", "model.ffn_hidden_size=128", f"model.num_layers={LAYERS}",
-            f"trainer.max_steps={6 if precision in ('fp32', 'bf16') else 4}", "trainer.validate_every_steps=2",
-            "checkpoint.every_steps=null", "optim.gradient_clip_norm=0.5", *more,
-        )  # fmt: skip
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def alone(ranks, words):
-    """Return the trace of a single rank, run once for each number of micro-batches and precision."""
-    traces: dict[tuple, Trace] = {}
-
-    def trace(micro_batches: int, precision: str, *more: str) -> Trace:
-        key = (micro_batches, precision, *more)
-        if key not in traces:
-            traces[key] = ranks(1).call(traced_run, compose_config(words("single", 1, micro_batches, precision, *more)))
-        return traces[key]
-
-    return trace
+def shape(precision: str) -> list[str]:
+    return [f"model.num_layers={LAYERS}", f"trainer.max_steps={6 if precision in ('fp32', 'bf16') else 4}"]
 
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
-def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, ranks, words, alone):
-    checkpointing = f"parallel.activation_checkpoint={case.checkpointing}"
-    config = compose_config(words(case.layout, case.world, case.micro_batches, case.precision, checkpointing))
-    degrees = resolve_degrees(config.parallel, case.world)
-    assert bitwise_problem(degrees, config.parallel.zero_stage, case.micro_batches // degrees.dp) is None
-    ours = ranks(case.world).call(traced_run, config)
-    assert difference(ours, alone(case.micro_batches, case.precision)) is None
-    norms = [line[3] for line in ours["curve"] if line[3] is not None]
-    assert max(norms) > 0.5, "nothing was clipped"
+def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
+    to_the_bits(case, *shape(case.precision))
 
 
 @pytest.mark.parametrize(
@@ -95,10 +60,11 @@ def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, ranks, words, alo
         pytest.param("pp", 4, "bf16", marks=pytest.mark.full),
     ],
 )
-def test_a_tied_embedding_is_close(layout, world, precision, ranks, words, alone):
+def test_a_tied_embedding_is_close(layout, world, precision, ranks, matrix_run, alone):
     """`of_all_stages` has compared the copies of first and last stage, gradients and parameters, bit for bit."""
-    config = compose_config(words(layout, world, 8, precision, "model.tie_embeddings=true"))
-    ours, single = ranks(world).call(traced_run, config), alone(8, precision, "model.tie_embeddings=true")
+    tied = [*shape(precision), "model.tie_embeddings=true"]
+    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, precision, *tied))
+    single = alone(8, precision, *tied)
     tolerance = TOLERANCE if precision == "fp32" else 1e-3
     for one, other in zip(ours["curve"], single["curve"], strict=True):
         for value, expected in zip(one[2:], other[2:], strict=True):
@@ -120,18 +86,17 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("layout", "world", "key"), PLACES)
-def test_other_points_of_the_same_keys_are_equal(layout, world, key, ranks, words, alone):
+def test_other_points_of_the_same_keys_are_equal(layout, world, key, ranks, matrix_run, alone):
     compiled = ["parallel.compile=true"] if "compile" in key else []
-    ours = ranks(world).call(traced_run, compose_config(words(layout, world, 8, "fp32", key)))
-    assert difference(ours, alone(8, "fp32", *compiled)) is None
+    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, "fp32", *shape("fp32"), key))
+    assert difference(ours, alone(8, "fp32", *shape("fp32"), *compiled)) is None
 
 
-def test_documents_are_masked_on_every_stage(ranks, words, alone):
-    mask = "data.document_mask=true"
-    ours = ranks(2).call(traced_run, compose_config(words("pp_interleaved", 2, 4, "fp32", mask)))
-    masked = alone(4, "fp32", mask)
-    assert difference(ours, masked) is None
-    assert difference(masked, alone(4, "fp32")) is not None
+def test_documents_are_masked_on_every_stage(ranks, matrix_run, alone):
+    masked = [*shape("fp32"), "data.document_mask=true"]
+    ours = ranks(2).call(traced_run, matrix_run("pp_interleaved", 2, 4, "fp32", *masked))
+    assert difference(ours, alone(4, "fp32", *masked)) is None
+    assert difference(alone(4, "fp32", *masked), alone(4, "fp32", *shape("fp32"))) is not None
 
 
 @pytest.mark.parametrize(
@@ -151,12 +116,12 @@ def test_documents_are_masked_on_every_stage(ranks, words, alone):
         pytest.param("fsdp_pp_tp", 8, "nvfp4", [], marks=pytest.mark.full),
     ],
 )
-def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision, more, ranks, words, alone):
+def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision, more, ranks, matrix_run, alone):
     """Tensor parallelism changes the order of sums within a micro-batch; a cast then may fall the other way."""
     casts = [] if precision in ("fp32", "bf16") else ["precision.compute_dtype=fp32"]  # differences are casts' alone
     model = [*(word for word in more if word.startswith("model.")), *CUT, *casts]
-    config = compose_config(words(layout, world, 4, precision, *more, *CUT, *casts))
-    ours, single = ranks(world).call(traced_run, config), alone(4, precision, *model)
+    config = matrix_run(layout, world, 4, precision, *shape(precision), *more, *CUT, *casts)
+    ours, single = ranks(world).call(traced_run, config), alone(4, precision, *shape(precision), *model)
     loss, norm = {"fp32": (TOLERANCE, 1e-5), "bf16": (2e-4, 5e-3)}.get(precision, (2e-4, 1e-3))
     for one, other in zip(ours["curve"], single["curve"], strict=True):
         assert one[2] == approximately(other[2], loss)
