@@ -1,6 +1,7 @@
-"""Operands of cut linears are the parts of a single process's, bit for bit, whatever the recipe. 10 seconds.
+"""Operands of cut linears are the parts of a single process's, bit for bit, whatever the recipe. 15 seconds.
 
-Ranks are tp = 2 x cp = 2. Each quantises its part of x, w and dy for every slot, and compares with the whole.
+First by themselves: ranks are tp = 2 x cp = 2, and each quantises its part of x, w and dy for every slot. Then within a
+run: what ranks were given is put together and quantised as a whole.
 """
 
 from dataclasses import replace
@@ -18,9 +19,10 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.divisibility import CONTRACTION, cut_problems
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.quantised import CUT_COLUMNS, place_shards
+from lightning_llm.parallel import quantised
+from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.precision.linear import LinearPlan, _Call
-from lightning_llm.precision.module import quantised_layers, set_step_key
+from lightning_llm.precision.module import QuantisedLinear, quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
 from lightning_llm.schema import Config
 from lightning_llm.schema.precision import slots_of
@@ -31,6 +33,12 @@ RECIPES = sorted(
     if compose_config([f"precision={file.stem}"]).precision.quantises
 )
 BATCH = 2
+CUT_AXES = {
+    "column": {"x": None, "w": 0, "dy": 1},  # Y_r = X W_r^T
+    "row": {"x": 1, "w": 1, "dy": None},  # Y = sum of X_r W_r^T
+}
+"""Which axis of x [M, K], w [N, K] and dy [M, N] tensor parallelism cuts: by arXiv 1909.08053, section 3, not by the
+code under test."""
 
 
 def words_of(recipe: str) -> list[str]:
@@ -98,9 +106,8 @@ def _own(tensor: Tensor, operand: str, role: str, layout: Layout, length: int) -
     if operand != "w":
         positions = positions_of(layout.place.cp, 2, length)
         tensor = tensor.unflatten(0, (BATCH, length))[:, positions].flatten(0, 1)
-    if operand in CUT_COLUMNS[role]:
-        return tensor.chunk(2, 1)[layout.place.tp].contiguous()
-    return tensor.chunk(2, 0)[layout.place.tp].contiguous() if operand == "w" else tensor.contiguous()
+    axis = CUT_AXES[role][operand]
+    return (tensor if axis is None else tensor.chunk(2, axis)[layout.place.tp]).contiguous()
 
 
 def test_operands_are_the_parts_of_one_process(ranks):
@@ -118,42 +125,100 @@ def test_shard_scope_takes_the_scale_of_the_shard(ranks):
     assert {each.split()[2] for each in differing} == quantised
 
 
-def first_operands(config: Config) -> list[Tensor]:
-    """Return what the first quantised GEMM of a run multiplies on rank 0: x and w, of the first micro-batch."""
-    kept: list[Tensor] = []
-    operand = _Call.operand
+LAYERS = {"layers.0.attention.q_proj": "column", "layers.0.attention.o_proj": "row"}
+Noted = dict[tuple[str, str], tuple[Tensor, Tensor, LinearPlan, Tensor | None]]
 
-    def noted(call: _Call, x: Tensor, slot: str, axis: int) -> Any:
+
+def noted_operands(config: Config, uncut: str | None = None) -> list[Noted] | None:
+    """Return, by rank, what the first micro-batch of a run gave each slot of `LAYERS`, and what became of it.
+
+    By (layer, slot): the operand's tensor, the operand, the layer's casts and its keys. `uncut`: a role whose dy is
+    taken for whole, as a wrong table would have it. None on all ranks but the first.
+    """
+    noted: Noted = {}
+    names: dict[int, str] = {}  # plans by identity: a call does not know its layer
+    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(quantised.CUT_COLUMNS)
+
+    def multiply(layer: QuantisedLinear, *tensors: Any) -> Tensor:
+        names[id(layer.plan)] = layer.name
+        return place(layer, *tensors)
+
+    def note(call: _Call, x: Tensor, slot: str, axis: int) -> Any:
         made = operand(call, x, slot, axis)
-        if len(kept) < 2:
-            kept.append(made.dequantised())
+        name = names[id(call.plan)]
+        if name in LAYERS and call.plan.casts[slot].quantises and (name, slot) not in noted:
+            casts = LinearPlan(call.plan.casts, "eager")
+            noted[name, slot] = x.detach().clone(), made.dequantised(), casts, call.keys
         return made
 
-    _Call.operand = noted
+    _Call.operand, QuantisedLinear.multiply = note, multiply
+    if uncut is not None:
+        quantised.CUT_COLUMNS[uncut] = quantised.CUT_COLUMNS[uncut] - {"dy"}
     try:
-        run_with(config)
+        leave_groups(run_with(config).strategy.layout)
     finally:
-        _Call.operand = operand
-    return kept
+        _Call.operand, QuantisedLinear.multiply = operand, place
+        quantised.CUT_COLUMNS.update(table)
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, noted)
+    return of_ranks if torch.distributed.get_rank() == 0 else None
+
+
+def slots_unlike_the_whole(of_ranks: list[Noted]) -> set[tuple[str, str]]:
+    """Return (role, slot) of operands that are not the parts of the whole's, of the tensors that ranks were given."""
+    found = set()
+    for (name, slot), (_, _, casts, keys) in of_ranks[0].items():
+        role, operand = LAYERS[name], slot.rpartition(".")[2]
+        given, made = (
+            _together([noted[name, slot][part] for noted in of_ranks], CUT_AXES[role][operand]) for part in (0, 1)
+        )
+        whole = _Call(casts, keys, None).operand(given, slot, CONTRACTION[slot])
+        if not torch.equal(whole.dequantised(), made):
+            found.add((role, slot))
+    return found
+
+
+def _together(parts: list[Tensor], axis: int | None) -> Tensor:
+    assert axis is not None or all(torch.equal(part, parts[0]) for part in parts)
+    return parts[0] if axis is None else torch.cat(parts, axis)
+
+
+@pytest.fixture
+def operands_of_a_run(ranks, small_run, tmp_path):
+    def run(recipe: str, layout: str, world: int, *planted: str) -> list[Noted]:
+        words = [f"parallel={layout}", f"trainer.devices={world}", f"precision={recipe}", "precision.casts=eager"]
+        words += ["model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=64", "model.num_layers=3"]
+        words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
+        words += ["precision.modules.first_blocks_high=0", "trainer.validate_every_steps=null"]
+        return ranks(world).call(noted_operands, compose_config(small_run(tmp_path / layout, *words)), *planted)
+
+    return run
+
+
+QUANTISED = {(role, slot) for role in CUT_AXES for slot in CONTRACTION}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_current", marks=pytest.mark.full)])
+def test_operands_of_a_run_are_the_parts_of_the_whole_ones(recipe, operands_of_a_run):
+    """All six slots of a column- and a row-parallel linear, of the tensors that training made of them."""
+    of_ranks = operands_of_a_run(recipe, "tp", 2)
+    assert {(LAYERS[name], slot) for name, slot in of_ranks[0]} == QUANTISED
+    assert slots_unlike_the_whole(of_ranks) == set()
+
+
+def test_a_planted_fault_in_the_place_of_a_gradient_is_found(operands_of_a_run):
+    """Scales and random bits of dy as if each rank's columns were all there are: no loss shows it."""
+    of_ranks = operands_of_a_run("nvfp4", "tp", 2, "column")
+    assert slots_unlike_the_whole(of_ranks) == {("column", "dgrad.dy"), ("column", "wgrad.dy")}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_current"])
-def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, ranks, small_run, tmp_path):
-    """Within training, too: embedding, norm and gathering leave x at step 1 as one rank has it."""
-
-    def run(layout: str, world: int) -> list[Tensor]:
-        words = [f"parallel={layout}", f"trainer.devices={world}", f"precision={recipe}", "precision.casts=eager"]
-        words += ["model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=64", "model.num_layers=3"]
-        words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
-        words += ["precision.modules.first_blocks_high=0"]  # further on, sums in another order have been before
-        made = ranks(world).call(first_operands, compose_config(small_run(tmp_path / layout, *words)))
-        ranks(world).close()  # as in test_model_parallel.py
-        return made
-
-    x, w = run("single", 1)
-    tensor_x, tensor_w = run("tp", 2)
-    context_x, context_w = run("cp", 2)
+def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, operands_of_a_run):
+    """Embedding, norm and gathering leave x at step 1 as one rank has it. Further on, sums in another order were."""
+    first = [("layers.0.attention.q_proj", slot) for slot in ("fprop.x", "fprop.w")]
+    made = [operands_of_a_run(recipe, *place)[0] for place in (("single", 1), ("tp", 2), ("cp", 2))]
+    (x, w), (tensor_x, tensor_w), (context_x, context_w) = ([noted[slot][1] for slot in first] for noted in made)
     assert torch.equal(tensor_x, x)
     assert torch.equal(tensor_w, w.chunk(2)[0])
     own = x.unflatten(0, (2, 64))[:, positions_of(0, 2, 64)].flatten(0, 1)  # 2 sequences in a micro-batch
