@@ -10,7 +10,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees
+from lightning_llm.parallel.degrees import fitting_degrees, given_degrees, layout_problems
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.capability import Capability, capability_here
@@ -28,19 +28,18 @@ def check_config(config: Config, to_train: bool = True) -> None:
         ConfigError: with every rule that is broken.
     """
     world = config.world or config.trainer.devices
-    unfit = list(layout_problems(config.parallel, world))
-    degrees = Degrees(dp_replicate=world) if unfit else resolve_degrees(config.parallel, world)
+    degrees = fitting_degrees(config.parallel, world)
     problems = [
         *(shape := shape_problems(config.model)),
         *_length_problems(config),
         *_schedule_problems(config),
-        *unfit,
-        *([] if unfit or shape else cut_problems(config, degrees)),
+        *layout_problems(config.parallel, world),
+        *([] if shape else cut_problems(config, degrees or given_degrees(config.parallel))),
         *pipeline_problems(config, degrees),
         *lint(config.precision),
         *_precision_problems(config),
         *_native_problems(config, to_train),
-        *check_data(config.data, config.model.vocab_size, degrees.dp),
+        *check_data(config.data, config.model.vocab_size, degrees.dp if degrees else 1),
     ]
     if problems:
         raise ConfigError(problems)

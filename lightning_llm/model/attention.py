@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_llm.model.attention_cpu import is_faster_here, short_attention
 from lightning_llm.model.linear import Linear
+from lightning_llm.model.linear_names import ATTENTION_ROLES
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.schema.model import ModelConfig
 
@@ -45,7 +46,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) 
 class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
-    roles = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
+    roles = ATTENTION_ROLES
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -4,13 +4,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.model.linear import Linear
+from lightning_llm.model.linear_names import FEED_FORWARD_ROLES
 from lightning_llm.schema.model import ModelConfig
 
 
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`. Letters: D hidden_size, F ffn_hidden_size."""
 
-    roles = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+    roles = FEED_FORWARD_ROLES["swiglu"]
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -27,7 +28,7 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """`down(gelu(up(x)))`, by the tanh approximation or exactly. Letters as in `SwiGLU`."""
 
-    roles = {"up_proj": "column", "down_proj": "row"}
+    roles = FEED_FORWARD_ROLES["gelu"]
 
     def __init__(self, config: ModelConfig):
         super().__init__()

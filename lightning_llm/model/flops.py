@@ -5,6 +5,7 @@ Letters: L layers, D hidden_size, H query heads, G key/value heads, K head dimen
 
 from dataclasses import dataclass
 
+from lightning_llm.model.linear_names import block_linears
 from lightning_llm.schema.model import ModelConfig
 
 
@@ -34,17 +35,14 @@ def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCoun
     """Return the parameter count: of the true vocabulary (what papers publish), or `padded` as held in memory."""
     rows = config.padded_vocab_size if padded else config.vocab_size
     hidden, layers = config.hidden_size, config.num_layers
-    query, key = config.num_heads * config.attention_head_dim, config.num_kv_heads * config.attention_head_dim
-    projections = [(hidden, query), (hidden, key), (hidden, key), (query, hidden)]
-    widen = [(hidden, config.ffn_hidden_size)] * (2 if config.activation == "swiglu" else 1)
-    linears = [*projections, *widen, (config.ffn_hidden_size, hidden)]
+    linears = block_linears(config)
     vectors_per_norm = 2 if config.norm == "layernorm" and config.bias else 1
     return ParameterCount(
         embedding=rows * hidden,
         position_embedding=config.max_sequence_length * hidden if config.position == "learned" else 0,
         head=0 if config.tie_embeddings else rows * hidden,
-        linear=layers * sum(inputs * outputs for inputs, outputs in linears),
-        bias=layers * sum(outputs for _, outputs in linears) if config.bias else 0,
+        linear=layers * sum(each.in_features * each.out_features for each in linears),
+        bias=layers * sum(each.out_features for each in linears) if config.bias else 0,
         norm=(2 * layers + 1) * hidden * vectors_per_norm,
     )
 

@@ -75,6 +75,19 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
     return Degrees(**{axis: world // known if degree is None else degree for axis, degree in given.items()})
 
 
+def fitting_degrees(config: ParallelConfig, world: int) -> Degrees | None:
+    """Return `resolve_degrees`, None where they do not fit `world` ranks."""
+    try:
+        return resolve_degrees(config, world)
+    except ConfigError:
+        return None
+
+
+def given_degrees(config: ParallelConfig) -> Degrees:
+    """Return the degrees of `config`, 1 for those that are null: what can be said where no number of ranks fits."""
+    return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
+
+
 def _arithmetic(given: dict[str, int | None], known: int, world: int, has_rest: bool) -> str:
     product_of = " x ".join(f"{axis}={degree}" for axis, degree in given.items() if degree not in (None, 1))
     wanted = f"a multiple of {known}" if has_rest else f"{known}"
@@ -125,7 +138,7 @@ def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
         degrees = resolve_degrees(config, world)
     except ConfigError as error:
         yield from error.problems
-        return
+        degrees = given_degrees(config)
     if config.zero_stage == 0 and degrees.dp_shard > 1:
         text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
         yield Problem("parallel.zero_stage", text)

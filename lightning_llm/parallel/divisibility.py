@@ -1,10 +1,13 @@
 """What tensor and context parallelism cut, and whether it divides: said with the arithmetic. Imports no torch."""
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_llm.errors import Problem
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.linear_names import BlockLinear, block_linears, linear_names
+from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.precision.module_rules import reasons_to_stay_high
 from lightning_llm.schema import Config, ModelConfig
@@ -16,11 +19,21 @@ CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.d
 
 @dataclass(frozen=True)
 class Cut:
-    """An axis of length `whole` that ranks hold in parts of `part`; `text` says what it is and who cuts it."""
+    """An axis of length `whole` in `parts`; `text` says what it is, `axis` of the mesh cuts it.
+
+    Its length is `times` the value of `key`.
+    """
 
     text: str
     whole: int
-    part: int
+    parts: int
+    axis: str
+    key: str
+    times: int = 1
+
+    def passing(self, size: int) -> int:
+        """Return of what `key` must be a multiple, so that each part is a multiple of `size`."""
+        return self.parts * size // math.gcd(self.times, self.parts * size)
 
 
 def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
@@ -29,10 +42,9 @@ def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield Problem(
             "parallel.cp", f"is {degrees.cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1."
         )
-    found = [*_weight_problems(config.model, degrees.tp), *_sequence_problems(config, degrees)]
-    yield from found
-    if not found and degrees.tp * degrees.cp > 1:
-        yield from _block_problems(config, degrees)
+    yield from _weight_problems(config.model, degrees.tp)
+    yield from _sequence_problems(config, degrees)
+    yield from _block_problems(config, degrees)
 
 
 def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
@@ -55,63 +67,66 @@ def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if cp > 1 and length % (2 * cp):
         text = f"is {length}, and cp={cp} cuts sequences into 2 x {cp} chunks; take a multiple of {2 * cp}."
         yield Problem("data.sequence_length", text)
-    elif tp > 1 and config.parallel.sequence_parallel and length // cp % tp:
+    if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
         text = (
-            f"is {length}, of which {cp} context-parallel rank(s) have {length // cp} tokens each, and tp={tp} does "
+            f"is {length}, of which {cp} context-parallel rank(s) have {length / cp:g} tokens each, and tp={tp} does "
             f"not divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
         )
         yield Problem("data.sequence_length", text)
 
 
 def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield each slot that has blocks or rotations which a shard would cut: they would be others than one rank's."""
+    """Yield where ranks would cut blocks or rotations, which would be others than one rank's, and which slots have them."""
     model, recipe = config.model, config.precision
     reasons = reasons_to_stay_high(linear_names(model), recipe, model.num_layers)
-    names = sorted({name.rpartition(".")[2] for name, reason in reasons.items() if reason is None and "." in name})
+    quantised = {re.sub(r"^layers\.\d+\.", "", name) for name, reason in reasons.items() if reason is None}
+    linears = [linear for linear in block_linears(model) if linear.name in quantised]
     parts: list[PrecisionConfig | PhaseConfig] = [recipe, *recipe.phases]
-    found = {
-        (f"precision.{slot}", text): None
-        for part in parts
-        for slot, cast in slots_of(part).items()
-        if cast.quantises
-        for axis, cut in _cuts(slot.rpartition(".")[2], names, config, degrees)
-        for text in _cut_texts(cast, axis == CONTRACTION[slot], cut)
-    }
-    yield from (Problem(*each) for each in found)
+    slots: dict[tuple[Cut, int], dict[str, None]] = {}
+    for part in parts:
+        for slot, cast in slots_of(part).items():
+            if not cast.quantises:
+                continue
+            for axis, cut in _cuts(slot.rpartition(".")[2], linears, config, degrees):
+                for size, what in _extents(cast, axis == CONTRACTION[slot]):
+                    if size > 1 and cut.whole % (cut.parts * size):
+                        slots.setdefault((cut, size), {})[f"{slot} ({what})"] = None
+    for (cut, size), found in slots.items():
+        share = f"{cut.whole} / {cut.parts} = {cut.whole / cut.parts:g}"
+        text = (
+            f"is {getattr(degrees, cut.axis)}, and each part of {cut.text} is {share} long, no multiple of {size}: that "
+            f"would cut precision.{', '.join(found)}. Set parallel.{cut.axis}=1, or {cut.key} to a multiple of "
+            f"{cut.passing(size)}."
+        )
+        yield Problem(f"parallel.{cut.axis}", text)
 
 
-def _cut_texts(cast: CastConfig, contraction: bool, cut: Cut) -> Iterator[str]:
-    rotated = cast.hadamard.size if cast.hadamard is not None and contraction else 1
-    for size, what in (
-        (_extent(cast.block, contraction), f"blocks of {cast.block}"),
-        (rotated, f"rotations of {rotated}"),
-    ):
-        if cut.part % size:
-            share = f"{cut.whole} / {cut.whole // cut.part} = {cut.part}"
-            yield f"has {what}, and each part of {cut.text} is {share} long, no multiple of {size}. Cut it less."
+def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
+    """Yield how many elements of an axis a block and a rotation span; both numbers of a block, its last along the GEMM."""
+    if cast.block != "tensor":
+        across, along = (int(each) for each in cast.block.split("x"))
+        yield along if contraction else across, f"blocks of {cast.block}"
+    if cast.hadamard is not None and contraction:
+        yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
 
 
-def _extent(block: str, contraction: bool) -> int:
-    """Return how many elements of an axis a block spans; its last number lies along the contraction axis."""
-    if block == "tensor":
-        return 1
-    across, along = (int(each) for each in block.split("x"))
-    return along if contraction else across
-
-
-def _cuts(operand: str, names: list[str], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
-    """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of linears `names` that ranks have parts of."""
+def _cuts(operand: str, linears: list[BlockLinear], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
+    """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that ranks have parts of."""
     model, tp, cp, length = config.model, degrees.tp, degrees.cp, config.data.sequence_length
     if cp > 1 and operand != "w":
-        yield 0, Cut(f"a sequence (cp={cp}, two per rank)", length, length // (2 * cp))
+        yield 0, Cut("a sequence (two per rank)", length, 2 * cp, "cp", "data.sequence_length")
     if tp == 1:
         return
-    query, key = (count * model.attention_head_dim for count in (model.num_heads, model.num_kv_heads))
-    ffn = model.ffn_hidden_size
-    outputs = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}  # column-parallel
-    inputs = {"o_proj": query, "down_proj": ffn}  # row-parallel
-    for widths, side, axes in ((outputs, "outputs", {"w": 0, "dy": 1}), (inputs, "inputs", {"x": 1, "w": 1})):
-        for width in dict.fromkeys(widths.values()):
-            cut = [name for name in names if widths.get(name) == width]
-            if cut and operand in axes:
-                yield axes[operand], Cut(f"the {side} of {', '.join(cut)} (tp={tp})", width, width // tp)
+    alike: dict[tuple[int, str, str, int], list[str]] = {}
+    for linear in linears:
+        axis = CUT_AXES[linear.role][operand]
+        if axis is not None:
+            outputs = linear.role == "column"
+            width = linear.out_features if outputs else linear.in_features
+            part, side = linear.name.partition(".")[0], "outputs" if outputs else "inputs"
+            alike.setdefault((axis, part, side, width), []).append(linear.name)
+    for (axis, _, side, width), names in alike.items():
+        short = ", ".join(name.rpartition(".")[2] for name in names)
+        heads = model.num_kv_heads if names[0].endswith(("k_proj", "v_proj")) else model.num_heads
+        key = ("model.ffn_hidden_size",) if names[0].startswith("feed_forward") else ("model.head_dim", heads)
+        yield axis, Cut(f"the {side} of {short}", width, tp, "tp", *key)

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.linear import Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.quantize import Origin
-
-CUT_COLUMNS = {"column": {"dy"}, "vocabulary": {"dy"}, "row": {"x", "w"}}
-"""Which operands of a linear have their columns cut by tensor parallelism: x is [M, K], w [N, K], dy [M, N]."""
 
 
 def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:
@@ -48,11 +46,12 @@ def _shards(
     for operand, width in widths.items():
         groups = []
         column = row = 0
-        if operand in CUT_COLUMNS[role]:
+        axis = CUT_AXES[role][operand]
+        if axis == 1:
             column = place * width // ranks
-            groups.append(tensor_group)
-        elif operand == "w":
+        elif axis == 0:
             row = place * layer.out_features // ranks
+        if axis is not None:
             groups.append(tensor_group)
         tokens = None if operand == "w" else positions
         if tokens is not None:

@@ -81,9 +81,12 @@ def chunks_in_flight(parallel: ParallelConfig, pp: int, place: int, micro_batche
     return min(pp - place, micro_batches)
 
 
-def pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic."""
-    parallel, pp = config.parallel, degrees.pp
+def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
+    """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic.
+
+    `degrees`: None where they do not fit the ranks; nothing that depends on them is said then.
+    """
+    parallel = config.parallel
     if parallel.schedule in ZERO_BUBBLE:
         text = (
             f"is {parallel.schedule}. Zero-bubble schedules run a backward pass in two parts, and with them a custom "
@@ -92,6 +95,9 @@ def pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         )
         yield Problem("parallel.schedule", text)
         return
+    if degrees is None:
+        return
+    pp = degrees.pp
     if parallel.virtual_stages > 1 and (pp == 1 or parallel.schedule != INTERLEAVED):
         why = f"and parallel.schedule={parallel.schedule} has one stage per rank" if pp > 1 else "and parallel.pp is 1"
         text = f"is {parallel.virtual_stages}, {why}. Set it to 1, or pp above 1 with schedule={INTERLEAVED}."

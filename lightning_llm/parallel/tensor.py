@@ -23,10 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import copy_to_group, gather_tokens, reduce_from_group, reduce_scatter_tokens
+from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.layout import Layout
-
-WEIGHT_AXIS = {"column": 0, "vocabulary": 0, "row": 1, "replicate": None}
-"""Which axis of a weight is cut, by role."""
 
 
 def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
@@ -44,7 +42,7 @@ def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             # A bias lies with the outputs: cut where the weight's rows are, whole where its columns are.
-            axis = None if (key, role) == ("bias", "row") else WEIGHT_AXIS[role]
+            axis = None if (key, role) == ("bias", "row") else CUT_AXES[role]["w"]
             cut = cut_parameter(parameter, layout.mesh["tp"], axis)
             module.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         replaced: Any = module

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_llm.model.linear_names import block_linears
+from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.schema import Config, ModelConfig, ParallelConfig
 
@@ -55,10 +57,12 @@ def units_of(
     embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank: its
     part of the linears and of the vocabulary, norms and positions whole.
     """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp
-    query, key = (count * model.attention_head_dim // tp for count in (model.num_heads, model.num_kv_heads))
-    widen = [(ffn, hidden)] * (2 if model.activation == "swiglu" else 1)
-    linears = [(query, hidden), (key, hidden), (key, hidden), (hidden, query), *widen, (hidden, ffn)]
+    hidden = model.hidden_size
+    linears = []
+    for _, role, *shape in block_linears(model):
+        axis = CUT_AXES[role]["w"]
+        rows, columns = (size // tp if index == axis else size for index, size in enumerate(shape))
+        linears.append((rows, columns))
     biases = [(rows, 1) for rows, _ in linears] if model.bias else []
     norm = [(hidden, 1)] * (2 if model.norm == "layernorm" and model.bias else 1)
     table = ((model.padded_vocab_size // tp, hidden),)

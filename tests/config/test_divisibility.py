@@ -1,5 +1,7 @@
 """What tp and cp do not divide is said with the arithmetic, all of it at once, before any process starts."""
 
+import re
+
 import pytest
 
 from lightning_llm.__main__ import main
@@ -29,18 +31,62 @@ def said(*words: str) -> str:
         (
             ["parallel=fsdp_cp_tp", "trainer.devices=4", "data.sequence_length=128", "precision=fp8_subchannel"],
             [
-                "precision.fprop.x: has blocks of 1x128, and each part of the inputs of o_proj (tp=2) is 192 / 2 = 96",
-                "precision.fprop.w: has blocks of 128x128, and each part of the outputs of k_proj, q_proj, v_proj",
-                "precision.wgrad.dy: has blocks of 1x128, and each part of a sequence (cp=2, two per rank) is 128 / 4",
+                "parallel.tp: is 2, and each part of the inputs of o_proj is 192 / 2 = 96 long, no multiple of 128",
+                "each part of the outputs of q_proj, k_proj, v_proj is 192 / 2 = 96 long",
+                "that would cut precision.fprop.w (blocks of 128x128), dgrad.dy (blocks of 1x128), dgrad.w",
+                "Set parallel.tp=1, or model.head_dim to a multiple of 128.",
+                "parallel.cp: is 2, and each part of a sequence (two per rank) is 128 / 4 = 32 long",
+                "wgrad.x (blocks of 1x128). Set parallel.cp=1, or data.sequence_length to a multiple of 512.",
             ],
         ),
         (["parallel.cp=2", "parallel.pp=2", "trainer.devices=4"], ["stages take whole sequences"]),
+        (  # heads, tokens of either axis, and blocks at once
+            ["parallel=fsdp_cp_tp", "parallel.tp=3", "world=12", "data.sequence_length=130", "precision=mxfp8",
+             "model.num_kv_heads=1"],
+            [
+                "model.num_kv_heads = 1 (1 = 0 x 3 + 1)",
+                "take a multiple of 4",
+                "2 context-parallel rank(s) have 65 tokens each, and tp=3 does not divide those",
+                "the inputs of down_proj is 512 / 3 = 170.667 long, no multiple of 32",
+                "or model.ffn_hidden_size to a multiple of 96",
+            ],
+        ),
     ],
 )  # fmt: skip
 def test_everything_that_does_not_divide_is_said(words, texts):
     message = said(*words)
     for text in texts:
         assert text in message
+
+
+@pytest.mark.parametrize("recipe", ["fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp4_sr", "mxfp4_rht_rne"])
+def test_the_size_that_is_named_passes(recipe):
+    """192 / 2 = 96 is no multiple of 128 or 64: the quickstart's model is too narrow for tp=2 and these recipes."""
+    words = ["recipe=quickstart", "parallel=fsdp_pp_tp", "trainer.devices=8", f"precision={recipe}"]
+    with pytest.raises(ConfigError) as error:
+        check_config(compose_config(words))
+    assert {problem.key for problem in error.value.problems} == {"parallel.tp"}
+    (said,) = {str(problem).rpartition("or ")[2] for problem in error.value.problems}
+    key, multiple = re.fullmatch(r"(model\.\w+) to a multiple of (\d+)\.", said).groups()
+    check_config(compose_config([*words, f"{key}={multiple}"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["parallel=pp_interleaved", "parallel.dp_replicate=3", "trainer.devices=4"], ["parallel=pp_interleaved"]),
+        (["parallel=fsdp_pp_tp", "trainer.devices=6"], ["parallel=fsdp_pp_tp"]),
+        (
+            ["parallel=fsdp_pp_tp", "trainer.devices=6", "model.num_kv_heads=1", "data.micro_batch_size=3",
+             "parallel.schedule=zbv_zero_bubble"],
+            ["data.global_batch_size", "parallel.schedule", "parallel.tp", "parallel=fsdp_pp_tp"],
+        ),
+    ],
+)  # fmt: skip
+def test_degrees_that_do_not_fit_say_nothing_that_may_be_false(words, keys):
+    with pytest.raises(ConfigError) as error:
+        check_config(compose_config(["recipe=quickstart", *words]))
+    assert sorted({problem.key for problem in error.value.problems}) == keys
 
 
 def test_what_divides_passes():

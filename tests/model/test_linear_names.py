@@ -1,4 +1,4 @@
-"""The list of linear layers against every size built on the meta device. 2 seconds."""
+"""The table of linear layers against every size built on the meta device: names, roles and shapes. 2 seconds."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.linear_names import linear_names
+from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.schema.model import ModelConfig
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
@@ -21,3 +21,7 @@ def test_names_are_those_of_the_model_built_on_meta(file, tied):
     with torch.device("meta"):
         model = Decoder(config)
     assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    made = {name.removeprefix("layers.0."): module for name, module in model.named_modules()}
+    for name, role, *shape in block_linears(config):
+        assert list(made[name].weight.shape) == shape
+        assert model.roles()[f"layers.0.{name}"] == role

@@ -17,9 +17,9 @@ from lightning_llm.compose import compose_config
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
+from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.divisibility import CONTRACTION, cut_problems
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel import quantised
 from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.precision.linear import LinearPlan, _Call
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers, set_step_key
@@ -33,7 +33,7 @@ RECIPES = sorted(
     if compose_config([f"precision={file.stem}"]).precision.quantises
 )
 BATCH = 2
-CUT_AXES = {
+BY_DEFINITION = {
     "column": {"x": None, "w": 0, "dy": 1},  # Y_r = X W_r^T
     "row": {"x": 1, "w": 1, "dy": None},  # Y = sum of X_r W_r^T
 }
@@ -106,7 +106,7 @@ def _own(tensor: Tensor, operand: str, role: str, layout: Layout, length: int) -
     if operand != "w":
         positions = positions_of(layout.place.cp, 2, length)
         tensor = tensor.unflatten(0, (BATCH, length))[:, positions].flatten(0, 1)
-    axis = CUT_AXES[role][operand]
+    axis = BY_DEFINITION[role][operand]
     return (tensor if axis is None else tensor.chunk(2, axis)[layout.place.tp]).contiguous()
 
 
@@ -137,7 +137,7 @@ def noted_operands(config: Config, uncut: str | None = None) -> list[Noted] | No
     """
     noted: Noted = {}
     names: dict[int, str] = {}  # plans by identity: a call does not know its layer
-    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(quantised.CUT_COLUMNS)
+    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(CUT_AXES[uncut or "column"])
 
     def multiply(layer: QuantisedLinear, *tensors: Any) -> Tensor:
         names[id(layer.plan)] = layer.name
@@ -153,12 +153,12 @@ def noted_operands(config: Config, uncut: str | None = None) -> list[Noted] | No
 
     _Call.operand, QuantisedLinear.multiply = note, multiply
     if uncut is not None:
-        quantised.CUT_COLUMNS[uncut] = quantised.CUT_COLUMNS[uncut] - {"dy"}
+        CUT_AXES[uncut]["dy"] = None
     try:
         leave_groups(run_with(config).strategy.layout)
     finally:
         _Call.operand, QuantisedLinear.multiply = operand, place
-        quantised.CUT_COLUMNS.update(table)
+        CUT_AXES[uncut or "column"].update(table)
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, noted)
     return of_ranks if torch.distributed.get_rank() == 0 else None
@@ -170,7 +170,7 @@ def slots_unlike_the_whole(of_ranks: list[Noted]) -> set[tuple[str, str]]:
     for (name, slot), (_, _, casts, keys) in of_ranks[0].items():
         role, operand = LAYERS[name], slot.rpartition(".")[2]
         given, made = (
-            _together([noted[name, slot][part] for noted in of_ranks], CUT_AXES[role][operand]) for part in (0, 1)
+            _together([noted[name, slot][part] for noted in of_ranks], BY_DEFINITION[role][operand]) for part in (0, 1)
         )
         whole = _Call(casts, keys, None).operand(given, slot, CONTRACTION[slot])
         if not torch.equal(whole.dequantised(), made):
@@ -195,7 +195,7 @@ def operands_of_a_run(ranks, small_run, tmp_path):
     return run
 
 
-QUANTISED = {(role, slot) for role in CUT_AXES for slot in CONTRACTION}
+QUANTISED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_current", marks=pytest.mark.full)])
@@ -237,6 +237,7 @@ def compose_degrees(config: Config) -> Any:
     [
         ("mxfp8", ["model.num_kv_heads=1"], "num_kv_heads = 1"),
         ("mxfp8", ["model.head_dim=48"], "96 / 2 = 48 long, no multiple of 32"),
+        ("mxfp8", ["model.head_dim=48"], "or model.head_dim to a multiple of 32"),
         ("mxfp4_sr", ["data.sequence_length=192"], "rotations of 64"),
     ],
 )
