@@ -17,7 +17,7 @@ from lightning_llm.callbacks.health_table import Tensors, table
 from lightning_llm.callbacks.records import cut_back
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
-from lightning_llm.precision.linear import SLOT_NAMES, SeenCast
+from lightning_llm.precision.linear import SLOT_NAMES, SeenCast, Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.train.nonfinite import NonFiniteError
 from lightning_llm.train.nonfinite_origin import find_origin
@@ -93,6 +93,8 @@ class QuantisationHealth(pl.Callback):
 
     @torch.no_grad()
     def _see(self, layer: int, seen: SeenCast) -> None:
+        if not self._layers[layer].plan.shards.get(seen.slot.rpartition(".")[2], Shard()).counts:
+            return
         slot = SLOT_NAMES.index(seen.slot)
         sums, span = self._sums[layer, slot], self._ranges[layer, slot]
         its_sums, its_range = cast_sums(seen)

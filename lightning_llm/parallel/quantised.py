@@ -44,7 +44,7 @@ def _shards(
         positions = positions_of(layout.place.cp, layout.degrees.cp, sequence_length).to(device)
     shards = {}
     for operand, width in widths.items():
-        groups = []
+        groups, counts = [], True
         column = row = 0
         axis = CUT_AXES[role][operand]
         if axis == 1:
@@ -53,11 +53,16 @@ def _shards(
             row = place * layer.out_features // ranks
         if axis is not None:
             groups.append(tensor_group)
+        else:
+            counts = place == 0
         tokens = None if operand == "w" else positions
         if tokens is not None:
             groups.append(context_group)
+        else:
+            counts &= layout.place.cp == 0
         origin = Origin(row, column, width, tokens, sequence_length)
-        shards[operand] = Shard(origin, _maximum_over([group for group in groups if group is not None]))
+        maximum = _maximum_over([group for group in groups if group is not None])
+        shards[operand] = Shard(origin, maximum, counts)
     return shards
 
 

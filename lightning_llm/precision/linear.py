@@ -47,10 +47,14 @@ Observe = Callable[[SeenCast], None]
 
 
 class Shard(NamedTuple):
-    """How a role's local tensor lies in the logical one: its origin, and the maximum over the ranks that share it."""
+    """How a role's local tensor lies in the logical one: its origin, and the maximum over the ranks that share it.
+
+    `counts`: false where another rank has the same part, and counts it for both.
+    """
 
     origin: Origin = Origin()
     reduce_amax: Callable[[Tensor], Tensor] | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
