@@ -131,7 +131,9 @@ def native_decision(config: Config, here: Capability | None = None) -> Decision:
     if here is None:
         here = capability_here(config.trainer.accelerator)
     cut = config.parallel.tp != 1 or config.parallel.cp != 1
-    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut)
+    degrees = fitting_degrees(config.parallel, config.world or config.trainer.devices)
+    staged = (degrees or given_degrees(config.parallel)).pp > 1
+    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut, staged)
 
 
 def _native_problems(config: Config, to_train: bool) -> list[Problem]:

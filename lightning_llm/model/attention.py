@@ -30,17 +30,34 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) 
 
     `mask` is that of `document_mask`; None is plain causal attention.
     """
-    if is_faster_here(q):
-        return short_attention(q, k, v, mask)  # [B, T, H, K]
+    return short_attention(q, k, v, mask) if is_faster_here(q) else torch_attention(q, k, v, mask)
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the same by torch's kernels, for `q` `[B, T, H, K]` and any number S of keys: `k`, `v` `[B, S, G, K]`.
+
+    `mask` is bool and broadcasts to `[B, H, T, S]`; None is plain causal attention, of S = T.
+    """
+    if mask is not None and q.is_cuda:
+        k, v = for_all_heads(k, q.shape[2]), for_all_heads(v, q.shape[2])  # [B, S, H, K]
     mixed = F.scaled_dot_product_attention(
         q.transpose(1, 2),  # [B, H, T, K]
-        k.transpose(1, 2),  # [B, G, T, K]
-        v.transpose(1, 2),  # [B, G, T, K]
+        k.transpose(1, 2),  # [B, G, S, K]
+        v.transpose(1, 2),  # [B, G, S, K]
         attn_mask=mask,
         is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     )  # [B, H, T, K]
     return mixed.transpose(1, 2)  # [B, T, H, K]
+
+
+def for_all_heads(keys: Tensor, heads: int) -> Tensor:
+    """Return `[B, S, heads, K]` from `[B, S, G, K]`: each key/value head as often as query heads share it.
+
+    On CUDA torch groups heads in two kernels: flash, which takes no mask, and the one that keeps all scores. With a
+    mask it would take the latter without a word (`scaled_dot_product_attention`, enable_gqa).
+    """
+    return keys if keys.shape[2] == heads else keys.repeat_interleave(heads // keys.shape[2], dim=2)
 
 
 class Attention(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_llm.model.attention import torch_attention
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import gather_tokens
 from lightning_llm.parallel.layout import Layout
@@ -74,11 +74,4 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grou
     """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` over the keys of all ranks; `mask` is `context_mask`."""
     both = gather_tokens(torch.cat([k, v], dim=-1), group)  # [B, T, G, 2K]
     keys, values = both.chunk(2, dim=-1)
-    mixed = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # [B, H, T / R, K]
-        keys.transpose(1, 2),  # [B, G, T, K]
-        values.transpose(1, 2),  # [B, G, T, K]
-        attn_mask=mask,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return mixed.transpose(1, 2)
+    return torch_attention(q, keys, values, mask)

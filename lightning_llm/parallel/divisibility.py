@@ -76,7 +76,7 @@ def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 
 def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """Yield where ranks would cut blocks or rotations, which would be others than one rank's, and which slots have them."""
+    """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
     model, recipe = config.model, config.precision
     reasons = reasons_to_stay_high(linear_names(model), recipe, model.num_layers)
     quantised = {re.sub(r"^layers\.\d+\.", "", name) for name, reason in reasons.items() if reason is None}
@@ -94,15 +94,15 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     for (cut, size), found in slots.items():
         share = f"{cut.whole} / {cut.parts} = {cut.whole / cut.parts:g}"
         text = (
-            f"is {getattr(degrees, cut.axis)}, and each part of {cut.text} is {share} long, no multiple of {size}: that "
-            f"would cut precision.{', '.join(found)}. Set parallel.{cut.axis}=1, or {cut.key} to a multiple of "
+            f"is {getattr(degrees, cut.axis)}, and each part of {cut.text} is {share} long, no multiple of {size}: "
+            f"that would cut precision.{', '.join(found)}. Set parallel.{cut.axis}=1, or {cut.key} to a multiple of "
             f"{cut.passing(size)}."
         )
         yield Problem(f"parallel.{cut.axis}", text)
 
 
 def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
-    """Yield how many elements of an axis a block and a rotation span; both numbers of a block, its last along the GEMM."""
+    """Yield how many elements of an axis a block and a rotation span; a block's last number is along the GEMM."""
     if cast.block != "tensor":
         across, along = (int(each) for each in cast.block.split("x"))
         yield along if contraction else across, f"blocks of {cast.block}"

@@ -40,7 +40,8 @@ def global_norm(
     norms: list[Tensor] = list(torch._foreach_norm([shard for _, shard in counted], 2, dtype=torch.float64))
     squares = torch.stack(norms).square()
     cut = torch.tensor([is_cut(parameter) for parameter, _ in counted], device=squares.device)
-    # What every rank of a tensor-parallel group holds whole counts once.
-    total = layout.reduce(squares[cut].sum(), dist.ReduceOp.SUM, "tp") + squares[~cut].sum()
-    layout.reduce(total, dist.ReduceOp.SUM, *(["fsdp"] if layout.shards else []), "pp")
+    # What every rank of a tensor-parallel group holds whole is counted by its first: a sum over the group, and with it
+    # the norm, is one number on all, whatever each has.
+    total = squares.sum() if layout.place.tp == 0 else squares[cut].sum()
+    layout.reduce(total, dist.ReduceOp.SUM, "tp", *(["fsdp"] if layout.shards else []), "pp")
     return total.sqrt().float().item()

@@ -69,16 +69,19 @@ class GradientSync:
 
         FSDP2 does so itself, within the backward pass, where parallel.reduction is native. Ranks that share a sequence
         have each a part of every gradient, which FSDP2 has summed where it shards; those of a tensor-parallel group
-        have a part of what they all hold whole, where each saw its own tokens.
+        have a part of what they all hold whole, where each saw its own tokens. Where each saw all, they take the
+        first's: kernels that sum in no fixed order would let the copies drift apart.
         """
         layout = self.layout
-        if layout.config.sequence_parallel and (group := layout.group("tp")) is not None:
+        if (group := layout.group("tp")) is not None:
             whole = [parameter for parameter in self.parameters if not is_cut(parameter)]
-            _sum_buckets(self._gradients(whole), partial(dist.all_reduce, group=group))
+            first = partial(dist.broadcast, group=group, group_src=0)
+            share = partial(dist.all_reduce, group=group) if layout.config.sequence_parallel else first
+            _reduce_buckets(self._gradients(whole), share)
         if not layout.shards and (group := layout.group("cp")) is not None:
-            _sum_buckets(self._gradients(), partial(dist.all_reduce, group=group))
+            _reduce_buckets(self._gradients(), partial(dist.all_reduce, group=group))
         if layout.tree and (group := layout.group("dp_replicate")) is not None:
-            _sum_buckets(self._gradients(), partial(tree_all_reduce_, group=group))
+            _reduce_buckets(self._gradients(), partial(tree_all_reduce_, group=group))
 
     def _gradients(self, parameters: list[nn.Parameter] | None = None) -> list[Tensor]:
         among = self.parameters if parameters is None else parameters
@@ -94,8 +97,8 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _sum_buckets(gradients: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
-    """Replace `gradients` by their sums over ranks; `reduce` takes a flat tensor to its sum, in place."""
+def _reduce_buckets(gradients: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
+    """Replace `gradients` by what ranks agree on; `reduce` takes a flat tensor to it (mostly a sum), in place."""
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         reduce(flat)

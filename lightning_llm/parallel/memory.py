@@ -143,13 +143,14 @@ def _layer_bytes(config: Config, degrees: Degrees) -> int:
 
     Tensor parallelism (arXiv 2205.05198, eq. 2 and 4): of 34, the 24 within attention and feed-forward are divided, and
     with sequence parallelism the 10 outside, too; but the inputs of both parts, 4, stay gathered here, where Megatron
-    gathers them again. Context parallelism keeps the keys and values of all tokens.
+    gathers them again. Context parallelism keeps the keys and values of all tokens, for all heads, as attention with a
+    mask takes them on CUDA (`model.attention.for_all_heads`).
     """
     model, width, tp = config.model, DTYPE_BYTES[config.precision.compute_dtype], degrees.tp
     per_token = 34 if tp == 1 else 4 + 30 / tp if config.parallel.sequence_parallel else 10 + 24 / tp
     whole = int(per_token * tokens_of(config, degrees) * model.hidden_size) * width // 2
     if degrees.cp > 1:
-        keys = 2 * model.num_kv_heads * model.attention_head_dim // tp
+        keys = 2 * model.num_heads * model.attention_head_dim // tp
         whole += degrees.cp * tokens_of(config, degrees) * keys * width
     return whole
 

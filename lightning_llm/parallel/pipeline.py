@@ -18,7 +18,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.stages import INTERLEAVED, parts_of
-from lightning_llm.parallel.whole_logits import whole_vocabulary
+from lightning_llm.parallel.whole_logits import whole_vocabulary, window
 from lightning_llm.schema import DataConfig
 
 BeginMicroBatch = Callable[[nn.Module, int], None]
@@ -205,9 +205,9 @@ class Pipeline:
 
     def last_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, 1, V] of the last position of `tokens` [B, T], on every rank: what sampling needs."""
-        decoder, length = self.stages[0].decoder, tokens.shape[1]
-        # Ranks that share the tokens between blocks need equally many; causal attention does not look at the padding.
-        logits = self.forward(nn.functional.pad(tokens, (0, -length % decoder.token_shards)))
+        decoder = self.stages[0].decoder
+        padded, length = window(tokens, decoder.config.max_sequence_length, decoder.token_shards)
+        logits = self.forward(padded)
         shape = len(tokens), 1, decoder.config.padded_vocab_size // self.layout.degrees.tp
         last = self._from_last(None if logits is None else logits[:, length - 1 : length], shape, decoder.compute_dtype)
         return whole_vocabulary(last, self.layout)

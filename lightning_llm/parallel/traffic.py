@@ -24,7 +24,7 @@ def bytes_sent(config: Config) -> dict[str, int]:
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
     parts = parts_of(config.model, parallel, degrees, heaviest_place(config, degrees))
     units, turns = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
-    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send"), 0)
+    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send"), 0)
 
     def gather(unit: Unit) -> int:
         width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
@@ -64,7 +64,7 @@ def _add_tensor_parallel(
     hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both together
     (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the loss takes
     three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last. Gradients of
-    norms, positions and row-parallel biases are all-reduced once per step.
+    norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others.
     """
     recipe, model, sequence = config.precision, config.model, config.parallel.sequence_parallel
     tokens, hidden = tokens_of(config, degrees), config.model.hidden_size
@@ -72,15 +72,16 @@ def _add_tensor_parallel(
     looked_up = (degrees.tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // degrees.tp
     layers = sum(len(part.layers) for part in parts)
     first, last, again = parts[0].first, parts[-1].last, recomputed_layers(config, parts)
+    whole = layers * _replicated_elements(model) + last * _norm_elements(model)
+    whole += model.max_sequence_length * hidden if first and model.position == "learned" else 0
+    gradient = DTYPE_BYTES[recipe.main_grad_dtype] * whole // shard_ranks(config.parallel, degrees)
     if sequence:
         sent["all_gather"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
         sent["reduce_scatter"] += turns * ((4 * layers + again + last) * once + first * looked_up)
-        whole = layers * _replicated_elements(model) + last * _norm_elements(model)
-        whole += model.max_sequence_length * hidden if first and model.position == "learned" else 0
-        gradient = DTYPE_BYTES[recipe.main_grad_dtype] * whole // shard_ranks(config.parallel, degrees)
         sent["all_reduce"] += 2 * gradient * (degrees.tp - 1) // degrees.tp
     else:
         sent["all_reduce"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        sent["broadcast"] += gradient * (degrees.tp - 1) // degrees.tp
     if last:
         sent["all_reduce"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
 

@@ -10,6 +10,16 @@ from lightning_llm.parallel.context import SequenceCut, positions_of
 from lightning_llm.parallel.layout import Layout
 
 
+def window(tokens: Tensor, longest: int, multiple: int) -> tuple[Tensor, int]:
+    """Return the last of `tokens` `[B, T]`, padded to a multiple of what ranks share out, and their number before that.
+
+    Of at most `longest` tokens, padding included, so the first may be left out. Causal attention does not look at what
+    comes last.
+    """
+    tokens = tokens[:, -(longest // multiple * multiple) :]
+    return F.pad(tokens, (0, -tokens.shape[1] % multiple)), tokens.shape[1]
+
+
 def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
     """Return `[B, T, V]`, the logits of every rank's token ids, from this rank's `[B, T, V / R]`."""
     group = layout.group("tp")
@@ -20,7 +30,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
 
 
 class WholeLogits(nn.Module):
-    """Gives the logits of any number of tokens: they are padded, where ranks must have equally many."""
+    """Gives the logits after any number of tokens: they are padded, where ranks must have equally many."""
 
     def __init__(self, model: Decoder, layout: Layout):
         super().__init__()
@@ -30,19 +40,17 @@ class WholeLogits(nn.Module):
         self.train(model.training)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` of `tokens` `[B, T]`, the same on every rank; what pads them comes last.
-
-        The longest window is a multiple of what ranks share out: of more tokens, the first are left out, so the result
-        may have fewer than T.
-        """
-        longest = self.config.max_sequence_length // self.multiple * self.multiple
-        tokens = tokens[:, -longest:]
-        length = tokens.shape[1]
-        padded = F.pad(tokens, (0, -length % self.multiple))  # causal attention does not look at what comes last
+        """Return logits `[B, 1, V]` after `tokens` `[B, T]`, the last position's, the same on every rank."""
+        padded, length = window(tokens, self.config.max_sequence_length, self.multiple)
         own, _, positions, _ = SequenceCut(self.layout)(padded, padded, None)
-        logits = whole_vocabulary(self.model(own, positions), self.layout)  # [B, T / R, V]
+        logits = self._at(length - 1, self.model(own, positions), padded.shape[1])  # [B, 1, V / R]
+        return whole_vocabulary(logits, self.layout)
+
+    def _at(self, position: int, logits: Tensor, length: int) -> Tensor:
+        """Return `[B, 1, ..]`, the logits at `position` of `length`, from this rank's tokens' `[B, length / C, ..]`."""
         group, ranks = self.layout.group("cp"), self.layout.degrees.cp
-        if group is not None:
-            order = torch.cat([positions_of(place, ranks, padded.shape[1]) for place in range(ranks)])
-            logits = gathered(logits, group)[:, order.argsort().to(logits.device)]
-        return logits[:, :length]
+        if group is None:
+            return logits[:, position : position + 1]
+        places = torch.stack([positions_of(place, ranks, length) for place in range(ranks)])  # [C, length / C]
+        holder, index = (places == position).nonzero()[0].tolist()
+        return gathered(logits[:, index : index + 1], group)[:, holder : holder + 1]

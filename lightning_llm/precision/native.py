@@ -269,16 +269,17 @@ def decide(
     widths: Mapping[str, int] | None = None,
     bias: bool = False,
     cut: bool = False,
+    staged: bool = False,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `cut`: tensors are cut over ranks by tensor or context parallelism.
+    `cut`: tensors are cut over ranks by tensor or context parallelism. `staged`: layers lie on pipeline stages.
     `precision.backend=native` makes "refused" of what would be emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, bias, cut) if recipe.quantises else Decision("emulated")
+        decision = decide(high, here, widths, bias, cut, staged) if recipe.quantises else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
@@ -290,6 +291,13 @@ def decide(
         if cut:
             text = "or parallel.cp is not 1, and Transformer Engine sees a rank's part of a tensor alone."
             problems.append(Problem("parallel.tp", text))
+        if staged and native.stochastic:
+            text = (
+                "is not 1, and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before "
+                "a micro-batch's forward pass: a stage's backward pass, which draws them, comes after others' forward "
+                "passes, and all stages would draw the same."
+            )
+            problems.append(Problem("parallel.pp", text))
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     if recipe.backend == "emulated":
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_llm.model import attention_cpu
-from lightning_llm.model.attention import document_mask, dot_product_attention
+from lightning_llm.model.attention import document_mask, dot_product_attention, for_all_heads, torch_attention
 from lightning_llm.model.attention_cpu import LONGEST_TOKENS, is_faster_here, short_attention
 
 
@@ -37,6 +37,19 @@ def test_equals_torch_in_fp64(length, kv_heads, masked):
     torch.testing.assert_close(mine, expected)
     for a, b in zip(
         torch.autograd.grad(mine, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_keys_for_all_heads_are_those_of_their_group(kv_heads):
+    q, k, v = operands(70, kv_heads)
+    mask, grad = mask_of(70), torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    spread = torch_attention(q, for_all_heads(k, 4), for_all_heads(v, 4), mask)
+    grouped = torch_attention(q, k, v, mask)
+    torch.testing.assert_close(spread, grouped)
+    for a, b in zip(
+        torch.autograd.grad(spread, (q, k, v), grad), torch.autograd.grad(grouped, (q, k, v), grad), strict=True
     ):
         torch.testing.assert_close(a, b)
 

@@ -181,3 +181,19 @@ def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, mo
     assert f"{type(error).__name__}: {error}" in te.import_problem()
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     assert "NVTE_USE_FAST_MATH" in te.import_problem()
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("pp", 2), ("fsdp_pp", 4)])
+def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, devices):
+    """One generator is seeded before a forward pass; between it and its backward pass a stage runs others'."""
+    place = [f"parallel={layout}", f"trainer.devices={devices}", "model.head_dim=64"]
+    drawn = native_decision(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"])
+    assert drawn.runs == "emulated"
+    assert [problem.key for problem in drawn.problems] == ["parallel.pp"]
+    assert "stochastic rounding" in drawn.reason
+    even = ["precision.dgrad.dy.rounding=even", "precision.wgrad.dy.rounding=even"]
+    even += ["precision.dgrad.dy.noise_bits=20", "precision.wgrad.dy.noise_bits=20"]
+    for words in (["precision=mxfp8", *place], ["precision=nvfp4", *even, *place]):
+        assert native_decision(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).runs == "native"
+    alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
+    assert native_decision(alone, DEVICES["sm_100"]).runs == "native"

@@ -36,6 +36,7 @@ KINDS = {
     "_reduce_scatter_base": "reduce_scatter",
     "alltoall_base": "all_to_all",
     "allreduce": "all_reduce",
+    "broadcast": "broadcast",
     "send": "send",
 }
 

@@ -230,8 +230,11 @@ class Planted(pl.Callback):
         finish, named = sync.finish, dict(pl_module.model.named_parameters())
 
         def faulty() -> None:
+            norms = [parameter for name, parameter in named.items() if "norm" in name]
+            if self.fault == "astray" and trainer.global_rank == 1:
+                for parameter in norms:
+                    local(parameter.grad).neg_()
             if self.fault == "missing":
-                norms = [parameter for name, parameter in named.items() if "norm" in name]
                 partial_sums = [local(parameter.grad).clone() for parameter in norms]
             finish()
             if self.fault == "missing":
@@ -255,3 +258,12 @@ def test_the_comparison_finds_a_planted_fault(fault, run, alone):
     ours = run(2, "parallel=tp", "trainer.devices=2", planted=fault)
     found = exceeded(off(ours, alone([])), FP32)
     assert any(each.startswith("gradient") for each in found) == (fault != "none"), found
+
+
+def test_copies_of_whole_parameters_cannot_drift_apart(run, alone):
+    """Without sequence parallelism every rank has all of a norm's gradient, by sums of its own, and takes the first's.
+
+    The other one's are negative here, which no optimizer step and no norm may see.
+    """
+    ours = run(2, "parallel=tp", "trainer.devices=2", "parallel.sequence_parallel=false", planted="astray")
+    assert exceeded(off(ours, alone([])), FP32) == []

@@ -6,10 +6,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from traced_run import traced_run
+import torch
+from traced_run import leave_groups, traced_run
 
 from lightning_llm.compose import compose_config
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.whole_logits import WholeLogits
 
 SHAPE = [
     "model.num_heads=4", "model.num_kv_heads=2", "data.global_batch_size=4", "data.micro_batch_size=2",
@@ -86,3 +92,32 @@ def test_samples_are_those_of_one_rank(run, tmp_path):
         texts.append(Path(tmp_path / layout / "run" / "sample.txt").read_text())
     assert texts[0]
     assert texts[1:] == texts[:1] * 2
+
+
+def logits_after(config: Any, length: int) -> Any:
+    """Return [1, 1, V]: what sampling sees after `length` tokens, before any training."""
+    layout = Layout.of(config.parallel, torch.device("cpu"))
+    with torch.device("meta"):
+        model = Decoder(config.model)
+    syncs = apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"))
+    pipeline = Pipeline(syncs, layout, config.data, 2, torch.device("cpu")) if layout.degrees.pp > 1 else None
+    whole = WholeLogits(model, layout) if pipeline is None else PipelinedDecoder(pipeline)
+    with torch.no_grad():
+        logits = whole(torch.arange(length)[None] % 300)
+    leave_groups(layout)
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [("tp", 2), ("cp", 2), pytest.param("fsdp_cp_tp", 4, marks=FULL), ("pp_tp", 4)]
+)
+def test_any_number_of_tokens_has_the_logits_of_one_rank(layout, world, ranks, small_run, tmp_path):
+    """33 tokens are the longest window: an odd number, which ranks do not share, so of 33 they see the last 32."""
+
+    def after(layout: str, world: int, length: int) -> Any:
+        place = [f"parallel={layout}", f"trainer.devices={world}", "model.max_sequence_length=33"]
+        return ranks(world).call(logits_after, compose_config(small_run(tmp_path, *SHAPE, *place)), length)
+
+    for length in (1, 7, 32):
+        torch.testing.assert_close(after(layout, world, length), after("single", 1, length), rtol=1e-5, atol=1e-6)
+    assert after(layout, world, 33).shape == (1, 1, after("single", 1, 33).shape[-1])
