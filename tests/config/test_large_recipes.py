@@ -20,6 +20,54 @@ PUBLISHED = {
 }
 
 
+# Of torchtitan's train_configs/llama3_8b.toml, llama3_70b.toml and llama3_405b.toml, which leave AdamW's betas and
+# weight decay to its defaults (0.9, 0.95; 0.1) and decay linearly to 0 after the warm-up, and of Megatron-LM's
+# examples/gpt3/train_gpt3_175b_distributed.sh (--lr-warmup-fraction .001 of --lr-decay-iters 430000).
+TITAN = {
+    "optim": {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "gradient_clip_norm": 1},
+    "schedule": {"name": "wsd", "warmup_steps": 200, "decay_fraction": 0.8, "final_factor": 0, "total_steps": None},
+    "trainer": {"max_steps": 1000},
+    "data": {"sequence_length": 8192},
+}
+SETTINGS = {
+    "llama3_8b_fsdp2": [
+        TITAN,
+        {"optim": {"learning_rate": 3e-4}, "precision": {"name": "bf16", "master_dtype": "fp32"}},
+        {"parallel": {"activation_checkpoint": "selective", "zero_stage": 3}, "data": {"micro_batch_size": 1}},
+    ],
+    "llama3_70b_2d": [
+        TITAN,
+        {"optim": {"learning_rate": 1.5e-4}, "precision": {"name": "bf16", "master_dtype": "fp32"}},
+        {"parallel": {"activation_checkpoint": "full", "zero_stage": 3}, "data": {"micro_batch_size": 8}},
+    ],
+    "llama3_405b_3d": [
+        TITAN,
+        {"optim": {"learning_rate": 8e-5}, "schedule": {"warmup_steps": 600}, "trainer": {"max_steps": 3000}},
+        {"precision": {"name": "fp8_current", "compute_dtype": "bf16", "master_dtype": "fp32"}},
+        {"parallel": {"activation_checkpoint": "full", "schedule": "interleaved_1f1b", "virtual_stages": 2}},
+        {"data": {"micro_batch_size": 1}},
+    ],
+    "megatron_gpt3_175b": [
+        {"optim": {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "gradient_clip_norm": 1}},
+        {"optim": {"learning_rate": 6e-5}, "trainer": {"max_steps": 500_000, "validate_every_steps": 1000}},
+        {"schedule": {"name": "cosine", "warmup_steps": 430, "total_steps": 430_000, "final_factor": 0.1}},
+        {"precision": {"name": "fp16", "master_dtype": "fp32"}, "checkpoint": {"every_steps": 10_000}},
+        {"parallel": {"activation_checkpoint": "none", "schedule": "1f1b", "sequence_parallel": False}},
+        {"model": {"num_layers": 96, "hidden_size": 12288, "num_heads": 96, "max_sequence_length": 2048}},
+        {"model": {"init_std": 0.006}, "data": {"sequence_length": 2048, "micro_batch_size": 1}},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_runs_settings_are_those_of_its_source(name):
+    config = compose_config([f"recipe={name}"])
+    wanted: dict[tuple[str, str], object] = {}
+    for part in SETTINGS[name]:  # later ones win
+        wanted |= {(group, key): value for group, keys in part.items() for key, value in keys.items()}
+    assert {(group, key): getattr(getattr(config, group), key) for group, key in wanted} == wanted
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_run_is_checked_and_planned(name):
     config = compose_config([f"recipe={name}"])

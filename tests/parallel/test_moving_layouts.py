@@ -39,13 +39,18 @@ FULL = pytest.mark.full
 CHAINS = [
     ("fp32", [("fsdp_tp", 4), ("cp", 2), ("zero3", 2)], 2e-6),
     pytest.param("fp8_delayed", [("zero1", 2), ("fsdp_cp_tp", 4), ("tp", 2), ("single", 1)], 2e-4, marks=FULL),
+    pytest.param("fp32", [("hsdp_tp", 8), ("fsdp_cp", 4), ("fsdp_pp_tp", 8)], 2e-6, marks=FULL),
+    pytest.param("fp32", [("pp_interleaved", 2), ("pp_tp", 4), ("ddp_pp", 4), ("single", 1)], 2e-6, marks=FULL),
 ]
+STAGED = ["model.num_layers=4", "model.tie_embeddings=true", "data.micro_batch_size=1", "data.global_batch_size=8"]
+"""For chains through pipelines: four stages, and micro-batches enough for eight ranks."""
 
 
 @pytest.mark.parametrize(("precision", "chain", "tolerance"), CHAINS, ids=lambda value: str(value)[:11])
 def test_a_run_moves_between_cut_and_data_parallel_layouts(precision, chain, tolerance, run):
     """Two steps under each layout, then on from its checkpoint under the next; the curve is that of one rank."""
     words = [f"precision={precision}", "precision.casts=eager", "schedule.total_steps=8", "checkpoint.every_steps=2"]
+    words += STAGED if any("pp" in layout for layout, _ in chain) else []
     words += ["trainer.validate_every_steps=2", *(["precision.compute_dtype=fp32"] if precision != "fp32" else [])]
     steps = 2 * len(chain)
     alone = run("alone", "single", 1, *words, f"trainer.max_steps={steps}")
