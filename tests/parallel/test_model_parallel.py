@@ -33,7 +33,7 @@ FEW = ["fp32", "bf16", "nvfp4"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest relative differences: of losses and gradient norms over 6 steps, of gradients in two steps, of parameters.
+    """Largest relative differences: of losses and norms over 6 steps, of gradients in two steps, of parameters.
 
     `first`: of gradients in the first step where its losses are equal to `SAME_START`, so that no cast of the forward
     pass fell the other way: what differs then is the backward pass.
@@ -46,16 +46,23 @@ class Limits:
     parameter: float
 
 
-# Measured: fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes compute in fp32 here, so that what
-# differs are casts that fell the other way: 8 bits 2e-5, 1e-4, 2e-2, 6e-3. In 4 bits one element of 16,384 that does so
-# (its input was 6e-8 off) moves a token's loss, then the draws of stochastic rounding behind it: 5e-4, 4e-3, 0.24, 0.09
-# in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. That operands are right is shown in test_shard_operands.py.
+# Measured (loss, norm, gradient, parameter): fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes compute
+# in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4 bits one
+# element of 16,384 that does so (its input was 6e-8 off) moves a token's loss, then the draws of stochastic rounding
+# behind it: 5e-4, 4e-3, 0.24, 0.09 in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. Where none did so in the first
+# forward pass, the first gradients are 5e-4 off at most, mostly 1e-7, and 0.13 with one operand out of its place.
 SAME_START = 5e-7
 FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5, 1e-5)
 LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 5e-2, 1e-1)}
-CAST = Limits(2e-4, 1e-3, 5e-2, 5e-2, 2e-2)
-FOUR_BITS = Limits(1e-3, 1e-2, 0.5, 0.5, 0.2)
+CAST = Limits(1e-4, 1e-3, 2e-3, 5e-2, 2e-2)
+FOUR_BITS = Limits(1e-3, 1e-2, 2e-3, 0.5, 0.2)
 LIMITS |= dict.fromkeys(("nvfp4", "mxfp4_sr", "quartet"), FOUR_BITS)
+WIDER = {
+    ("gpt", "fp8_delayed"): Limits(1.5e-4, 1e-3, 2e-3, 0.25, 0.1),
+    ("gpt", "quartet"): Limits(1e-3, 4e-2, 2e-3, 0.5, 0.2),
+}
+"""Two that exceed those of their kind: 5e-5, 3e-4, 9e-2, 4e-2 where scales start at 1, below which most of the gradient
+of queries and keys vanishes (a thousandth of the whole's); a norm 1.6e-2 off in one step of one case."""
 SHAPES = {
     "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512"],  # blocks of 128
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64
@@ -202,7 +209,8 @@ def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
     ours, reference = run(case.world, *case.words()), alone(case.shape())
-    assert exceeded(off(ours, reference), LIMITS.get(case.precision, CAST)) == []
+    limits = WIDER.get((case.model, case.precision), LIMITS.get(case.precision, CAST))
+    assert exceeded(off(ours, reference), limits) == []
 
 
 PRODUCTS = [
