@@ -1,6 +1,7 @@
 """gpu_check on a CPU: its words, its clock, its report, and its comparisons with the emulation on both sides. 6 s."""
 
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -260,6 +261,29 @@ def test_steps_of_a_recipe_end_near_bf16s(name, on_cpu, monkeypatch):
     losses = {"bf16": steps.train(load("bf16"))}
     (row,) = steps.one_recipe(load(name), losses)
     assert row.status == "ok", row
+
+
+HIDING = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("mlflow", "datasets", "lightning", "tokenizers", "hydra", "omegaconf"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def test_tests_marked_gpu_are_collected_where_only_torch_and_pydantic_are(tmp_path, monkeypatch):
+    """Each is skipped here, for there is no GPU: not one fails to be imported."""
+    assert [file.name for file in steps.marked_files()] == ["test_gpu.py"]
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(steps.ROOT)]))
+    (row,) = steps.marked_tests(Clock(100))
+    assert row.status == "not available"
+    assert "no CUDA device" in row.note
+    monkeypatch.setattr(steps, "marked_files", lambda: [tmp_path / "not_there.py"])
+    (row,) = steps.marked_tests(Clock(100))
+    assert (row.status, row.value) == ("off", 0)
 
 
 def test_settings_are_those_of_conf(monkeypatch):
