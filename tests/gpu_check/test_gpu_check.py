@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ def test_without_a_gpu_every_check_says_so_and_nothing_fails(tmp_path, monkeypat
     (file,) = tmp_path.glob("*-no-gpu.json")
     found = json.loads(file.read_text())["checks"]
     assert list(found) == ["G1", "G2", "G3", "G4", "G5"]
-    assert all(row["status"] == "not available" for each in found.values() for row in each)
+    assert all(row["status"] == "not available" for each in found.values() for row in each["rows"])
     assert said.count("no NVIDIA driver") == 5
     assert gpu_check.main(["G2", "G4"]) == 0
     assert gpu_check.main(["G9"]) == 2
@@ -39,6 +40,11 @@ def test_without_a_gpu_every_check_says_so_and_nothing_fails(tmp_path, monkeypat
 
 def test_the_budgets_fit_nine_minutes():
     assert sum(check.seconds for check in gpu_check.CHECKS.values()) <= 510
+    names = list(gpu_check.CHECKS)
+    assert gpu_check.budgets(names, 3.0) == {name: check.seconds for name, check in gpu_check.CHECKS.items()}
+    for spent in (60, wheels.INSTALL_SECONDS):
+        assert spent + sum(gpu_check.budgets(names, spent).values()) <= 535
+    assert gpu_check.budgets(["G1"], wheels.INSTALL_SECONDS) == {"G1": gpu_check.CHECKS["G1"].seconds}
     for check in gpu_check.CHECKS.values():
         assert callable(__import__(f"gpu_check.{check.module}", fromlist=["check"]).check)
 
@@ -73,6 +79,9 @@ def test_what_breaks_is_reported_beside_what_was_found(tmp_path):
         file.write('{"what": "torn')
     first, second = rows.read(tmp_path / "rows")
     assert first == Row("first", 1.0)
+    rows.append(tmp_path / "rest", Row("far", float("inf")))
+    assert '"inf"' in (tmp_path / "rest").read_text()
+    assert rows.read(tmp_path / "rest") == [Row("far", float("inf"))]
     assert (second.status, second.note) == ("error", "RuntimeError: no kernel image")
     text = rows.table("G1", "title", [first, second])
     assert "measured" in text
@@ -84,10 +93,68 @@ def test_off_rows_make_the_exit_code(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "DRIVER_FILES", ("/",))
     for status, code in (("off", 1), ("error", 1), ("ok", 0), ("not available", 0)):
         found = [Row("device", None, note="NVIDIA H100 80GB HBM3, 9.0"), Row("x", 1.0, status=status)]
-        monkeypatch.setattr(gpu_check, "run_apart", lambda name, environment, found=found: found)
+        monkeypatch.setattr(gpu_check, "run_apart", lambda name, environment, seconds, found=found: found)
         assert gpu_check.main(["G1", "--out", str(tmp_path)]) == code
     (file,) = tmp_path.glob("*-nvidia-h100-80gb-hbm3.json")
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_what_was_measured_is_kept(tmp_path, monkeypatch, capsys):
+    """A single check takes its own place in the day's file, and a run that dies leaves the checks before."""
+    monkeypatch.setattr(gpu_check, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr(gpu_check, "wheel_folder", lambda given, root: None)
+    device = Row("device", None, note="NVIDIA H100, 9.0")
+
+    def of(value):
+        return lambda name, environment, seconds: [device, Row(name, value)]
+
+    def in_the_file():
+        (file,) = tmp_path.iterdir()
+
+        def refuse(word):
+            raise ValueError(f"{word} is no JSON")
+
+        checks = json.loads(file.read_text(), parse_constant=refuse)["checks"]
+        return {name: check["rows"][1]["value"] for name, check in checks.items()}
+
+    monkeypatch.setattr(gpu_check, "run_apart", of(1.0))
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(gpu_check, "run_apart", of(float("nan")))
+    assert gpu_check.main(["G2", "--out", str(tmp_path)]) == 0
+    assert in_the_file() == {"G1": 1, "G2": "nan", "G3": 1, "G4": 1, "G5": 1}
+
+    def dies_in_g4(name, environment, seconds):
+        if name == "G4":
+            raise KeyboardInterrupt
+        return [device, Row(name, float("-inf"))]
+
+    monkeypatch.setattr(gpu_check, "run_apart", dies_in_g4)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(["--out", str(tmp_path)])
+    assert in_the_file() == {"G1": "-inf", "G2": "-inf", "G3": "-inf", "G4": 1, "G5": 1}
+
+
+GRANDCHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open("{file}", "w").write(str(child.pid))
+{then}
+"""
+
+
+@pytest.mark.parametrize(("then", "status"), [("time.sleep(60)", "not available"), ("1 / 0", "error")])
+def test_a_check_ends_with_all_that_it_started(then, status, tmp_path, monkeypatch):
+    (tmp_path / "gpu_check.py").write_text(GRANDCHILD.format(file=tmp_path / "pid", then=then))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    began = time.monotonic()
+    (row,) = gpu_check.run_apart("G1", {**os.environ, "PYTHONPATH": str(tmp_path)}, seconds=3)
+    assert row.status == status
+    assert time.monotonic() - began < 20
+    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    deadline = time.monotonic() + 5
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":  # ended, if not reaped
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_the_clock():
