@@ -247,7 +247,8 @@ def hopper_on_cpu(engine, on_cpu, monkeypatch):
     monkeypatch.setattr(speed, "model_config", lambda name, **keys: tiny)
     eager = {name: recipe.model_copy(update={"casts": "eager"}) for name, recipe in setting.recipes().items()}
     monkeypatch.setattr(speed, "recipes", lambda: eager)
-    monkeypatch.setattr(speed, "milliseconds", lambda work, **_: work() or 1.0)
+    once = lambda contenders, **_: {name: work() or 1.0 for name, work in contenders.items()}  # noqa: E731
+    monkeypatch.setattr(speed, "milliseconds", once)
     monkeypatch.setattr(speed.torch, "compile", lambda layer: layer)
     monkeypatch.setattr(speed, "compile_blocks", lambda blocks: None)
 
@@ -308,10 +309,48 @@ def test_g2_agrees_where_both_sides_are_the_emulation(hopper_on_cpu, engine, mon
 def test_g4_measures_layers_and_training(hopper_on_cpu):
     found = list(speed.check(Clock(1000)))
     assert [row.note for row in found if row.status == "error"] == []
-    assert len([row for row in found if row.unit == "tokens/s"]) == 6  # bf16 and five native recipes
-    assert len([row for row in found if "bf16's time over it" in row.what]) == 6
+    trained = [row.what for row in found if row.unit == "tokens/s"]
+    assert [what.split(" tokens, ")[1] for what in trained] == [
+        "bf16, compiled", "fp8_current, native", "fp8_subchannel, native", "fp8_delayed, native", "mxfp8, emulated",
+    ]  # fmt: skip
+    ratios = [row for row in found if "bf16's time over it" in row.what]
+    assert len(ratios) == 6 + 4  # a layer under five native recipes and one emulated, and a step
+    assert {row.status for row in ratios} == {"ok"}
     late = list(speed.check(Clock(0)))
     assert {row.note for row in late[1:]} == {"out of time"}
+
+
+def test_no_recipe_is_measured_against_itself(hopper_on_cpu, monkeypatch):
+    """Where bf16's own measurement broke there is no ratio, of layers, of steps and of G1's product."""
+    recipes = speed.recipes()
+    broken = {**recipes, "bf16": None}
+    monkeypatch.setattr(speed, "recipes", lambda: broken)
+    found = list(speed.check(Clock(1000)))
+    assert sorted(row.what for row in found if row.status == "error") == ["layers in bf16", "llama_1b under bf16"]
+    ratios = [row for row in found if "bf16's time over it" in row.what]
+    assert len(ratios) == 10
+    assert {(row.status, row.value, row.note.split(";")[0]) for row in ratios} == {
+        ("not available", None, "no bf16 baseline")
+    }
+    monkeypatch.setattr(library, "milliseconds", speed.milliseconds)
+    _, ratio = library.speed("fp8_current", recipes["fp8_current"], {})
+    assert (ratio.status, ratio.note) == ("not available", "no bf16 baseline")
+
+
+def test_what_is_timed_is_warm_and_takes_turns(on_cpu, monkeypatch):
+    monkeypatch.setattr(setting, "WARMUP_SECONDS", 0.02)
+    calls = []
+
+    def work(name, seconds):
+        calls.append(name)
+        time.sleep(seconds)
+
+    contenders = {"a": lambda: work("a", 0.004), "b": lambda: work("b", 0.001)}
+    taken = setting.milliseconds(contenders, repeats=1, rounds=3)
+    assert "".join(calls[-6:]) == "abbaab"
+    assert calls[:-6].count("b") > calls[:-6].count("a") >= 3
+    assert 4 <= taken["a"]
+    assert 1 <= taken["b"] < taken["a"]
 
 
 def test_the_given_tensors_reach_every_corner(on_cpu):
