@@ -16,6 +16,7 @@ from gpu_check import __main__ as gpu_check
 from gpu_check import agreement, curves, library, rows, setting, speed, steps, wheels
 from gpu_check.rows import Clock, Row
 from lightning_llm.compose import compose_config
+from lightning_llm.precision import inductor
 from lightning_llm.precision.capability import DEVICES, Capability
 from lightning_llm.precision.quantize import quantise
 from lightning_llm.schema.precision import slots_of
@@ -304,6 +305,31 @@ def test_g2_agrees_where_both_sides_are_the_emulation(hopper_on_cpu, engine, mon
     (row,) = agreement.fallback(load("mxfp8"))
     assert row.status == "ok"
     assert "needs compute capability >= 10.0" in row.note
+
+
+@pytest.mark.parametrize("name", ["fp8_subchannel_fp32scales", "nvfp4", "mxfp4_sr_fp8"])
+def test_g2_sees_a_compiled_cast_that_is_not_eagers(name, on_cpu, monkeypatch):
+    """Compilation is stood for by nothing at all, then by scales that are an ulp off."""
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: None)
+    for wrong in (False, True):
+        inductor.stages.cache_clear()
+        inductor.tensor_amax.cache_clear()
+
+        def plain(function, wrong=wrong):
+            def off(*args):
+                made = function(*args)
+                return made._replace(multiplier=made.multiplier.nextafter(torch.tensor(torch.inf)))
+
+            return off if wrong and function.__name__ == "scale" else function
+
+        monkeypatch.setattr(inductor, "compiled", plain)
+        (row,) = agreement.compiled_casts(load(name))
+        assert row.status == ("off" if wrong else "ok"), row
+    inductor.stages.cache_clear()
+    inductor.tensor_amax.cache_clear()
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: "no compiler")
+    (row,) = agreement.compiled_casts(load(name))
+    assert (row.status, row.note) == ("not available", "no compiler")
 
 
 def test_g4_measures_layers_and_training(hopper_on_cpu):
