@@ -8,12 +8,12 @@ from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.linear_names import linear_names, linear_widths
+from lightning_llm.model.linear_names import linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.degrees import Degrees, layout_problems, resolve_degrees
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
-from lightning_llm.precision.capability import Capability, capability_here
+from lightning_llm.precision.capability import Capability, capability_here, device_here
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
 from lightning_llm.precision.native import Decision, decide
@@ -129,10 +129,25 @@ def _precision_problems(config: Config) -> list[Problem]:
 
 def native_decision(config: Config, here: Capability | None = None) -> Decision:
     """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
+    recipe = config.precision
     if here is None:
-        here = capability_here(config.trainer.accelerator)
-    cut = config.parallel.tp != 1 or config.parallel.cp != 1
-    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut)
+        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
+        here = (capability_here if recipe.quantises else device_here)(config.trainer.accelerator)
+    return decide(recipe, here, linear_widths(config.model), config.model.bias, _cut_axes(config))
+
+
+def _cut_axes(config: Config) -> dict[str, str]:
+    """Return the axes whose ranks have a part of a linear's tensors, by key, and their degrees in words."""
+    world, given = config.world or config.trainer.devices, config.parallel
+    # Where degrees do not make up the world, which is said elsewhere, those that are given are all there is.
+    unfit = list(layout_problems(given, world))
+    degrees = Degrees() if unfit else resolve_degrees(given, world)
+    cut = {}
+    for axis in ("tp", "cp"):
+        own, degree = getattr(given, axis), getattr(given if unfit else degrees, axis)
+        if degree not in (1, None):
+            cut[f"parallel.{axis}"] = f"{degree}" if own is not None else f"null, which is {degree} of {world} ranks"
+    return cut
 
 
 def _native_problems(config: Config, to_train: bool) -> list[Problem]:
@@ -157,8 +172,7 @@ def _native_problems(config: Config, to_train: bool) -> list[Problem]:
 
 def _rotation_problems(config: Config) -> list[Problem]:
     """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
-    data, outputs = config.data, linear_widths(config.model)
-    inputs = {key: width for key, width in outputs.items() if key != "key/value width"}
+    data, inputs, outputs = config.data, linear_inputs(config.model), linear_widths(config.model)
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
     axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
     parts: list[PrecisionConfig | PhaseConfig] = [config.precision, *config.precision.phases]

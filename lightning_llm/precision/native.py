@@ -268,11 +268,11 @@ def decide(
     here: Capability,
     widths: Mapping[str, int] | None = None,
     bias: bool = False,
-    cut: bool = False,
+    cut: Mapping[str, str] | None = None,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `cut`: tensors are cut over ranks by tensor or context parallelism.
+    `cut`: the axes that cut tensors over ranks (tensor and context parallelism), degrees by key.
     `precision.backend=native` makes "refused" of what would be emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
@@ -287,9 +287,8 @@ def decide(
     problems = list(found)
     if native is not None:
         problems += size_problems(native, widths or {}, bias)
-        if cut:
-            text = "or parallel.cp is not 1, and Transformer Engine sees a rank's part of a tensor alone."
-            problems.append(Problem("parallel.tp", text))
+        alone = "and Transformer Engine would see a rank's part of a tensor alone: 1 is needed."
+        problems += [Problem(key, f"is {degree}, {alone}") for key, degree in (cut or {}).items()]
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     if recipe.backend == "emulated":
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))
