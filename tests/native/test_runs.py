@@ -45,6 +45,22 @@ def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hop
     assert same_weights(tmp_path / "native/run", tmp_path / "emulated/run", 6)
 
 
+def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path, hopper):
+    """Figure by figure, over micro-batches, recomputation and delayed scales; and who looks changes no bit."""
+    words = ["precision=fp8_delayed", "parallel.activation_checkpoint=full", "trainer.max_steps=4"]
+    health = [*words, "callbacks=health", "callbacks.quantisation_health.every_steps=2"]
+    for name, its in (("native", health), ("emulated", [*health, "precision.backend=emulated"]), ("bare", words)):
+        assert train(small_run, tmp_path / name, *its) == 0
+    files = [tmp_path / name / "run" / file for name in ("native", "emulated") for file in ("health.jsonl", "health.txt")]
+    native, table, emulated, its_table = (file.read_text() for file in files)
+    assert [json.loads(line)["step"] for line in native.splitlines()] == [1, 2, 4]
+    assert {row[1] for row in json.loads(native.splitlines()[0])["rows"]} == {
+        "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"
+    }  # fmt: skip
+    assert (native, table) == (emulated, its_table)
+    assert curve(tmp_path / "native/run") == curve(tmp_path / "bare/run")
+
+
 def test_a_run_goes_on_with_the_other_backend(small_run, tmp_path, hopper):
     common = ["precision=fp8_delayed", "schedule.total_steps=6", "trainer.validate_every_steps=null"]
     assert train(small_run, tmp_path / "whole", *common) == 0
