@@ -15,6 +15,7 @@ from precision.recipes import RECIPES, load
 from gpu_check import __main__ as gpu_check
 from gpu_check import agreement, curves, library, rows, setting, speed, steps, wheels
 from gpu_check.rows import Clock, Row
+from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
 from lightning_llm.precision.capability import DEVICES, Capability
@@ -443,7 +444,56 @@ def test_the_runs_of_g5_compose_and_their_gap_is_read(tmp_path):
         (tmp_path / name / "summary.json").write_text('{"precision": {"runs": "native"}}')
         (row,) = curves.gap(name, tmp_path)
         assert row.status == status
+    (tmp_path / "near/summary.json").write_text('{"precision": {"runs": "emulated"}}')
+    (row,) = curves.gap("near", tmp_path)
+    assert (row.status, row.what.split(":")[0]) == ("off", "near (emulated)")
     assert curves.finish(
         curves.subprocess.Popen([sys.executable, "-c", "1/0"], stdout=-1, stderr=-2, text=True), 60
     ) == ("exit code 1: ZeroDivisionError: division by zero")
     assert Path(curves.ROOT, "Makefile").is_file()
+
+
+def test_g5_asks_compare_for_the_verdict(small_run, tmp_path):
+    """A run that fell back is off; one that ran natively is what compare says of its validation."""
+    for name in ("bf16", "fp8_current"):
+        words = [f"precision={name}", "precision.casts=eager", "model.num_layers=3", "checkpoint.every_steps=null"]
+        assert main(["train", *small_run(tmp_path, *words, f"run.dir={tmp_path / name}")]) == 0
+    summary = tmp_path / "fp8_current/summary.json"
+    summary.write_text(summary.read_text().replace('"runs": "emulated"', '"runs": "native"'))
+    (row,) = curves.verdicts(["fp8_current"], tmp_path, Clock(100))
+    assert (row.status, row.note.split(":")[0]) == ("measured", "inconclusive")  # a single pair
+    ours, base = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()][-1]["val_loss"]
+        for name in ("fp8_current", "bf16")
+    )
+    assert row.value == pytest.approx(ours - base)
+    for runs, verdict, status in (
+        ("native", "lossless", "ok"),
+        ("native", "lossy", "off"),
+        ("emulated", "lossless", "off"),
+        ("emulated", "inconclusive", "off"),
+    ):
+        row = curves.verdict_row("one", runs, {"verdict": verdict, "gap": 0.1, "reason": ""})
+        assert (row.status, row.value) == (status, 0.1)
+    assert curves.verdict_row("one", "native", None).status == "not available"
+
+
+def test_the_hand_written_loop_is_deterministic_as_the_run_is(tmp_path, on_cpu, monkeypatch):
+    seen = []
+
+    def loop(*_, **__):
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return 0.1
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(speed, "plain_loop", loop)
+    torch.use_deterministic_algorithms(False)
+    (tmp_path / "bf16").mkdir()
+    lines = [json.dumps({"step": step, "step_seconds": 0.104}) for step in range(curves.STEPS)]
+    (tmp_path / "bf16/metrics.jsonl").write_text("\n".join(lines))
+    config = compose_config(curves.words("bf16", tmp_path, "one"))
+    (row,) = curves.overhead(tmp_path)
+    assert (row.status, row.value) == ("ok", pytest.approx(1.04))
+    assert seen == [(config.trainer.deterministic, ":4096:8")]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
