@@ -83,8 +83,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
     layer = layer_of(recipe, INPUTS, OUTPUTS)
     with torch.no_grad():
         layer.weight.copy_(given["w"])
-    x = given["x"].clone().requires_grad_()
-    layer(x).backward(given["dy"])  # makes the quantisers
+    settled(layer)  # which makes the quantisers
     if native is None or native.stochastic:
         yield missing(f"{recipe.name}: codes", "drawn from the GPU's own random bits: compared in distribution alone")
         return
@@ -151,18 +150,28 @@ def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
         yield judged(f"{what}: equal {kind}", 100 * share, "%", share == 1, "all")
 
 
+def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and dw of a second pass: delayed scales, which begin with 1, are those of the first one's amaxes."""
+    given = tensors()
+    layer.keys = torch.arange(9, device=setting.DEVICE)
+    x = given["x"].requires_grad_()
+    for turn in range(2):
+        x.grad = layer.weight.grad = None
+        y = layer(x)
+        y.backward(given["dy"])
+        if turn == 0:
+            update_delayed(layer)
+    return y.detach(), x.grad, layer.weight.grad  # type: ignore[return-value]
+
+
 def products(recipe: PrecisionConfig) -> Iterator[Row]:
     """Yield how far y, dx and dw of the native layer are from the emulated one's."""
-    given, found = tensors(), []
+    found = []
     for backend in ("native", "emulated"):
         layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
         with torch.no_grad():
-            layer.weight.copy_(given["w"])
-        layer.keys = torch.arange(9, device=setting.DEVICE)
-        x = given["x"].clone().requires_grad_()
-        y = layer(x)
-        y.backward(given["dy"])
-        found.append((y.detach(), x.grad, layer.weight.grad))
+            layer.weight.copy_(tensors()["w"])
+        found.append(settled(layer))
     stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
     for name, native, ours in zip(("y", "dx", "dw"), *found, strict=True):
         what = f"{recipe.name} {name}: native over emulated, relative difference"

@@ -191,9 +191,9 @@ def test_wheels_are_found_and_installed_without_a_network(tmp_path, monkeypatch)
     assert "could not be installed" in said
 
 
-def as_native(x, cast, axis):
+def as_native(x, cast, axis, delayed=None):
     """Lay out what the emulation makes as Transformer Engine lays it out (its 2.20 `get_scale_shape`)."""
-    made = quantise(x, cast, axis)
+    made = quantise(x, cast, axis, delayed=delayed)
     codes, scales = made.codes, made.stored_scale.float()
     if cast.block == "tensor":
         inverse = torch.div(torch.ones(()), scales).reshape(1)
@@ -306,6 +306,28 @@ def test_g2_agrees_where_both_sides_are_the_emulation(hopper_on_cpu, engine, mon
     (row,) = agreement.fallback(load("mxfp8"))
     assert row.status == "ok"
     assert "needs compute capability >= 10.0" in row.note
+
+
+def test_g2_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine, monkeypatch):
+    recipe, read = load("fp8_delayed"), {}
+
+    def quantizers(kernel):
+        made = {role: kernel.first.qfactory(SimpleNamespace(tensor_type=role)) for role in ("input", "weight", "grad_output")}
+        return {"scaling_fwd": [made["input"], made["weight"], None], "scaling_bwd": [made["grad_output"], None]}
+
+    def quantised_by(quantizer, tensor):
+        role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
+        read[role] = float(quantizer.scale)
+        cast = next(cast for slot, cast in slots_of(recipe).items() if slot.endswith(f".{role}"))
+        return as_native(tensor, cast, 1, quantizer.scale)
+
+    monkeypatch.setattr(engine.Linear, "quantizers", property(quantizers), raising=False)
+    monkeypatch.setattr(agreement, "quantised_by", quantised_by)
+    found = list(agreement.operands(recipe))
+    assert [row.status for row in found] == ["ok"] * 12
+    largest = {role: tensor.abs().amax().item() for role, tensor in agreement.tensors().items()}
+    assert read == {role: pytest.approx((57344 if role == "dy" else 448) / largest[role]) for role in ("x", "w", "dy")}
+    assert [row.status for row in agreement.products(recipe)] == ["ok"] * 3
 
 
 @pytest.mark.parametrize("name", ["fp8_subchannel_fp32scales", "nvfp4", "mxfp4_sr_fp8"])
