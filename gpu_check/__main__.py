@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     unwritten: dict[str, Taken] = {}
     for name in names:
         started = time.monotonic()
-        rows = run_apart(name, environment, seconds[name]) if gpu else [missing(name, "this machine has no NVIDIA driver")]
+        rows = (
+            run_apart(name, environment, seconds[name]) if gpu else [missing(name, "this machine has no NVIDIA driver")]
+        )
         print(table(name, CHECKS[name].title, rows), flush=True)
         bad = bad or any(row.status in ("off", "error") for row in rows)
         unwritten[name] = Taken(rows, round(time.monotonic() - started, 1))
@@ -122,7 +124,10 @@ def run_apart(name: str, environment: dict[str, str], seconds: float | None = No
             if process.returncode:
                 said.seek(0)
                 last = (said.read().strip().splitlines() or ["without a word"])[-1]
-                return [*read(rows), Row("the rest", None, "", "error", f"exit code {process.returncode}: {last[:300]}")]
+                return [
+                    *read(rows),
+                    Row("the rest", None, "", "error", f"exit code {process.returncode}: {last[:300]}"),
+                ]
         return read(rows)
 
 

@@ -102,9 +102,7 @@ def verdicts(names: list[str], folder: Path, clock: Clock) -> Iterator[Row]:
         return
     command = [sys.executable, "-m", "lightning_llm", "compare", "--json", "--baseline", "precision=bf16"]
     command += ["--output", str(folder / "compare"), *(str(folder / name) for name in ("bf16", *names))]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, clock.left), check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, clock.left), check=False)
     if not done.stdout.strip():
         yield Row("verdicts", None, "", "error", (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300])
         return

@@ -77,7 +77,10 @@ def layers(name: str, recipe: PrecisionConfig, base: dict[str, Work]) -> Iterato
         layer.keys = torch.arange(9, device=setting.DEVICE)
         baseline = {"bf16": base[shape]} if shape in base else {}
         taken = milliseconds({**baseline, name: step_of(layer, layer, inputs, outputs)})
-        what, figures = f"{_what(shape, name)}: bf16's time over it", f"{taken[name]:.3f} ms, {_rate(shape, taken[name])}"
+        what, figures = (
+            f"{_what(shape, name)}: bf16's time over it",
+            f"{taken[name]:.3f} ms, {_rate(shape, taken[name])}",
+        )
         if not baseline:
             yield missing(what, f"{NO_BASE}; {figures}")
             continue

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_llm.precision import inductor
 from lightning_llm.precision.gemm import multiply
-from lightning_llm.precision.hadamard import rotate, rotation
+from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
@@ -94,8 +94,8 @@ class _Call(NamedTuple):
         """Return the rotation's signs for `gemm`, the same for both of its operands."""
         if config.signs == "none":
             return None
-        if config.signs == "fixed":
-            return torch.tensor(config.vector, dtype=torch.float32, device=device)
+        if config.vector is not None:  # signs are fixed
+            return fixed_signs(config.vector, device)
         if self.keys is None:
             raise ValueError(f"random Hadamard signs of {gemm} need a key; none was set for this step")
         return random_signs(self.keys[len(SLOT_NAMES) + GEMM_NAMES.index(gemm)], config.size)

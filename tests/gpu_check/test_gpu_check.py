@@ -312,7 +312,10 @@ def test_g2_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine,
     recipe, read = load("fp8_delayed"), {}
 
     def quantizers(kernel):
-        made = {role: kernel.first.qfactory(SimpleNamespace(tensor_type=role)) for role in ("input", "weight", "grad_output")}
+        made = {
+            role: kernel.first.qfactory(SimpleNamespace(tensor_type=role))
+            for role in ("input", "weight", "grad_output")
+        }
         return {"scaling_fwd": [made["input"], made["weight"], None], "scaling_bwd": [made["grad_output"], None]}
 
     def quantised_by(quantizer, tensor):

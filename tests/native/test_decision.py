@@ -118,7 +118,12 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     decision = native_decision(config, here)
     assert decision.runs == "refused"
     said = "\n".join(map(str, decision.refusals()))
-    for part in ("200, no multiple of 128", "model.num_kv_heads=2 x head_dim=50: is 100, no multiple of 128", "needs compute capability >= 9.0", "8.6"):
+    for part in (
+        "200, no multiple of 128",
+        "model.num_kv_heads=2 x head_dim=50: is 100, no multiple of 128",
+        "needs compute capability >= 9.0",
+        "8.6",
+    ):
         assert part in said
     for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "model.bias", "is 'native'"):
         assert part in said
@@ -155,7 +160,9 @@ def test_sizes_are_named_by_their_keys_with_all_numbers():
     said = native_decision(compose_config(words), HOPPER).reason
     assert said == "model.num_kv_heads=1 x head_dim=24 is 24, no multiple of 16, as Float8CurrentScaling needs"
     config = compose_config([*words[1:], "precision=mxfp4_sr", "data.sequence_length=64"])
-    with pytest.raises(ConfigError, match=r"64 does not divide model\.num_kv_heads=1 x head_dim=24 = 24, which") as told:
+    with pytest.raises(
+        ConfigError, match=r"64 does not divide model\.num_kv_heads=1 x head_dim=24 = 24, which"
+    ) as told:
         check_config(config)
     assert "64 does not divide model.num_heads=4 x head_dim=24 = 96, which" in str(told.value)
 

@@ -58,7 +58,9 @@ def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path,
     ):
         config = compose_config(small_run(tmp_path / name, *words, f"precision.backend={backend}"))
         run_with(config, *callbacks)
-    files = [tmp_path / name / "run" / file for name in ("native", "emulated") for file in ("health.jsonl", "health.txt")]
+    files = [
+        tmp_path / name / "run" / file for name in ("native", "emulated") for file in ("health.jsonl", "health.txt")
+    ]
     native, table, emulated, its_table = (file.read_text() for file in files)
     assert [json.loads(line)["step"] for line in native.splitlines()] == [1, 2]
     assert {row[1] for row in json.loads(native.splitlines()[0])["rows"]} == {
