@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEPS, LENGTH, SEQUENCES = 200, 1024, 8
 LAST = 20
 MARGIN = 0.01
-"""Of bf16's loss at the end: a larger gap is off. One seed is an indication: few of `compare`'s verdicts are conclusive."""
+"""Of bf16's loss at the end: a larger gap is off. One seed is an indication: `compare` says so too (inconclusive)."""
 VOCABULARY = 512
 
 
@@ -28,7 +28,8 @@ def words(recipe: str, folder: Path, name: str) -> list[str]:
         "model=llama_160m", f"model.vocab_size={VOCABULARY}", "data=python", "data.tokenizer.kind=bytes",
         f"data.sequence_length={LENGTH}", f"data.micro_batch_size={SEQUENCES}", f"data.global_batch_size={SEQUENCES}",
         f"precision={recipe}", "precision.casts=eager", f"trainer.max_steps={STEPS}",
-        f"trainer.validate_every_steps={STEPS}", "data.validation.sequences=32", "checkpoint.every_steps=null", "schedule.warmup_steps=20",
+        f"trainer.validate_every_steps={STEPS}", "data.validation.sequences=32",
+        "checkpoint.every_steps=null", "schedule.warmup_steps=20",
         "optim.learning_rate=6e-4", "logger=none", "callbacks.sample=null", f"run.root={folder}",
         f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}",
     ]  # fmt: skip

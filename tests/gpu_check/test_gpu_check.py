@@ -401,7 +401,7 @@ def test_what_is_timed_is_warm_and_takes_turns(on_cpu, monkeypatch):
     taken = setting.milliseconds(contenders, repeats=1, rounds=3)
     assert "".join(calls[-6:]) == "abbaab"
     assert calls[:-6].count("b") > calls[:-6].count("a") >= 3
-    assert 4 <= taken["a"]
+    assert taken["a"] >= 4
     assert 1 <= taken["b"] < taken["a"]
 
 
