@@ -184,8 +184,8 @@ def _short_tails(verdicts: Sequence[dict[str, Any]]) -> list[str]:
     every = max(1, steps[0] // 40)  # four in the last tenth
     return [
         f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
-        f"scatters less from seed to seed: validate more often (trainer.validate_every_steps={every}), or take in more "
-        "of what there is (--tail 0.3)."
+        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}), or take "
+        "in more of what there is (--tail 0.3)."
     ]
 
 

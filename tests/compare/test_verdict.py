@@ -1,6 +1,7 @@
 """`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 20 seconds."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -535,6 +536,12 @@ def test_the_report_holds_everything_itself(sweep, capsys):
     assert html.count("src='data:image/svg+xml;base64,") == html.count("<img") == 3
     assert "http" not in html.replace("http://www.w3.org", "")
     assert all(word in html for word in ("Dunnett", "ICH E9", "inconclusive", "mxfp4_rne at"))
+
+
+def test_every_key_of_a_verdict_is_in_the_document(sweep, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text.split("## `compare.json`")[1]))
+    assert set(verdicts(capsys, sweep)["verdicts"][0]) - {"confidence"} <= named
 
 
 def test_neither_torch_nor_mlflow_is_imported(sweep):
