@@ -72,8 +72,9 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     )
     levels = list(dict.fromkeys(_level(run, keys) for run in runs))
     if len(levels) < 2:
+        same = name if asked or varying else "config, but for the seed"
         text = (
-            f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+            f"all {len(runs)} runs have the same {same}; a verdict needs a baseline and something to hold against it."
         )
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)

@@ -106,8 +106,9 @@ def _missing_seeds(pairs: list[Pair], unfinished: Sequence[Run], baselines: list
 
     Who is left of such a recipe may be those that were lucky.
     """
-    judged = {pair.run.seed for pair in pairs}
-    alike = [run for run in unfinished if run.seed not in judged and same_config(run, pairs[0].run, ROUNDING)]
+    one, judged = pairs[0].run, {pair.run.seed for pair in pairs}
+    level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in judged]
+    alike = [run for run in level if same_config(run, one, ROUNDING)]
     return sorted({run.seed for run in alike if _pairs_of([run], baselines, factor)[0]})
 
 

@@ -414,6 +414,14 @@ def test_a_seed_is_missing_only_where_the_baseline_came_to_its_end_and_no_other_
     assert "seed 7 missing" in row["line"]
 
 
+def test_of_runs_that_differ_in_rounding_each_way_has_its_own_missing_seeds(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {f"data.micro_batch_size={size}": 0.0 for size in (4, 2, 1)})
+    make_run(sweep / "20", "data.micro_batch_size=4", "seed=9")
+    make_run(sweep / "21", "data.micro_batch_size=1", "seed=9", summary={"status": "stopped"}, losses={5: curve(5)})
+    rows = verdicts(capsys, sweep, expect=2)["by_name"]
+    assert {name.rpartition("=")[2]: row["missing_seeds"] for name, row in rows.items()} == {"2": [], "1": [9]}
+
+
 def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(tmp_path, capsys):
     for seed in range(2):
         make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=NOISE[seed])
@@ -498,7 +506,7 @@ def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
     one = make_run(tmp_path / "one", "precision=bf16")
     assert "1 finished run: a verdict needs a baseline and another" in say(capsys, one)
     two = make_run(tmp_path / "two", "precision=bf16", "seed=1")
-    assert "a verdict needs" in say(capsys, one, two)
+    assert "all 2 runs have the same config, but for the seed; a verdict needs" in say(capsys, one, two)
     three = make_run(tmp_path / "three", "precision=mxfp8")
     assert "'fp23' is the level of no run. Known here" in say(capsys, one, three, "--baseline", "precision=fp23")
     assert "there is no group or key 'precison'" in say(capsys, one, three, "--baseline", "precison=bf16")
