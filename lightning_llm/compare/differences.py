@@ -19,6 +19,7 @@ FREE = (
     "model.parameters_published",
     "parallel.name",
     "parallel.timeout_seconds",
+    "precision.backend",
     "precision.name",
     "precision.reference",
     "precision.hardware",
@@ -28,7 +29,7 @@ FREE = (
     "trainer.validate_every_steps",
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
-(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`)."""
+(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
 
 LAYOUT = (
     "parallel.dp_replicate",

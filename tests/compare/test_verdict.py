@@ -1,4 +1,4 @@
-"""`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 20 seconds."""
+"""`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 35 seconds."""
 
 import json
 import re
