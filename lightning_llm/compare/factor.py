@@ -192,19 +192,16 @@ def _baseline(
 
 def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list[Level]]) -> tuple[Level, str]:
     """Return the level that is the baseline where none was asked for, and what to say of it."""
-    passed_over: list[str] = []
+    several = ""
     for usual in USUAL_BASELINES.get(name, ()):
         found = by_name.get(usual, [])
         if len(found) == 1:
-            levels = " and ".join(passed_over)
-            said = f"The baseline is {usual}, for {levels} are both as usual (--baseline {name}=LEVEL chooses one)."
-            return found[0], said if passed_over else ""
-        passed_over += [labels[level] for level in found]
+            said = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
+            return found[0], said if several else ""
+        if found and not several:
+            several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
     if name == "precision":
-        lead = "none of the runs is bf16 or fp32"
-        if passed_over:
-            lead = f"the usual baseline is {len(passed_over)} levels here, {' and '.join(passed_over)}"
-        text = f"{lead}. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
-        raise ConfigError(Problem("--baseline", text))
+        text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
+        raise ConfigError(Problem("--baseline", f"{text}{', '.join(labels.values())}."))
     first = next(iter(labels))
     return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."

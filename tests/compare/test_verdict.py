@@ -177,13 +177,13 @@ def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=bf16 precision.optimizer.eps=1e-6": 0.001})
     make_sweep(sweep / "more", {"precision=mxfp8": 0.001})
     error = say(capsys, sweep)
-    assert "2 levels here, bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06). Choose one" in error
+    assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose one" in error
     found = verdicts(capsys, sweep, "--baseline", "precision=bf16 (optimizer.eps=1e-06)")
     assert found["baseline"] == "bf16 (optimizer.eps=1e-06)"
     make_sweep(sweep / "fp32", {"precision=fp32": 0.001})
     found = verdicts(capsys, sweep)
     assert found["baseline"] == "fp32"
-    assert "The baseline is fp32, for bf16 (optimizer.eps=null) and bf16" in " ".join(found["notes"])
+    assert "The baseline is fp32, for 2 levels are called bf16 (bf16 (optimizer.eps=null)" in " ".join(found["notes"])
 
 
 def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_path, capsys):
