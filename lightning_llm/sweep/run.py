@@ -14,7 +14,7 @@ from lightning_llm.sweep.definition import Sweep, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import Outcome, detail_of, state_of
+from lightning_llm.sweep.state import Outcome, detail_of, settled_state, state_of
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -28,10 +28,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     jobs = compose_sweep(arguments.overrides, arguments.config_dir)
     _check_all([config for _, config in jobs])
     whole = define(jobs, typed_value(arguments.overrides, "run.name"))
-    todo = [job for job in whole.jobs if state_of(job.folder) not in ("finished", "running")]
+    todo = []
     for job in whole.jobs:
-        if job not in todo:
-            print(f"job    {job.name}: {state_of(job.folder)}, left as it is")
+        if (state := settled_state(job.folder)) in ("finished", "running"):
+            print(f"job    {job.name}: {state}, left as it is")
+        else:
+            todo.append(job)
     if not todo:
         print(f"sweep  nothing left to do, in {whole.folder}")
         return 0

@@ -1,6 +1,7 @@
 """`lightning-llm sync`: what MLflow missed, from folders alone; and runs whose process is gone."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -101,11 +102,21 @@ def test_a_later_start_marks_what_a_power_cut_left_running(store: MlflowClient, 
         name: store.create_run(experiment, run_name=name, tags={"process": mark} if mark else {}).info.run_id
         for name, mark in marks.items()
     }
+    for name, there in (("silent", "node17 4 2"), ("namesake", "node17 5 2"), ("heard", "node17 4 2")):
+        seen = recorded(tmp_path, name, "running")
+        write_json(seen / "summary.json", {**summary_of(seen), "process": there})
+        for file in seen.iterdir():
+            os.utime(file, None if name == "heard" else (1e9, 1e9))
+        tags = {"process": "node17 4 2", "run_dir": str(seen)}
+        runs[name] = store.create_run(experiment, run_name=name, tags=tags).info.run_id
     run_dir = recorded(tmp_path, "later")
     config = make_config(tmp_path, run={"name": "later", "dir": str(run_dir)})
     RunWriter(writer_job(config, run_dir, summary_of(run_dir))).sync()
     states = {name: store.get_run(run_id).info.status for name, run_id in runs.items()}
-    assert states == {"dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING", "unmarked": "RUNNING"}
+    assert states == {
+        "dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING", "unmarked": "RUNNING",
+        "silent": "KILLED", "namesake": "RUNNING", "heard": "RUNNING",
+    }  # fmt: skip
     assert mark_orphans(store, experiment, but="") == []
 
 

@@ -2,23 +2,28 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
 from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.identity import config_hash
+from lightning_llm.run_state import Start, decide_start
 from lightning_llm.sweep import local
 from lightning_llm.sweep.definition import Job, define, write
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import claimed, state_of
+from lightning_llm.sweep.state import claimed, detail_of, state_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.
@@ -133,6 +138,57 @@ def test_a_run_whose_process_died_is_stopped(tmp_path: Path) -> None:
     assert state_of(job.folder) == "stopped"
     summary(job, "failed")
     assert state_of(job.folder) == "failed"
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"status": "fin', b"null", b"\xff\xfe"])
+def test_a_damaged_summary_is_a_stopped_run_that_says_so(damage: bytes, tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    job.folder.mkdir(parents=True)
+    file = job.folder / "summary.json"
+    file.write_bytes(damage)
+    assert state_of(job.folder) == "stopped"
+    assert detail_of(job.folder).startswith(f"{file} is damaged: ")
+    write_config(job.config, job.folder / "config.yaml")
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match=rf"run\.dir: {re.escape(str(file))} is damaged.*remove that file"):
+            decide_start(job.config.model_copy(update={"resume": resume}))
+    file.unlink()
+    assert decide_start(job.config.model_copy(update={"resume": "auto"})) == Start()
+
+
+def silent(folder: Path, seconds: float) -> None:
+    """Let nothing have been heard of the run for `seconds`."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds, time.time() - seconds))
+
+
+def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 100.0)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    again = job.config.model_copy(update={"resume": "auto"})
+    summary(job, "running", "node17 4242 1700000000")
+    write_config(job.config, job.folder / "config.yaml")
+    silent(job.folder, 90)
+    assert state_of(job.folder) == "running"
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(job.config)  # which wants a folder without a run, whatever becomes of that one
+
+    silent(job.folder, 90)
+    sign = threading.Timer(0.7, os.utime, [job.folder / "summary.json"])
+    sign.start()
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(again)
+    sign.join()
+    silent(job.folder, 99)  # as where a killed job is started again on another node, at once
+    assert decide_start(again) == Start()
+    assert "waiting for a sign of it, 1 s at most" in capsys.readouterr().out
+    assert state_of(job.folder) == "stopped"
+    silent(job.folder, 1e6)
+    summary(job, "running", process_mark())  # of this machine, its number says more than its silence
+    silent(job.folder, 1e6)
+    assert state_of(job.folder) == "running"
 
 
 CHILD = """
