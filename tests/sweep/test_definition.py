@@ -92,10 +92,28 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     assert [each["number"] for each in listed] == [0, 1, 2]
 
 
-def test_the_same_run_twice_is_two_jobs(tmp_path: Path) -> None:
-    first, second = sweep_of(tmp_path, "logger.tags.copy=a,b").jobs
-    assert (first.number, second.number) == (0, 1)
-    assert second.key == f"{first.key}-1"
+def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
+    (recipes / "recipe" / "mine.yaml").write_text(RECIPE.replace("precision=bf16 data.micro_batch_size=1 seed", "seed"))
+    jobs = define(compose_sweep([f"run.root={tmp_path}", "recipe=mine", "precision=fp32"], recipes), None).jobs
+    assert [(job.number, job.config.seed) for job in jobs] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert [job.key for job in jobs[2:]] == [f"{job.key}-1" for job in jobs[:2]]
+
+
+def test_jobs_that_differ_in_what_no_config_hash_holds_keep_apart(tmp_path: Path) -> None:
+    words = ["precision=mxfp8", "precision.casts=eager"]
+    here, there = (
+        sweep_of(tmp_path, *words, f"precision.backend={values}", "seed=0,1")
+        for values in ("emulated,auto", "auto,emulated")
+    )
+    assert here.folder == there.folder
+    keys = [{(job.config.precision.backend, job.config.seed): job.key for job in each.jobs} for each in (here, there)]
+    assert keys[0] == keys[1]
+    assert len(set(keys[0].values())) == 4
+    write(sweep_of(tmp_path, *words, "precision.backend=emulated,auto", name="both"))
+    again = sweep_of(tmp_path, *words, "precision.backend=auto,emulated", name="both")
+    assert [(job.number, job.config.precision.backend) for job in again.jobs] == [(1, "auto"), (0, "emulated")]
+    plain = sweep_of(tmp_path, *words, "precision.backend=emulated", "seed=0,1")
+    assert [job.key for job in plain.jobs] == [config_hash(job.config) for job in plain.jobs]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
