@@ -61,7 +61,10 @@ def await_sign(folder: Path, mark: str) -> bool:
         return True
     heard = last_sign(folder)
     left = heard + SILENT_SECONDS - time.time()
-    print(f"note   {folder} was being trained by {whose(mark)}: waiting for a sign of it, {left:.0f} s at most", flush=True)
+    print(
+        f"note   {folder} was being trained by {whose(mark)}: waiting for a sign of it, {left:.0f} s at most",
+        flush=True,
+    )
     while not has_died(folder, mark):
         if last_sign(folder) > heard:
             return True

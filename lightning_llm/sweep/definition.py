@@ -120,9 +120,9 @@ def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
 
 
 def _keys(jobs: Sequence[tuple[list[str], Config]]) -> list[str]:
-    """Return each job's config hash, and the words that jobs differ in and the hash leaves out (precision.backend, say).
+    """Return what names each job: its config hash, and the words that jobs differ in and that the hash leaves out.
 
-    A second run of the same (to compare it with itself) gets "-1", ...
+    Such a word is `precision.backend=auto`. A second run of the same (to compare it with itself) gets "-1", ...
     """
     unhashed = [{word for word in words if not in_hash(_key_of(word))} for words, _ in jobs]
     shared = set.intersection(*unhashed)
