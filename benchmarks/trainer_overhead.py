@@ -19,7 +19,6 @@ from lightning_llm.run import open_layout, prepare_folder, quiet_lightning, trac
 from lightning_llm.run_state import Start
 from lightning_llm.train.datamodule import CorpusDataModule
 
-
 PAUSE_SECONDS = 3.0
 
 
