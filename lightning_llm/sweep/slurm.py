@@ -118,7 +118,7 @@ def _known_to_slurm(jobs: Sequence[Job]) -> dict[Any, Job]:
     """Return {submission: job} for what an earlier start has submitted and has not ended."""
     import submitit
 
-    noted = {}
+    noted: dict[Any, Job] = {}
     for job in jobs:
         if job.config.launcher.cluster == "slurm" and _note_of(job).is_file():
             note = json.loads(_note_of(job).read_text(encoding="utf-8"))
