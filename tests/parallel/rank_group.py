@@ -18,8 +18,14 @@ CASE_SECONDS = 240
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo",
-        "lightning.pytorch", "lightning_llm.build", "lightning_llm.run", "lightning_llm.callbacks.run_folder",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",
+        "lightning.pytorch",
+        "lightning_llm.build",
+        "lightning_llm.run",
+        "lightning_llm.callbacks.run_folder",
     ]
 )
 
