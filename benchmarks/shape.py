@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_llm.compose import compose_config
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.schema import Config
@@ -29,7 +30,7 @@ def config(*more: str, steps: int = 10_000) -> Config:
     ])  # fmt: skip
 
 
-def loop_steps(model: nn.Module, run: Config, corpus: Corpus, rank: int = 0) -> Iterator[None]:
+def loop_steps(model: Decoder, run: Config, corpus: Corpus, rank: int = 0) -> Iterator[None]:
     """Yield after each step of a hand-written loop: loss, clipping, optimizer and batches as ours, and no trainer."""
     initialise(model, run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.heartbeat import has_died
 from lightning_llm.callbacks.provenance import has_ended
+from lightning_llm.callbacks.records import summary_of
 from lightning_llm.workspace import checkout
 
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
@@ -95,17 +97,28 @@ def known_run(client: Any, run_id: str | None) -> Any:
 
 
 def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
-    """Mark runs KILLED that say RUNNING and whose process, on this machine, is gone; return their ids. Run `but` stays.
+    """Mark runs KILLED that say RUNNING and whose process is gone; return their ids. Run `but` stays.
 
-    So ends what went down with its machine, or was killed together with its writer.
+    A process of another machine is known to be gone where its run's folder can be seen from here. So ends what went
+    down with its machine, or was killed together with its writer.
     """
     marked = []
     for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
-        if run.info.run_id != but and has_ended(run.data.tags.get("process", "")):
+        if run.info.run_id != but and _is_orphan(run.data.tags):
             client.set_tag(run.info.run_id, "status_detail", ORPHANED)
             client.set_terminated(run.info.run_id, "KILLED")
             marked.append(run.info.run_id)
     return marked
+
+
+def _is_orphan(tags: Mapping[str, str]) -> bool:
+    mark, folder = tags.get("process", ""), Path(tags.get("run_dir", ""))
+    if has_ended(mark):
+        return True
+    try:  # two machines may have folders of one name: this one is asked where it is that process's
+        return bool(mark) and summary_of(folder).get("process") == mark and has_died(folder, mark)
+    except ValueError:
+        return False
 
 
 def fit(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ RUN_ID_FILE = "mlflow_run_id"
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
-LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl")
+LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "events")
 METRICS_PER_BATCH = 1000
 LONGEST_PAUSE_SECONDS = 60.0
 DIED = {"status": "stopped", "detail": "the training process ended without saying how", "figures": {}}
@@ -163,8 +163,11 @@ class RunWriter:
 
     def _log_artifacts(self, client: Any, names: tuple[str, ...]) -> None:
         for name in names:
-            if (self.run_dir / name).exists():
-                client.log_artifact(self.run_id, str(self.run_dir / name))
+            path = self.run_dir / name
+            if path.is_dir():
+                client.log_artifacts(self.run_id, str(path), name)
+            elif path.exists():
+                client.log_artifact(self.run_id, str(path))
 
 
 def main() -> None:

@@ -53,11 +53,15 @@ def process_mark() -> str:
     return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
 
 
+def is_of_this_machine(mark: str) -> bool:
+    """Return whether the process of `mark` is, or was, one of this machine; no mark is of none."""
+    return mark.partition(" ")[0] == platform.node()
+
+
 def has_ended(mark: str) -> bool:
     """Return whether the process of `mark` is known to be gone; False for one of another machine, or for no mark."""
-    host, _, rest = mark.partition(" ")
-    number, _, started = rest.partition(" ")
-    if host != platform.node() or not number.isdigit():
+    number, _, started = mark.partition(" ")[2].partition(" ")
+    if not is_of_this_machine(mark) or not number.isdigit():
         return False
     try:
         process = psutil.Process(int(number))

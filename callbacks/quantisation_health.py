@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class QuantisationHealth(pl.Callback):
-    """Looks at every cast of every emulated linear in step 1 and each `every_steps`-th, over all ranks.
+    """Looks at every cast of every quantised linear in step 1 and each `every_steps`-th, over all ranks.
 
     - `health/<slot>/<statistic>` in the step's record (and so in MLflow): all layers together, plus `sqnr_db_worst`,
       the lowest of one layer. `precision.cast_statistics` defines the statistics.
@@ -48,7 +48,8 @@ class QuantisationHealth(pl.Callback):
       finite, the step is run again to say in which module and slot that began.
 
     Scales are compared with those of the observed step before, where they belong to the same tensor: weights, and
-    delayed scaling. What is observed changes no bit of training.
+    delayed scaling. What is observed changes no bit of training. Where linears run natively, the emulation makes the
+    same casts of the same tensors beside the kernels, in observed steps alone.
     """
 
     def __init__(self, every_steps: int = 100, worst: int = 10):
@@ -72,7 +73,7 @@ class QuantisationHealth(pl.Callback):
             return
         if not self._anywhere:
             name = pl_module.config.precision.name
-            print(f"health precision={name} has no emulated casts here: only NaN and Inf are looked for", flush=True)
+            print(f"health precision={name} casts nothing here: only NaN and Inf are looked for", flush=True)
         file = Path(pl_module.config.run.dir, HEALTH_FILE)
         if file.exists():
             cut_back(file, pl_module.completed_steps)
@@ -121,9 +122,6 @@ class QuantisationHealth(pl.Callback):
             for s, slot in enumerate(SLOT_NAMES)
             if sums[i, s, 0] or sums[i, s, SUMS.index("non_finite")]
         }
-        if not self._tensors and trainer.is_global_zero and not self._warned:
-            self._warned = True
-            log.warning("quantisation health saw no cast: it looks at emulated ones, and these layers run natively")
         pl_module.step_record.update(self._by_slot(sums, lowest, highest))
         if trainer.is_global_zero:
             self._append(Path(pl_module.config.run.dir, HEALTH_FILE))

@@ -60,13 +60,27 @@ def cut_back(path: Path, step: int) -> int:
 def summary_of(folder: Path) -> dict[str, Any]:
     """Return the `summary.json` of a run's folder, {} where there is none yet. Raises ValueError if it is damaged."""
     file = folder / "summary.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{file} is damaged: it holds no object")
+    return summary
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole."""
+    """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole.
+
+    So does one after a power cut: what is moved is on the disk.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(_safe(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    with partial.open("wb") as file:
+        file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 
 from lightning_llm.callbacks.figures import draw_losses, final_figures
+from lightning_llm.callbacks.heartbeat import Heartbeat
 from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, summary_of, write_json
 from lightning_llm.errors import ConfigError, Problem
@@ -59,6 +60,7 @@ class RunFolder(pl.Callback):
         self.resumed_from_step = resumed_from_step
         self.facts = dict(facts or {})
         self.metrics_path = self.run_dir / "metrics.jsonl"
+        self._heartbeat = Heartbeat(self.run_dir)
         self._file: Any = None
         self._summary: dict[str, Any] = {}
         self._started = 0.0
@@ -100,6 +102,7 @@ class RunFolder(pl.Callback):
             **self.facts,
         }
         self._write_summary()
+        self._heartbeat.start()
         for sink in self.sinks:
             sink.open(self._summary, self.resumed_from_step)
 
@@ -135,6 +138,7 @@ class RunFolder(pl.Callback):
             **figures,
         }
         self._write_summary()
+        self._heartbeat.stop()
         self._draw()
         for sink in self.sinks:
             sink.close(status, detail, figures)

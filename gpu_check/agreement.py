@@ -1,4 +1,4 @@
-"""G2: what Transformer Engine quantises and multiplies against our emulation: every operand, every product."""
+"""G2: what Transformer Engine quantises and multiplies against our emulation, and compiled casts against eager ones."""
 
 import copy
 from collections.abc import Iterator
@@ -11,13 +11,17 @@ from gpu_check import setting
 from gpu_check.library import layer_of, relative
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
+from lightning_llm.precision import inductor
+from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import delayed_state, update_delayed
 from lightning_llm.precision.native import decide, native_recipe
-from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.operand import Operand
+from lightning_llm.precision.quantize import Scaled, quantise
 from lightning_llm.precision.scales import divide
 from lightning_llm.schema.precision import CastConfig, PrecisionConfig, slots_of
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
+BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
 number (2^-8), and the emulation rounds a product with a tensor-level factor twice."""
@@ -49,6 +53,13 @@ def check(clock: Clock) -> Iterator[Row]:
                 yield missing(name, "out of time")
                 continue
             yield from guarded(name, fallback, recipe)
+    for name, recipe in sorted(recipes().items(), key=lambda named: decide(named[1], here).runs == "native"):
+        if not recipe.quantises:
+            continue
+        if not clock.allows(8):
+            yield missing(f"{name}: compiled casts", "out of time")
+            continue
+        yield from guarded(f"{name}: compiled casts", compiled_casts, recipe)
 
 
 def tensors() -> dict[str, Tensor]:
@@ -72,8 +83,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
     layer = layer_of(recipe, INPUTS, OUTPUTS)
     with torch.no_grad():
         layer.weight.copy_(given["w"])
-    x = given["x"].clone().requires_grad_()
-    layer(x).backward(given["dy"])  # makes the quantisers
+    settled(layer)  # which makes the quantisers
     if native is None or native.stochastic:
         yield missing(f"{recipe.name}: codes", "drawn from the GPU's own random bits: compared in distribution alone")
         return
@@ -83,7 +93,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
         if not cast.quantises:
             continue
         role = slot.split(".")[1]
-        axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
+        axis = axis_of(slot)
         scale = None if layer.scale is None else layer.scale[("x", "w", "dy").index(role)]
         theirs = stored(
             quantised_by(by_role[role], given[role]), cast, axis, (given[role].shape[0], given[role].shape[1])
@@ -140,18 +150,28 @@ def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
         yield judged(f"{what}: equal {kind}", 100 * share, "%", share == 1, "all")
 
 
+def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and dw of a second pass: delayed scales, which begin with 1, are those of the first one's amaxes."""
+    given = tensors()
+    layer.keys = torch.arange(9, device=setting.DEVICE)
+    x = given["x"].requires_grad_()
+    for turn in range(2):
+        x.grad = layer.weight.grad = None
+        y = layer(x)
+        y.backward(given["dy"])
+        if turn == 0:
+            update_delayed(layer)
+    return y.detach(), x.grad, layer.weight.grad  # type: ignore[return-value]
+
+
 def products(recipe: PrecisionConfig) -> Iterator[Row]:
     """Yield how far y, dx and dw of the native layer are from the emulated one's."""
-    given, found = tensors(), []
+    found = []
     for backend in ("native", "emulated"):
         layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
         with torch.no_grad():
-            layer.weight.copy_(given["w"])
-        layer.keys = torch.arange(9, device=setting.DEVICE)
-        x = given["x"].clone().requires_grad_()
-        y = layer(x)
-        y.backward(given["dy"])
-        found.append((y.detach(), x.grad, layer.weight.grad))
+            layer.weight.copy_(tensors()["w"])
+        found.append(settled(layer))
     stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
     for name, native, ours in zip(("y", "dx", "dw"), *found, strict=True):
         what = f"{recipe.name} {name}: native over emulated, relative difference"
@@ -193,3 +213,31 @@ def fallback(recipe: PrecisionConfig) -> Iterator[Row]:
     finite = bool(torch.isfinite(x.grad).all()) if x.grad is not None else False
     holds = asked.runs == "refused" and finite
     yield judged(f"{recipe.name}: refused natively, runs emulated", float(holds), "", holds, asked.reason[:160])
+
+
+def compiled_casts(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield the share of numbers that compiled casts make with eager's bits: scales, and codes times block scales."""
+    if problem := inductor.why_not(torch.device(setting.DEVICE).type):
+        yield missing(f"{recipe.name}: compiled casts", problem)
+        return
+    given, made = tensors(), dict[Backend, list[Tensor]]()
+    key, delayed = torch.tensor(1234, device=setting.DEVICE), torch.tensor(7.3, device=setting.DEVICE)
+    for backend in BACKENDS:
+        parts: list[Tensor | None] = []
+
+        def see(_: Tensor, scaled: Scaled, operand: Operand, parts: list[Tensor | None] = parts) -> None:
+            parts.extend((scaled.multiplier, scaled.block, scaled.tensor, operand.tensor, operand.inside))
+
+        for slot, cast in slots_of(recipe).items():
+            if cast.quantises:
+                x = given[slot.split(".")[1]]
+                inductor.operand(x, cast, axis_of(slot), backend, key=key, delayed=delayed, observe=see)
+        made[backend] = [part.flatten() for part in parts if part is not None]
+    equal = [(one == other).double() for one, other in zip(made["eager"], made["compiled"], strict=True)]
+    share = float(torch.cat(equal).mean())
+    yield judged(f"{recipe.name}: compiled casts equal to eager ones", 100 * share, "%", share == 1, "all")
+
+
+def axis_of(slot: str) -> int:
+    """Return the contraction axis of a slot's tensor as it is stored: x [M, K], w [N, K], dy [M, N]."""
+    return 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1

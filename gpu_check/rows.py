@@ -1,6 +1,7 @@
 """What a check found, row by row: written as it is found, so that a check that is stopped keeps what it had."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -61,7 +62,7 @@ def guarded(what: str, work: Callable[P, Iterator[Row]], *args: P.args, **kwargs
 def append(file: Path, row: Row) -> None:
     """Add a row to a file of one JSON object per line."""
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(asdict(row)) + "\n")
+        lines.write(json.dumps(as_data(row), allow_nan=False) + "\n")
 
 
 def read(file: Path) -> list[Row]:
@@ -71,9 +72,10 @@ def read(file: Path) -> list[Row]:
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(Row(**json.loads(line)))
+            data = json.loads(line)
         except json.JSONDecodeError:
             continue
+        found.append(Row(**{**data, "value": None if data["value"] is None else float(data["value"])}))
     return found
 
 
@@ -86,6 +88,7 @@ def table(check: str, title: str, rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def as_data(checks: dict[str, list[Row]], machine: dict[str, Any]) -> dict[str, Any]:
-    """Return everything for the JSON file."""
-    return {"machine": machine, "checks": {name: [asdict(row) for row in rows] for name, rows in checks.items()}}
+def as_data(row: Row) -> dict[str, Any]:
+    """Return a row for JSON, which has no NaN and no infinity: those become "nan", "inf" and "-inf"."""
+    data = asdict(row)
+    return data if row.value is None or math.isfinite(row.value) else {**data, "value": str(row.value)}

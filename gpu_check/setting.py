@@ -1,7 +1,10 @@
 """Models, recipes and timing that several checks share. Recipes and sizes are read from conf/, without Hydra."""
 
+import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
@@ -15,6 +18,7 @@ from lightning_llm.schema.model import ModelConfig
 from lightning_llm.schema.precision import PrecisionConfig
 
 DEVICE = "cuda"
+WARMUP_SECONDS = 0.3
 
 
 def recipes() -> dict[str, PrecisionConfig]:
@@ -42,22 +46,52 @@ def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Refuse kernels whose sums depend on timing, with what Lightning's `Trainer(deterministic=True)` sets."""
+    before, name = torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG"
+    workspace = os.environ.get(name)
+    os.environ[name] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        os.environ.pop(name)
+        os.environ.update({} if workspace is None else {name: workspace})
+
+
 def synchronise() -> None:
     """Wait until the device has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def milliseconds(work: Callable[[], object], warmup: int = 3, repeats: int = 10, rounds: int = 3) -> float:
-    """Return the milliseconds of one call on the GPU: the median of `rounds`, each a mean over `repeats`."""
-    for _ in range(warmup):
-        work()
+def milliseconds(contenders: Mapping[str, Callable[[], object]], repeats: int = 5, rounds: int = 5) -> dict[str, float]:
+    """Return the milliseconds of one call of each contender: the median of `rounds`, each a mean over `repeats`.
+
+    Each is warmed up for WARMUP_SECONDS, which compiles, fills caches and brings clocks up, and then they take turns in
+    an order that rotates: what the device does in between (clocks, heat, neighbours) hits all of them alike.
+    """
+    names, found = list(contenders), {name: list[float]() for name in contenders}
+    for work in contenders.values():
+        _warm_up(work)
+    for turn in range(rounds):
+        for offset in range(len(names)):
+            name = names[(turn + offset) % len(names)]
+            began = time.perf_counter()
+            for _ in range(repeats):
+                contenders[name]()
+            synchronise()
+            found[name].append((time.perf_counter() - began) / repeats * 1e3)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def _warm_up(work: Callable[[], object]) -> None:
+    work()  # compiles, outside of the time
     synchronise()
-    found = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for _ in range(repeats):
-            work()
+    began, calls = time.perf_counter(), 1
+    while calls < 3 or time.perf_counter() - began < WARMUP_SECONDS:
+        work()
         synchronise()
-        found.append((time.perf_counter() - began) / repeats * 1e3)
-    return sorted(found)[rounds // 2]
+        calls += 1

@@ -8,12 +8,12 @@ from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.linear_names import linear_names, linear_widths
+from lightning_llm.model.linear_names import linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.degrees import fitting_degrees, given_degrees, layout_problems
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
-from lightning_llm.precision.capability import Capability, capability_here
+from lightning_llm.precision.capability import Capability, capability_here, device_here
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
 from lightning_llm.precision.native import Decision, decide
@@ -128,12 +128,22 @@ def _precision_problems(config: Config) -> list[Problem]:
 
 def native_decision(config: Config, here: Capability | None = None) -> Decision:
     """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
+    recipe = config.precision
     if here is None:
-        here = capability_here(config.trainer.accelerator)
-    cut = config.parallel.tp != 1 or config.parallel.cp != 1
-    degrees = fitting_degrees(config.parallel, config.world or config.trainer.devices)
-    staged = (degrees or given_degrees(config.parallel)).pp > 1
-    return decide(config.precision, here, linear_widths(config.model), config.model.bias, cut, staged)
+        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
+        here = (capability_here if recipe.quantises else device_here)(config.trainer.accelerator)
+    return decide(recipe, here, linear_widths(config.model), config.model.bias, _shared_axes(config))
+
+
+def _shared_axes(config: Config) -> dict[str, str]:
+    """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
+    world, given = config.world or config.trainer.devices, config.parallel
+    degrees = fitting_degrees(given, world) or given_degrees(given)
+    shared = {axis: degree for axis in ("tp", "cp", "pp") if (degree := getattr(degrees, axis)) > 1}
+    return {
+        f"parallel.{axis}": f"{degree}" if getattr(given, axis) else f"null, which is {degree} of {world} ranks"
+        for axis, degree in shared.items()
+    }
 
 
 def _native_problems(config: Config, to_train: bool) -> list[Problem]:
@@ -158,8 +168,7 @@ def _native_problems(config: Config, to_train: bool) -> list[Problem]:
 
 def _rotation_problems(config: Config) -> list[Problem]:
     """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
-    data, outputs = config.data, linear_widths(config.model)
-    inputs = {key: width for key, width in outputs.items() if key != "key/value width"}
+    data, inputs, outputs = config.data, linear_inputs(config.model), linear_widths(config.model)
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
     axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
     parts: list[PrecisionConfig | PhaseConfig] = [config.precision, *config.precision.phases]

@@ -36,9 +36,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def in_hash(key: str) -> bool:
+    """Return whether the config hash depends on the dotted `key`, or group."""
+    return not _below(key, NOT_IDENTITY)
+
+
 def config_hash(config: Config) -> str:
     """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`."""
-    flat = {key: value for key, value in flatten(config.model_dump()).items() if not _below(key, NOT_IDENTITY)}
+    flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key)}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 

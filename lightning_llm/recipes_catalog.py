@@ -4,6 +4,7 @@ The folder is plural and the Hydra group singular, so the files are put into Hyd
 """
 
 from collections.abc import Iterator
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -21,8 +22,9 @@ def describe(file: Traversable) -> str:
     return lines[1].lstrip("# ").strip() if len(lines) > 1 and lines[1].startswith("#") else ""
 
 
+@cache
 def register_recipes() -> None:
-    """Put every shipped recipe into Hydra's `recipe` group; idempotent."""
+    """Put every shipped recipe into Hydra's `recipe` group, once in a process."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_llm.callbacks.heartbeat import whose
 from lightning_llm.callbacks.records import summary_of
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
 from lightning_llm.schema import Config
-from lightning_llm.sweep.state import state_of
+from lightning_llm.sweep.state import settled_state, state_of
 from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpoint, last_checkpoint
 
 
@@ -36,10 +37,8 @@ def decide_start(config: Config) -> Start:
     """
     folder = Path(config.run.dir)
     holds_run = (folder / "config.yaml").is_file()
-    if holds_run and state_of(folder) == "running":
-        mark = summary_of(folder)["process"]
-        text = f"{folder} is being trained right now, by process {mark.split()[1]} of this machine. Wait, or stop it."
-        raise ConfigError(Problem("run.dir", text))
+    if holds_run:
+        _refuse_running(folder, wait=config.resume is not None)
     if config.resume is None:
         if folder.is_dir() and any(folder.iterdir()):
             what = "a run" if holds_run else "files that are no run's"
@@ -61,6 +60,18 @@ def decide_start(config: Config) -> Start:
         raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     return Start(checkpoint, done)
+
+
+def _refuse_running(folder: Path, wait: bool) -> None:
+    """Raise ConfigError where the folder's run is under way, or where nothing says whether it is."""
+    try:
+        mark = summary_of(folder).get("process", "")
+    except ValueError as error:
+        text = f"{error}. If no process trains there, remove that file: resume=auto goes on from the last checkpoint."
+        raise ConfigError(Problem("run.dir", text)) from error
+    if (settled_state(folder) if wait else state_of(folder)) == "running":
+        text = f"{folder} is being trained right now, by {whose(mark)}. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text))
 
 
 def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from lightning_llm.callbacks.figures import final_figures
 from lightning_llm.callbacks.mlflow import tracking_uri, writer_job
-from lightning_llm.callbacks.mlflow_store import ORPHANED
-from lightning_llm.callbacks.mlflow_sweep import parent_job, update
+from lightning_llm.callbacks.mlflow_store import ORPHANED, own_process
+from lightning_llm.callbacks.mlflow_sweep import TIMEOUT_SECONDS, parent_job, update
 from lightning_llm.callbacks.mlflow_writer import RunWriter
 from lightning_llm.callbacks.records import read_records, summary_of, write_json
 from lightning_llm.compose import load_config
@@ -42,6 +43,32 @@ def sync(arguments: argparse.Namespace) -> int:
                 print(f"{folder}: not logged: {type(error).__name__}: {error}".splitlines()[0][:500], file=sys.stderr)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
     return 1 if failed else 0
+
+
+def catch_up(folders: Sequence[Path]) -> str:
+    """Sync those of `folders` that MLflow did not get in the time they had; return what went wrong, or "".
+
+    Many jobs at once on few cores end before their writers do.
+    """
+    behind = [str(folder) for folder in folders if _is_behind(folder)]
+    if not behind:
+        return ""
+    command, environment = own_process("lightning_llm")
+    try:
+        done = subprocess.run(
+            [*command, "sync", *behind], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return str(error)
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
+
+
+def _is_behind(folder: Path) -> bool:
+    try:
+        return summary_of(folder).get("mlflow", {}).get("synced") is False
+    except ValueError:  # damaged: that run could not go on either, and has said so
+        return False
 
 
 def _run_folders(given: Sequence[Path]) -> Iterator[Path]:

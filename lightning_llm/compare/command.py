@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.differences import all_differences, below
+from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
-from lightning_llm.compare.verdict import Terms
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import NOT_IDENTITY
 
@@ -30,7 +32,7 @@ def compare(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output) if arguments.output else found.home / "compare"
     data = comparison.as_data()
     if arguments.json:
-        print(json.dumps(data, indent=1, default=str))
+        print(_json(data))
     else:
         _print(comparison)
     _write(comparison, data, folder, quiet=arguments.json)
@@ -69,7 +71,7 @@ def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet:
     say = sys.stderr if quiet else sys.stdout
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.json").write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+        (folder / "compare.json").write_text(_json(data) + "\n", encoding="utf-8")
         write_report(comparison, folder / "report.html")
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
@@ -94,7 +96,7 @@ def diff(arguments: argparse.Namespace) -> int:
     differing = all_differences(*(runs if len(runs) == 2 else [runs[0], runs[0]]))
     differing = {key: values for key, values in differing.items() if arguments.all or not below(key, NOT_IDENTITY)}
     if arguments.json:
-        print(json.dumps({key: list(values) for key, values in differing.items()}, indent=1, default=str))
+        print(_json({key: list(values) for key, values in differing.items()}))
         return 0
     if not differing:
         print("no difference in configs, versions, device, code and data")
@@ -104,6 +106,19 @@ def diff(arguments: argparse.Namespace) -> int:
     for key, (ours, theirs) in differing.items():
         print(f"{key:<{width}}  {_word(ours)} | {_word(theirs)}")
     return 0
+
+
+def _json(value: Any) -> str:
+    """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
+    return json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _word(value: Any) -> str:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.differences import below
+from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.reading import Run, facts, read_run
-from lightning_llm.compare.verdict import Terms, judge, power_statement
+from lightning_llm.compare.verdict import judge
+from lightning_llm.compare.wording import power_statement
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import NOT_IDENTITY
 
@@ -78,7 +80,7 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
     """
-    usable, problems = _usable(runs)
+    usable, unfinished, problems = _usable(runs)
     if len(usable) < 2:
         text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
         raise ConfigError([*problems, Problem("RUN", text)])
@@ -89,7 +91,7 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
         raise ConfigError([*problems, *error.problems]) from error
     usable, lost = _without_lost_baselines(usable, factor)
     comparison = Comparison(factor, terms, usable, problems=problems + lost, notes=notes)
-    comparison.families, unpaired = pair_runs(usable, factor)
+    comparison.families, unpaired = pair_runs(usable, factor, unfinished)
     comparison.problems += unpaired
     for family in comparison.families:
         rows, floor, found = judge(family, factor, terms)
@@ -103,18 +105,19 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
     return comparison
 
 
-def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
-    """Return the runs that reached their end, or lost their loss on the way, which is a result, too."""
-    usable, problems = [], []
+def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
+    """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
+    usable, unfinished, problems = [], [], []
     for run in runs:
-        if run.finished or run.non_finite:
+        if run.finished or run.lost_its_loss:
             usable.append(run)
             continue
+        unfinished.append(run)
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
         text = f"is not finished: {run.status} after step {run.last_step}{why}. Left out; resume=auto goes on with it."
         problems.append(Problem(str(run.folder), text))
-    return usable, problems
+    return usable, unfinished, problems
 
 
 def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
@@ -125,7 +128,7 @@ def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
     newest: dict[str, Run] = {}
     for run in sorted(runs, key=lambda run: run.started_at):
         config = {key: value for key, value in run.config.items() if not below(key, NOT_IDENTITY)}
-        same = (config, dict(facts(run)), not run.non_finite and run.validations)
+        same = (config, dict(facts(run)), not run.lost_its_loss and run.validations)
         newest[json.dumps(same, sort_keys=True, default=str)] = run
     kept = {id(run) for run in newest.values()}
     dropped = [run.name for run in runs if id(run) not in kept]
@@ -134,7 +137,7 @@ def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
 
 
 def _without_lost_baselines(runs: list[Run], factor: Factor) -> tuple[list[Run], list[Problem]]:
-    lost = [run for run in runs if run.non_finite and factor.level(run) == factor.baseline]
+    lost = [run for run in runs if run.lost_its_loss and factor.level(run) == factor.baseline]
     text = f"the baseline {factor.baseline_label} itself diverged; nothing can be held against this run."
     return [run for run in runs if run not in lost], [Problem(str(run.folder), text) for run in lost]
 
@@ -157,13 +160,33 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(
             "Some runs do not name their data by a hash: that it was the same is known from the configs alone."
         )
+    notes += _short_tails(verdicts)
     if any(row["speed_confounders"] for row in verdicts):
         keys = sorted({key for row in verdicts for key in row["speed_confounders"]})
         notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")
+    at_once = sorted({run.at_once for run in runs} - {1})
+    if at_once:
+        notes.append(
+            f"Speed, time to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} at "
+            "once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
+        )
     emulated = [row["name"] for row in verdicts if _emulated(row, comparison)]
     if emulated:
         notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
     return notes
+
+
+def _short_tails(verdicts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what to say where the tail is a single validation: what its noise adds to the spread need not be there."""
+    steps = sorted({row["tail_steps"][0] for row in verdicts if len(row["tail_steps"]) == 1})
+    if not steps:
+        return []
+    every = max(1, steps[0] // 40)  # four in the last tenth
+    return [
+        f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
+        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}), or take "
+        "in more of what there is (--tail 0.3)."
+    ]
 
 
 def _emulated(row: dict[str, Any], comparison: Comparison) -> bool:

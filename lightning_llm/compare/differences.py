@@ -19,6 +19,7 @@ FREE = (
     "model.parameters_published",
     "parallel.name",
     "parallel.timeout_seconds",
+    "precision.backend",
     "precision.name",
     "precision.reference",
     "precision.hardware",
@@ -28,7 +29,7 @@ FREE = (
     "trainer.validate_every_steps",
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
-(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`)."""
+(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
 
 LAYOUT = (
     "parallel.dp_replicate",
@@ -36,6 +37,8 @@ LAYOUT = (
     "parallel.cp",
     "parallel.tp",
     "parallel.pp",
+    "parallel.schedule",
+    "parallel.virtual_stages",
     "parallel.zero_stage",
     "parallel.reduction",
     "parallel.activation_checkpoint",
@@ -66,6 +69,15 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
     if one.bitwise_layout and other.bitwise_layout:
         free += LAYOUT
     return {key: values for key, values in all_differences(one, other).items() if not below(key, free)}
+
+
+def same_config(one: Run, other: Run, except_below: Iterable[str] = ()) -> bool:
+    """Return whether the configs agree in all that can change what is learned, less `except_below` and the seed.
+
+    For a run that did not come to its end, whose summary may not yet say where its numbers come from.
+    """
+    free = (*FREE, "seed", *except_below)
+    return all(below(key, free) for key in _unequal(one.config, other.config))
 
 
 def validation_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:

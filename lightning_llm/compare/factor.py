@@ -15,9 +15,10 @@ NOT_THE_RECIPE = ("precision.backend",)
 """Says where casts run, not which: a confounder."""
 USUAL_BASELINES = {"precision": ("bf16", "fp32"), "parallel": ("single",)}
 
-ITSELF = "rounding"
-"""The factor where the runs differ in several keys that change the order of sums, and in nothing else."""
-NOT_COMPARED = (*FREE, "seed")
+ITSELF, SEVERAL = "rounding", "configuration"
+"""The factor where the runs differ in several keys that change the order of sums, and in nothing else; and where they
+differ in several keys of no one group."""
+NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
 
 Level = tuple[str, ...]
 
@@ -52,13 +53,15 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     Raises:
         ConfigError: the runs do not differ, or no run has the baseline's level.
     """
-    name, _, wanted = (asked or "").rpartition("=")
+    name, equals, wanted = (asked or "").partition("=")  # the first: a level's own name may hold others
+    if not equals:
+        name, wanted = "", name
     varying = varying_keys(runs)
     note = ""
     if not name:
         name, note = _most_likely(varying)
-    if name == ITSELF:
-        return _itself(runs, tuple(varying), wanted, note)
+    if name in (ITSELF, SEVERAL):
+        return _itself(name, runs, tuple(varying), wanted, note)
     groups = {key.partition(".")[0] for run in runs for key in run.config}
     single = "." in name
     if name == "seed" or (name not in groups and not any(name in run.config for run in runs)):
@@ -69,8 +72,9 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     )
     levels = list(dict.fromkeys(_level(run, keys) for run in runs))
     if len(levels) < 2:
+        same = name if asked or varying else "config, but for the seed"
         text = (
-            f"all {len(runs)} runs have the same {name}; a verdict needs a baseline and something to hold against it."
+            f"all {len(runs)} runs have the same {same}; a verdict needs a baseline and something to hold against it."
         )
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)
@@ -91,20 +95,26 @@ def varying_keys(runs: Sequence[Run]) -> list[str]:
 
 def _most_likely(varying: list[str]) -> tuple[str, str]:
     """Return the factor to take where none was asked for, and what to say of the choice."""
-    meant = {key.partition(".")[0] for key in varying if not below(key, ROUNDING)} - {"parallel"}
-    candidates = [group for group in GROUPS if group in meant]
+    told = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
+    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in told} - {"parallel"}]
     if candidates:
         several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
         return candidates[0], several if len(candidates) > 1 else ""
+    same = varying and all(below(key, ROUNDING) for key in varying)
+    note = "The runs are of one recipe, held against itself: no gap here is real." if same else ""
     beside = {key for key in varying if not key.startswith("parallel.")} - {"trainer.devices", "world"}
-    note = "The runs are of one recipe, held against itself: no gap here is real."
     if not beside:
-        return "parallel", note if varying else ""
-    return (*beside, "")[0] if len(varying) == 1 else ITSELF, note
+        return "parallel", note
+    if len(varying) == 1:
+        return varying[0], note
+    groups = {key.partition(".")[0] for key in varying}
+    if not same and len(groups) == 1:
+        return groups.pop(), note
+    return ITSELF if same else SEVERAL, note
 
 
-def _itself(runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
-    """Return the factor over runs of one recipe: each way to round is a level, named by what is not as in the first.
+def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) -> Factor:
+    """Return the factor over runs of one recipe: each way to run it is a level, named by what is not as in the first.
 
     Raises:
         ConfigError: a level was asked for: such runs have the first as their baseline.
@@ -117,7 +127,7 @@ def _itself(runs: Sequence[Run], keys: tuple[str, ...], wanted: str, note: str) 
     labels = {first: str(runs[0].config.get("precision.name") or "the first run")}
     for level in levels[1:]:
         labels[level] = ", ".join(f"{k}={_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base)
-    return Factor(ITSELF, keys, labels, first, note)
+    return Factor(name, keys, labels, first, note)
 
 
 def _level(run: Run, keys: tuple[str, ...]) -> Level:
@@ -177,13 +187,21 @@ def _baseline(
         hint = did_you_mean(wanted, labels.values())
         text = f"'{wanted}' is {'several levels' if found else 'the level of no run'}.{hint}"
         raise ConfigError(Problem("--baseline", text))
+    return _usual_baseline(name, labels, by_name)
+
+
+def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list[Level]]) -> tuple[Level, str]:
+    """Return the level that is the baseline where none was asked for, and what to say of it."""
+    several = ""
     for usual in USUAL_BASELINES.get(name, ()):
-        if len(by_name.get(usual, [])) == 1:
-            return by_name[usual][0], ""
+        found = by_name.get(usual, [])
+        if len(found) == 1:
+            said = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
+            return found[0], said if several else ""
+        if found and not several:
+            several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
     if name == "precision":
-        text = (
-            f"none of the runs is bf16 or fp32. Choose one: --baseline precision=NAME, of {', '.join(labels.values())}."
-        )
-        raise ConfigError(Problem("--baseline", text))
+        text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
+        raise ConfigError(Problem("--baseline", f"{text}{', '.join(labels.values())}."))
     first = next(iter(labels))
     return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."

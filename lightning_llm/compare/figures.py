@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.reading import Run
-from lightning_llm.compare.verdict import Terms
 
 COLOURS = {"lossless": "#2a8a3e", "lossy": "#c0392b", "inconclusive": "#b8860b"}
 BASELINE_COLOUR = "#222222"

@@ -55,8 +55,8 @@ def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail
 
 def diverged(run: Run, tail: Tail | None, baseline: Run | None = None) -> bool:
     """Whether the run lost its loss: not finite, or in the end worse than guessing, where the baseline is not."""
-    if run.non_finite or tail is None:
-        return run.non_finite
+    if run.lost_its_loss or tail is None:
+        return run.lost_its_loss
     guessing = run.config.get("model.vocab_size")
     limit = math.log(guessing) if isinstance(guessing, int) else math.inf
     loss, other = tail.of(run), -math.inf if baseline is None else tail.of(baseline)
@@ -67,11 +67,12 @@ def time_to_loss(pair: Pair, tail: Tail) -> dict[str, float] | None:
     """Return when the run's validation loss first was the baseline's last one; None where it never was.
 
     `seconds` of training (validations left out) and `tokens`, straight lines between validations, and the ratio of each
-    to the baseline's own. The run may have gone on for longer than the baseline.
+    to the baseline's own. Validations that are not finite are passed over. The run may have gone on for longer than the
+    baseline.
     """
     last = tail.steps[-1]
     target = pair.baseline.validations[tail.metric][last]
-    losses = pair.run.validations[tail.metric]
+    losses = {step: loss for step, loss in pair.run.validations[tail.metric].items() if math.isfinite(loss)}
     before: int | None = None
     for step in sorted(losses):
         if losses[step] <= target:
@@ -117,13 +118,16 @@ def cost_of(pairs: Sequence[Pair], tail: Tail | None) -> dict[str, Any]:
         "spikes": sum(pair.run.spikes for pair in pairs),
         "speed_confounders": sorted(
             {key for pair in pairs for key in all_differences(pair.baseline, pair.run) if below(key, SPEED_KEYS)}
-            | ({"host"} if any(_host(pair.run) != _host(pair.baseline) for pair in pairs) else set())
+            | {key for pair in pairs for key in _other_surroundings(pair)}
         ),
     }
 
 
-def _host(run: Run) -> Any:
-    return run.summary.get("host")
+def _other_surroundings(pair: Pair) -> set[str]:
+    """Return what differs in where the two ran: speed depends on it, the loss does not."""
+    hosts = {run.summary.get("host") for run in (pair.run, pair.baseline)}
+    found = {"host"} if len(hosts) > 1 else set()
+    return found | ({"launcher.at_once"} if pair.run.at_once != pair.baseline.at_once else set())
 
 
 def _ratios(pairs: Sequence[Pair], key: str) -> list[float]:

@@ -12,6 +12,7 @@ from lightning_llm.compare.differences import (
     ROUNDING,
     below,
     meaningful,
+    same_config,
     validation_differences,
 )
 from lightning_llm.compare.factor import Factor
@@ -35,11 +36,13 @@ class Pair:
 class Family:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
-    `recipes`: {label: pairs, one per seed}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
+    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds whose runs failed or are unfinished where the
+    baseline's finished}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
     """
 
     setting: dict[str, Any]
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
+    missing: dict[str, list[int]] = field(default_factory=dict)
     aa_groups: list[list[Run]] = field(default_factory=list)
 
     @property
@@ -49,8 +52,10 @@ class Family:
         return list(found.values())
 
 
-def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[Problem]]:
-    """Return the families, and what could not be paired and why."""
+def pair_runs(
+    runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = ()
+) -> tuple[list[Family], list[Problem]]:
+    """Return the families, and what could not be paired and why. `unfinished` runs are only looked for as missing."""
     varying = _setting_keys(runs, factor)
     usual = Counter(_rounding(run, factor) for run in runs)
     baselines = [run for run in runs if factor.level(run) == factor.baseline]
@@ -77,6 +82,9 @@ def pair_runs(runs: Sequence[Run], factor: Factor) -> tuple[list[Family], list[P
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
         family.aa_groups = _aa_groups(runs, family)
+        for label, pairs in family.recipes.items():
+            if seeds := _missing_seeds(pairs, unfinished, baselines, factor):
+                family.missing[label] = seeds
     return list(families.values()), problems
 
 
@@ -91,6 +99,17 @@ def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
         else:
             groups.append([run])
     return [group for group in groups if len(group) > 1]
+
+
+def _missing_seeds(pairs: list[Pair], unfinished: Sequence[Run], baselines: list[Run], factor: Factor) -> list[int]:
+    """Return the seeds at which the recipe of `pairs` has no run that came to its end, and the baseline has one.
+
+    Who is left of such a recipe may be those that were lucky.
+    """
+    one, judged = pairs[0].run, {pair.run.seed for pair in pairs}
+    level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in judged]
+    alike = [run for run in level if same_config(run, one, ROUNDING)]
+    return sorted({run.seed for run in alike if _pairs_of([run], baselines, factor)[0]})
 
 
 def _aa_groups(runs: Sequence[Run], family: Family) -> list[list[Run]]:
@@ -127,6 +146,8 @@ def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
     own = factor.keys
     if "trainer.threads" in own:
         own += ("threads",)
+    if "precision.backend" in own:
+        own += ("backend",)
     if any(key.startswith("parallel.") for key in own):
         own += LAYOUT
     return Pair(run, baseline, meaningful(baseline, run, own))

@@ -75,6 +75,16 @@ class Run:
         lost = self.finished and self.last_step > 0 and not math.isfinite(self.last_loss)
         return stopped or lost or not math.isfinite(last) or self.stopping_event == "non_finite"
 
+    @property
+    def lost_its_loss(self) -> bool:
+        """Whether it diverged on the way: not finite, or ended by `spikes.policy` because of it.
+
+        That is a stop on a divergence, or any under policy=skip, which stops where as many updates in a row were left
+        out as it may. One by policy=stop on a single spike or a shift says nothing of the kind: the run is unfinished.
+        """
+        gave_up = bool(self.stopping_event) and self.config.get("spikes.policy") == "skip"
+        return self.non_finite or self.stopping_event == "divergence" or gave_up
+
     @cached_property
     def parameters(self) -> int | None:
         """Parameters of the model, over its true vocabulary; None where the config has no whole model."""
@@ -102,6 +112,14 @@ class Run:
         value = self.summary.get(key)
         value = NON_FINITE.get(value, value) if isinstance(value, str) else value
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many jobs of its sweep ran on its machine at the same time, at most; 1 for a run that is of no sweep."""
+        in_sweep = (self.folder.parent / "sweep.json").is_file() and self.config.get(
+            "launcher.name", "local"
+        ) == "local"
+        return int(self.config.get("launcher.at_once") or 1) if in_sweep else 1
 
     @property
     def peak_memory_bytes(self) -> float | None:

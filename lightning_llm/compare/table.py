@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.verdict import short
+from lightning_llm.compare.wording import short
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 

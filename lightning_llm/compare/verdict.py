@@ -2,62 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from lightning_llm.compare.estimate import Estimate, Recipe, Terms, estimates, measure, plan
 from lightning_llm.compare.factor import Factor
-from lightning_llm.compare.losses import TAIL_SHARE, Tail, cost_of, diverged, tail_of
+from lightning_llm.compare.losses import Tail, cost_of
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.reading import Run
-from lightning_llm.compare.statistics import (
-    POWER,
-    Intervals,
-    critical_value,
-    seeds_needed,
-    simultaneous_intervals,
-    verdict_of,
-)
+from lightning_llm.compare.statistics import Verdict, verdict_of
+from lightning_llm.compare.wording import line_of, reason_of
 from lightning_llm.errors import Problem
 
 HIGH_PRECISION = "val_loss_high_precision"
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together."""
-
-    margin: float = 0.01
-    confidence: float = 0.95
-    metric: str = "val_loss"
-    tail_share: float = TAIL_SHARE
-
-
-@dataclass
-class Recipe:
-    """One recipe of a family on the way to its verdict. `differences`: {seed: nats}, of pairs that did not diverge."""
-
-    label: str
-    pairs: list[Pair]
-    tail: Tail | None
-    differences: dict[int, float]
-    diverged_seeds: list[int]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A recipe's gap in numbers; NaN where there is none. `pool`: recipes that share the variance; `stand_in`: whether
-    the A/A floor takes the place of the spread between seeds."""
-
-    gap: float
-    low: float
-    high: float
-    sd: float
-    df: float
-    pool: int
-    stand_in: bool
 
 
 def judge(
@@ -67,7 +24,13 @@ def judge(
     recipes: list[Recipe] = []
     problems: list[Problem] = []
     for label, pairs in family.recipes.items():
-        recipe = _measure(label, pairs, terms)
+        recipe = measure(label, pairs, family.missing.get(label, ()), terms)
+        for pair in pairs:
+            if pair not in recipe.pairs:
+                text = f"its '{terms.metric}' is not finite in the tail; nothing can be held against it."
+                problems.append(Problem(str(pair.baseline.folder), text))
+        if not recipe.pairs:
+            continue
         if recipe.tail is None and not recipe.diverged_seeds:
             text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step."
             problems.append(Problem(str(pairs[0].run.folder), text))
@@ -77,40 +40,23 @@ def judge(
     aa = floor.as_data(family) if family.aa_groups else None
     if not recipes:
         return [], aa, problems
-    seeds = sorted({pair.run.seed for recipe in recipes for pair in recipe.pairs})
-    matrix = np.array([[recipe.differences.get(seed, math.nan) for seed in seeds] for recipe in recipes])
-    intervals = simultaneous_intervals(matrix, terms.confidence)
-    estimates = [_estimate(recipe, index, intervals, floor, terms) for index, recipe in enumerate(recipes)]
-    rows = [_row(*each, floor, family, factor, terms) for each in zip(recipes, estimates, strict=True)]
-    return rows, aa, problems
+    found = zip(recipes, estimates(recipes, floor, terms), strict=True)
+    return [_row(recipe, estimate, floor, family, factor, terms) for recipe, estimate in found], aa, problems
 
 
-def _measure(label: str, pairs: list[Pair], terms: Terms) -> Recipe:
-    whole = [pair for pair in pairs if not pair.run.non_finite]
-    runs = [run for pair in whole for run in (pair.run, pair.baseline)]
-    tail = tail_of(runs, terms.metric, terms.tail_share) if runs else None
-    lost = [pair for pair in pairs if diverged(pair.run, tail, pair.baseline)]
-    differences = {
-        pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in pairs if tail and pair not in lost
-    }
-    return Recipe(label, pairs, tail, differences, sorted(pair.run.seed for pair in lost))
-
-
-def _estimate(recipe: Recipe, index: int, intervals: Intervals, floor: Floor, terms: Terms) -> Estimate:
-    """Return entry `index` of the intervals, or for one pair the interval that the A/A floor gives, if there is one."""
-    every = (intervals.gap, intervals.low, intervals.high, intervals.sd, intervals.df)
-    gap, low, high, sd, df = (float(each[index]) for each in every)
-    if len(recipe.differences) == 1 and floor.sd is not None and not recipe.diverged_seeds:
-        half = critical_value(len(intervals.gap), floor.pairs, terms.confidence) * floor.sd
-        return Estimate(gap, gap - half, gap + half, floor.sd, floor.pairs, 1, True)
-    return Estimate(gap, low, high, sd, df, int(intervals.pooled.sum()) if intervals.pooled[index] else 1, False)
+def _verdict(recipe: Recipe, estimate: Estimate, terms: Terms) -> Verdict:
+    """Return the verdict; with seeds missing that may have gone wrong, never lossless."""
+    if recipe.diverged_seeds:
+        return "lossy"
+    verdict = verdict_of(estimate.low, estimate.high, terms.margin)
+    return "inconclusive" if verdict == "lossless" and recipe.missing_seeds else verdict
 
 
 def _row(
     recipe: Recipe, estimate: Estimate, floor: Floor, family: Family, factor: Factor, terms: Terms
 ) -> dict[str, Any]:
     """Return one verdict as data; the order is that of the file."""
-    verdict = "lossy" if recipe.diverged_seeds else verdict_of(estimate.low, estimate.high, terms.margin)
+    verdict = _verdict(recipe, estimate, terms)
     confounders = _confounders(recipe.pairs)
     run = recipe.pairs[0].run
     sound = [pair for pair in recipe.pairs if pair.run.seed not in recipe.diverged_seeds]
@@ -130,15 +76,18 @@ def _row(
         "margin": terms.margin,
         "confidence": terms.confidence,
         "reason": "",
-        "more_seeds": _more_seeds(recipe, estimate, len(family.recipes), terms) if verdict == "inconclusive" else None,
+        **_seeds(recipe, estimate, verdict, terms),
         "aa_floor": floor.sd,
         "aa_pairs": floor.pairs,
-        "floor_stands_in": estimate.stand_in,
+        "floor_stands_in": estimate.stand_in.startswith("floor"),
+        "stand_in": estimate.stand_in,
         "sd": _number(estimate.sd),
         "df": _number(estimate.df),
         "pooled_with": estimate.pool - 1,
-        "comparisons": len(family.recipes),
+        "comparisons": estimate.claims,
+        "identical": recipe.identical,
         "diverged_seeds": recipe.diverged_seeds,
+        "missing_seeds": recipe.missing_seeds,
         "differences": [{"seed": seed, "gap": value} for seed, value in sorted(recipe.differences.items())],
         "tail_steps": list(recipe.tail.steps) if recipe.tail else [],
         "loss": _mean(recipe, [pair.run for pair in sound]),
@@ -147,7 +96,7 @@ def _row(
         "gap_by_source": _gap_by_source(recipe),
         **cost_of(sound, recipe.tail),
     }
-    row["reason"] = _reason(row)
+    row["reason"] = reason_of(row)
     row["line"] = line_of(row)
     return row
 
@@ -158,12 +107,19 @@ def _tokens(recipe: Recipe) -> int | None:
     return seen.get(recipe.tail.steps[-1]) if recipe.tail else max(seen.values(), default=None)
 
 
-def _more_seeds(recipe: Recipe, estimate: Estimate, recipes: int, terms: Terms) -> int | None:
-    count = len(recipe.differences)
-    if count < 2:
-        return None
-    needed = seeds_needed(estimate.gap, estimate.sd, terms.margin, recipes, estimate.pool, terms.confidence)
-    return None if needed is None else max(needed - count, 1)
+def _seeds(recipe: Recipe, estimate: Estimate, verdict: Verdict, terms: Terms) -> dict[str, int | None]:
+    """Return how many seeds would decide where these did not: in all, and beside those at hand.
+
+    None of the latter where those at hand would mostly have told a gap of 0, and the interval is no wider than the
+    margin: then the gap is near the margin, and more seeds hardly decide.
+    """
+    count, near = len(recipe.differences), estimate.high - estimate.low <= terms.margin
+    none: dict[str, int | None] = dict.fromkeys(("more_seeds", "seeds_if_no_gap", "seeds_if_lossy"))
+    if verdict != "inconclusive" or count < 2 or estimate.high < terms.margin:
+        return none
+    no_gap, lossy = plan(estimate, terms)
+    more = None if no_gap is None or (no_gap <= count and near) else max(no_gap - count, 1)
+    return {"more_seeds": more, "seeds_if_no_gap": no_gap, "seeds_if_lossy": lossy}
 
 
 def _confounders(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
@@ -210,62 +166,6 @@ def _gap_by_source(recipe: Recipe) -> dict[str, float]:
         if math.isfinite(value):
             found[key.removeprefix("val_loss/")] = value
     return found
-
-
-def _reason(row: dict[str, Any]) -> str:
-    """Return what has to be said beside the numbers, as one phrase; empty where they say it all."""
-    if row["diverged_seeds"]:
-        seeds = f"seed{'s' * (len(row['diverged_seeds']) > 1)} {', '.join(map(str, row['diverged_seeds']))}"
-        return f"diverged at {seeds} where the baseline did not, which is lossy by definition"
-    if row["floor_stands_in"]:
-        text = f"one pair: the A/A floor of {_count(row['aa_pairs'], 'pair')} stands in for the spread between seeds"
-        return text if row["verdict"] != "inconclusive" else f"{text}; more seeds would measure it"
-    if len(row["differences"]) == 1:
-        return "one pair alone shows no spread; at least 1 more seed, or an A/A run, is needed to tell"
-    if row["verdict"] != "inconclusive":
-        return ""
-    if row["more_seeds"] is None:
-        return "the gap is too near the margin for more seeds to decide"
-    return f"{_count(row['more_seeds'], 'more seed')} would decide"
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """Return a verdict in one line: with the model's size, the tokens and the margin, every time."""
-    numbers = []
-    if row["gap"] is not None:
-        numbers.append(f"gap {row['gap']:+.4f}")
-    if row["ci"][0] is not None:
-        numbers.append(f"{100 * row['confidence']:g} % CI [{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]")
-    numbers.append(_count(row["pairs"], "pair"))
-    if row["aa_floor"] is not None:
-        numbers.append(f"A/A floor {row['aa_floor']:.4f}")
-    scale = f"{short(row['parameters'])} parameters, {short(row['tokens'])} tokens"
-    reason = f", {row['reason']}" if row["reason"] else ""
-    text = f"{row['name']} at {scale}: {row['verdict']} at margin {row['margin']:g} ({', '.join(numbers)}){reason}"
-    if not row["controlled"]:
-        keys = [each["key"] for each in row["confounders"]]
-        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
-    return text
-
-
-def power_statement() -> str:
-    """Return what "N more seeds would decide" assumes."""
-    return f"'N more seeds would decide': with probability {POWER:.0%}, if the true gap and spread are those observed."
-
-
-def short(number: int | float | None) -> str:
-    """Return a count to two or three digits: 6.9M, 1.6M, 768K."""
-    if number is None:
-        return "unknown"
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(value: float) -> float | None:

@@ -42,12 +42,17 @@ def linear_names(config: ModelConfig) -> list[str]:
     return inside if config.tie_embeddings else [*inside, "head"]
 
 
-def linear_widths(config: ModelConfig) -> dict[str, int]:
-    """Return every size that a linear within a block has on one of its sides, by the key or the words that make it."""
-    heads, kv_heads = (count * config.attention_head_dim for count in (config.num_heads, config.num_kv_heads))
+def linear_inputs(config: ModelConfig) -> dict[str, int]:
+    """Return every input size of a linear within a block, by the key, or the product of keys, that makes it."""
+    width = config.attention_head_dim
     return {
         "model.hidden_size": config.hidden_size,
         "model.ffn_hidden_size": config.ffn_hidden_size,
-        "query width": heads,
-        "key/value width": kv_heads,
+        f"model.num_heads={config.num_heads} x head_dim={width}": config.num_heads * width,
     }
+
+
+def linear_widths(config: ModelConfig) -> dict[str, int]:
+    """Return every size that a linear within a block has on one of its sides, by the keys that make it."""
+    heads, width = config.num_kv_heads, config.attention_head_dim
+    return {**linear_inputs(config), f"model.num_kv_heads={heads} x head_dim={width}": heads * width}

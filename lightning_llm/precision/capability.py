@@ -1,7 +1,7 @@
 """What a machine offers for native low-precision GEMMs. Imports no torch unless there is an NVIDIA driver."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -66,9 +66,8 @@ def installed_library() -> tuple[str | None, str | None]:
     return found, f"Transformer Engine {found} is installed, and {wanted} is needed"
 
 
-@functools.cache
-def capability_here(accelerator: str) -> Capability:
-    """Return what `trainer.accelerator` (auto, cpu, cuda) finds on this machine; looked at once per process."""
+def device_here(accelerator: str) -> Capability:
+    """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, whatever its libraries."""
     if accelerator == "cpu":
         return Capability.none("trainer.accelerator=cpu")
     if not any(Path(file).exists() for file in DRIVER_FILES):
@@ -78,11 +77,19 @@ def capability_here(accelerator: str) -> Capability:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return Capability.none(f"no CUDA device: torch {torch.__version__}, {built}, finds none")
+    major, minor = torch.cuda.get_device_capability()
+    return Capability(f"sm_{major}{minor}", (major, minor), version_tuple(torch.version.cuda or ""))
+
+
+@functools.cache
+def capability_here(accelerator: str) -> Capability:
+    """Return the same with its libraries, which are imported where there is a GPU; looked at once per process."""
+    device = device_here(accelerator)
+    if device.compute_capability is None:
+        return device
     library, problem = installed_library()
     if problem is None:
         from lightning_llm.precision.te import import_problem
 
         problem = import_problem()
-    major, minor = torch.cuda.get_device_capability()
-    cuda = version_tuple(torch.version.cuda or "")
-    return Capability(f"sm_{major}{minor}", (major, minor), cuda, library, library_problem=problem)
+    return replace(device, library=library, library_problem=problem)

@@ -10,18 +10,24 @@ import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=32)
-def _sylvester(size: int) -> Tensor:
+@lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
+def _sylvester(size: int, device: torch.device) -> Tensor:
     """Return H_size, [size, size] fp32 of +1 and -1; `size` a power of two."""
     h = torch.ones(1, 1)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return h
+    return h.to(device)
+
+
+@lru_cache(maxsize=32)
+def fixed_signs(vector: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a recipe's fixed signs, fp32 [len(vector)]."""
+    return torch.tensor(vector, dtype=torch.float32, device=device)
 
 
 def rotation(size: int, signs: Tensor | None, device: torch.device) -> Tensor:
     """Return S = diag(signs) H / sqrt(size), [size, size] fp32; `signs` [size] of +1 and -1, None for all +1."""
-    s = _sylvester(size).to(device) * torch.tensor(size, dtype=torch.float32).rsqrt().item()
+    s = _sylvester(size, device) * torch.tensor(size, dtype=torch.float32).rsqrt().item()
     return s if signs is None else s * signs.float()[:, None]
 
 

@@ -1,7 +1,7 @@
 """The quantisers through Inductor: fused C++ on CPU, Triton on CUDA, the same bits as eager.
 
 Inductor must round where the code rounds (`emulate_precision_casts`): otherwise `x.to(bf16).float()` compiles to
-nothing, which erases what is being emulated.
+nothing, which erases what is being emulated. It also keeps Triton from contracting products and sums.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.precision import quantize
+from lightning_llm.precision import quantize, scales
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.schema.precision import CastConfig
@@ -51,17 +51,19 @@ def why_not(device_type: str) -> str | None:
     reason = no_compiler(device_type)
     if reason is not None:
         return reason
-    # Between 1 and the next bf16 number: gives 1 only if the compiled code rounds where `_trial` does.
-    probe = torch.full((2, 8), 1 + 2.0**-12, device=device_type)
+    probe = 1 + 2.0**-12 * torch.arange(1024, device=device_type).reshape(2, -1)
     try:
-        result = _compile(_trial)(probe).item()
+        wrong = (_compile(_trial)(probe) != _trial(probe)).sum((1, 2)).tolist()
     except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
         return f"the compiler fails ({_first_error(error)})"
-    return None if result == 1 else f"compiled code does not round as it should ({result} for 1)"
+    if not any(wrong):
+        return None
+    return f"compiled code is not eager's bits (of {probe.numel()}, {wrong[0]} bf16 roundings and {wrong[1]} quotients)"
 
 
 def _trial(x: Tensor) -> Tensor:
-    return quantize.tensor_amax(x.to(torch.bfloat16))
+    """Return [2, *x.shape]: what a compiler may leave out or approximate where it is told, or left, to be fast."""
+    return torch.stack([x.to(torch.bfloat16).float(), scales.divide(1.0, x)])
 
 
 def _first_error(error: Exception) -> str:

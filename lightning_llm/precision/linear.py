@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_llm.precision import inductor
 from lightning_llm.precision.gemm import multiply
-from lightning_llm.precision.hadamard import rotate, rotation
+from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
@@ -98,8 +98,8 @@ class _Call(NamedTuple):
         """Return the rotation's signs for `gemm`, the same for both of its operands."""
         if config.signs == "none":
             return None
-        if config.signs == "fixed":
-            return torch.tensor(config.vector, dtype=torch.float32, device=device)
+        if config.vector is not None:  # signs are fixed
+            return fixed_signs(config.vector, device)
         if self.keys is None:
             raise ValueError(f"random Hadamard signs of {gemm} need a key; none was set for this step")
         return random_signs(self.keys[len(SLOT_NAMES) + GEMM_NAMES.index(gemm)], config.size)
@@ -244,3 +244,36 @@ def quantised_linear(
     flat = x.reshape(-1, x.shape[-1])  # [M, K]
     y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record)  # [M, N]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def observe_casts(
+    x: Tensor, weight: Tensor, y: Tensor, plan: LinearPlan, keys: Tensor | None, scales: Tensor | None
+) -> None:
+    """Tell `plan.observe` of the casts of y = x W^T where something else makes them: they are made here too, for it.
+
+    `x` [M, K] is in the dtype that is quantised, `weight` [N, K] in its own, and `y` [..., N] gives its gradient by a
+    hook. Nothing is multiplied and no tensor or generator changed. Operands have source high_precision: whatever
+    runs natively does.
+    """
+    call, needs_dx, needs_dw = _Call(plan, keys, scales), x.requires_grad, weight.requires_grad
+    outputs, dtype = weight.shape[0], x.dtype  # and neither tensor, which a checkpointed block is to let go
+
+    @torch.no_grad()
+    def look(dy: Tensor) -> None:
+        dy = dy.reshape(-1, outputs).to(dtype).contiguous()
+        if needs_dx:
+            call.operand(dy, "dgrad.dy", 1)
+        if needs_dw:
+            call.operand(dy, "wgrad.dy", 0)
+
+    with torch.no_grad():
+        w = weight.to(dtype)
+        call.operand(x, "fprop.x", 1)
+        call.operand(w, "fprop.w", 1)
+        if not y.requires_grad:
+            return
+        if needs_dx:
+            call.operand(w, "dgrad.w", 0)
+        if needs_dw:
+            call.operand(x, "wgrad.x", 0)
+    y.register_hook(look)

@@ -1,5 +1,6 @@
 """The quantised linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -156,23 +157,42 @@ def update_delayed(model: nn.Module, reduce_max: Callable[[Tensor], Tensor] | No
 
     `reduce_max` takes a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
     """
-    layers = [layer for layer in quantised_layers(model) if layer.amax_history is not None]
+    # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
+    layers = [
+        layer for layer in quantised_layers(model) if layer.amax_history is not None and layer.plan.delayed_casts()
+    ]
     if not layers:
         return
     latest = torch.cat([layer.amax_history[0] for layer in layers if layer.amax_history is not None])
     if reduce_max is not None:
         latest = reduce_max(latest)
+    # Layers of one recipe are updated as one tensor: a dozen kernels in all, not for each.
+    alike: dict[tuple[DelayedConfig, tuple[CastConfig | None, ...]], list[tuple[QuantisedLinear, Tensor]]] = {}
     for layer, row in zip(layers, latest.split(len(ROLES)), strict=True):
-        if layer.amax_history is None or layer.scale is None:
-            continue
-        history = torch.cat([row[None], layer.amax_history[1:]])
-        largest = _largest(layer.plan.delayed_casts(), row.device)
-        layer.amax_history, layer.scale = delayed.update(history, layer.scale, largest, layer.delayed_config())
+        casts = layer.plan.delayed_casts()
+        alike.setdefault((layer.delayed_config(), tuple(casts.get(role) for role in ROLES)), []).append((layer, row))
+    for (config, casts_by_role), group in alike.items():
+        _update_alike([layer for layer, _ in group], [row for _, row in group], casts_by_role, config)
 
 
-def _largest(casts: dict[str, CastConfig], device: torch.device) -> Tensor:
+def _update_alike(
+    layers: list[QuantisedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
+) -> None:
+    """Update layers with the same casts, whose running step's amaxes are `rows`. Each then has its columns of one."""
+    earlier = [layer.amax_history[1:] for layer in layers if layer.amax_history is not None]
+    scales = [layer.scale for layer in layers if layer.scale is not None]
+    history = torch.cat([torch.cat(rows)[None], torch.cat(earlier, 1)])  # [L, layers x ROLES]
+    largest = _largest(casts, rows[0].device).repeat(len(layers))
+    history, scale = delayed.update(history, torch.cat(scales), largest, config)
+    for index, layer in enumerate(layers):
+        own = slice(index * len(ROLES), (index + 1) * len(ROLES))
+        layer.amax_history, layer.scale = history[:, own], scale[own]
+
+
+@functools.cache
+def _largest(casts: tuple[CastConfig | None, ...], device: torch.device) -> Tensor:
     """Return the largest number of each role's format, fp32 [len(ROLES)]; 1 for roles that are not delayed."""
-    return torch.tensor([FORMATS[casts[role].format].max if role in casts else 1.0 for role in ROLES], device=device)
+    return torch.tensor([1.0 if cast is None else FORMATS[cast.format].max for cast in casts], device=device)
 
 
 def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:

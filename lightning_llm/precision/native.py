@@ -222,6 +222,22 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: bool) -
     return problems
 
 
+def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
+    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of."""
+    problems = []
+    for key, degree in shared.items():
+        why = "and Transformer Engine would see a rank's part of a tensor alone"
+        if key == "parallel.pp":
+            why = (
+                "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a "
+                "micro-batch's forward pass: a stage's backward pass, which draws them, comes after others' forward "
+                "passes, and all stages would draw the same"
+            )
+        if key != "parallel.pp" or native.stochastic:
+            problems.append(Problem(key, f"is {degree}, {why}: 1 is needed."))
+    return problems
+
+
 @dataclass(frozen=True)
 class Decision:
     """How a recipe's quantised GEMMs run on one machine, and why not natively (`problems`, empty where they do).
@@ -268,18 +284,17 @@ def decide(
     here: Capability,
     widths: Mapping[str, int] | None = None,
     bias: bool = False,
-    cut: bool = False,
-    staged: bool = False,
+    shared: Mapping[str, str] | None = None,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `cut`: tensors are cut over ranks by tensor or context parallelism. `staged`: layers lie on pipeline stages.
+    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key.
     `precision.backend=native` makes "refused" of what would be emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, bias, cut, staged) if recipe.quantises else Decision("emulated")
+        decision = decide(high, here, widths, bias, shared) if recipe.quantises else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
@@ -288,16 +303,7 @@ def decide(
     problems = list(found)
     if native is not None:
         problems += size_problems(native, widths or {}, bias)
-        if cut:
-            text = "or parallel.cp is not 1, and Transformer Engine sees a rank's part of a tensor alone."
-            problems.append(Problem("parallel.tp", text))
-        if staged and native.stochastic:
-            text = (
-                "is not 1, and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before "
-                "a micro-batch's forward pass: a stage's backward pass, which draws them, comes after others' forward "
-                "passes, and all stages would draw the same."
-            )
-            problems.append(Problem("parallel.pp", text))
+        problems += shared_problems(native, shared or {})
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     if recipe.backend == "emulated":
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))

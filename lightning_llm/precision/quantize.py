@@ -169,7 +169,7 @@ def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
 def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
     """Return QuEST's scales from the first two moments of blocks of `size` (a power of two) along one axis."""
     x, axis = blocked.float(), axes[0]
-    mean, square = _sum_in_order(x, axis, size) / size, _sum_in_order(x * x, axis, size) / size
+    mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
     power = scales.quest_scale(mean, square)
     return Scaled(scales.divide(1.0, power), power, None, power)
 

@@ -22,8 +22,17 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def divide(numerator: float, denominator: Tensor) -> Tensor:
-    """Return the correctly rounded fp32 quotient; torch's scalar / tensor is a reciprocal times a scalar."""
-    return torch.div(torch.full_like(denominator, numerator), denominator)
+    """Return the correctly rounded fp32 quotient of two fp32 numbers, whoever compiles this.
+
+    torch's scalar / tensor is a reciprocal times a scalar, and fp32 division in a Triton kernel is div.full.f32, up to
+    2 ulp off, unless a flag says otherwise; in fp64 both divide as IEEE 754 does. Rounding twice does no harm: it is
+    innocuous for quotients where the wider format has at least 2 p + 2 bits (Figueroa, "When is double rounding
+    innocuous?", SIGNUM Newsletter 30(3), 1995), and 53 >= 2 x 24 + 2. Below fp32's normal range a result has q < 24
+    bits: a quotient n / d that is no midpoint m of two such is |n - m d| / (m d) > 2^-(q + 25) of m from it, which is
+    more than fp64's 2^-53, and a midpoint itself fits in fp64.
+    """
+    wide = denominator.double()
+    return torch.div(torch.full_like(wide, numerator), wide).float()
 
 
 def scale_from_amax(amax: Tensor, name: str, power_of_two: bool, value_for_inf: float, margin: int = 0) -> Tensor:
@@ -94,5 +103,6 @@ def nvfp4_block_scale(block_amax: Tensor, tensor_scale: Tensor) -> tuple[Tensor,
 def quest_scale(mean: Tensor, mean_of_squares: Tensor) -> Tensor:
     """Return QuEST's power-of-two scale of blocks: 2^floor(log2(clip / 6 * std + 1e-8)), fp32."""
     variance = (mean_of_squares - mean * mean).clamp(min=0)
-    scale = (QUEST_GAUSSIAN_CLIP / 6.0) * torch.sqrt(variance) + 1e-8
+    deviation = variance.double().sqrt().float()  # as in `divide`: Figueroa's bound is the square root's as well
+    scale = (QUEST_GAUSSIAN_CLIP / 6.0) * deviation + 1e-8
     return (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)

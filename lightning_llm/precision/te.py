@@ -16,13 +16,14 @@ What differs from its plain use, and why:
 
 import functools
 import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_llm.precision.linear import ROLES, LinearPlan
+from lightning_llm.precision.linear import ROLES, LinearPlan, observe_casts
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native import MULTIPLES, NativeRecipe, express
 from lightning_llm.schema.precision import CastConfig
@@ -161,8 +162,11 @@ class NativeLinear(QuantisedLinear):
         rows = x.reshape(-1, self.in_features)  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
-        y = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
-        return y[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
+        padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
+        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
+        if self.observe is not None:  # kernels keep what they round to themselves
+            observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
+        return y
 
     def _run(self, rows: Tensor, weight: Tensor) -> Tensor:
         kernel = self._kernel[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_llm.callbacks.records import write_json
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import config_hash
+from lightning_llm.identity import config_hash, in_hash
 from lightning_llm.schema import Config
 
 FILE = "sweep.json"
@@ -56,15 +56,14 @@ class Sweep:
         found: dict[str, dict[str, None]] = {}
         for job in self.jobs:
             for word in job.words:
-                key, _, value = word.lstrip("+").partition("=")
-                found.setdefault(key, {})[value] = None
+                found.setdefault(_key_of(word), {})[word.partition("=")[2]] = None
         return {key: list(values) for key, values in found.items()}
 
 
 def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
     """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
 
-    The hash is over the jobs' config hashes, so the same command finds its folder again. Where the folder holds a sweep
+    The hash is over the jobs' keys, so the same command finds its folder again. Where the folder holds a sweep
     already, jobs keep the numbers they have there and new ones are added behind: a sweep given a name can grow.
 
     Raises:
@@ -73,7 +72,7 @@ def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
         raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
-    keys = _keys([config_hash(config) for _, config in jobs])
+    keys = _keys(jobs)
     digest = sha256(json.dumps(sorted(keys)).encode()).hexdigest()[:12]
     recipe = (first.recipe or "sweep").rpartition("/")[2]
     folder = Path(first.run.root) / first.run.experiment / (name or f"{recipe}-{digest}")
@@ -120,14 +119,24 @@ def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
     return replace(sweep, jobs=tuple(jobs), parent_run_id=parent_run_id)
 
 
-def _keys(hashes: list[str]) -> list[str]:
-    """Return each job's config hash; a second run of the same config (to compare it with itself) gets "-1", ..."""
+def _keys(jobs: Sequence[tuple[list[str], Config]]) -> list[str]:
+    """Return what names each job: its config hash, and the words that jobs differ in and that the hash leaves out.
+
+    Such a word is `precision.backend=auto`. A second run of the same (to compare it with itself) gets "-1", ...
+    """
+    unhashed = [{word for word in words if not in_hash(_key_of(word))} for words, _ in jobs]
+    shared = set.intersection(*unhashed)
     seen: Counter[str] = Counter()
     keys = []
-    for each in hashes:
+    for (_, config), words in zip(jobs, unhashed, strict=True):
+        each = " ".join([config_hash(config), *sorted(words - shared)])
         keys.append(f"{each}-{seen[each]}" if seen[each] else each)
         seen[each] += 1
     return keys
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from lightning_llm.callbacks.mlflow import tracking_uri
@@ -14,7 +15,8 @@ from lightning_llm.sweep.definition import Sweep, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import Outcome, detail_of, state_of
+from lightning_llm.sweep.state import Outcome, detail_of, settled_state, state_of
+from lightning_llm.sync import catch_up
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -28,10 +30,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     jobs = compose_sweep(arguments.overrides, arguments.config_dir)
     _check_all([config for _, config in jobs])
     whole = define(jobs, typed_value(arguments.overrides, "run.name"))
-    todo = [job for job in whole.jobs if state_of(job.folder) not in ("finished", "running")]
+    todo = []
     for job in whole.jobs:
-        if job not in todo:
-            print(f"job    {job.name}: {state_of(job.folder)}, left as it is")
+        if (state := settled_state(job.folder)) in ("finished", "running"):
+            print(f"job    {job.name}: {state}, left as it is")
+        else:
+            todo.append(job)
     if not todo:
         print(f"sweep  nothing left to do, in {whole.folder}")
         return 0
@@ -92,10 +96,19 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
         job = parent_job(whole.folder, write(whole), tracking_uri(whole.jobs[0].config))
         job["metrics"] = {"jobs/finished": finished, "jobs/failed": len(failed), "jobs/total": len(states)}
         job["status"] = None if running else status
-        _, problem = write_parent(job)
+        parent, problem = write_parent(job)
         if problem:
             print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
+        elif not stopped_by:
+            write(replace(whole, parent_run_id=parent))  # it may have been made just now
+            if problem := catch_up([each.job.folder for each in outcomes]):
+                text = f"note   MLflow lacks something of this sweep ({problem}). lightning-llm sync {whole.folder}"
+                print(text, file=sys.stderr)
     print(f"sweep  {finished} of {len(states)} jobs finished, in {whole.folder}")
+    launcher = whole.jobs[0].config.launcher
+    if launcher.name == "local" and launcher.at_once > 1 and len(outcomes) > 1:
+        at_once = min(launcher.at_once, len(outcomes))
+        print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
     for each in failed:
         print(f"  exit code {each.code}: {each.job.folder} ({' '.join(each.job.words)}): {_why(each.job.folder)}",
               file=sys.stderr)  # fmt: skip

@@ -1,19 +1,23 @@
-"""Jobs of a sweep as one Slurm array, by submitit (https://github.com/facebookincubator/submitit)."""
+"""Jobs of a sweep as Slurm arrays, by submitit (https://github.com/facebookincubator/submitit)."""
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 from typing import Any
 
-from lightning_llm.errors import Problem
+from lightning_llm.callbacks.records import mark_failed, write_json
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
 from lightning_llm.schema.run import LauncherConfig
 from lightning_llm.sweep.definition import Job
-from lightning_llm.sweep.local import Relay, job_command
+from lightning_llm.sweep.local import Relay, frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.sweep.state import Outcome
+from lightning_llm.sweep.state import Outcome, claimed, state_of
 
 POLL_SECONDS = 2.0
 
@@ -58,27 +62,92 @@ def array_parameters(config: Config) -> dict[str, Any]:
 def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
     """Submit `jobs`, wait for them and tell `progress` of each; a signal cancels what has not ended.
 
-    Jobs of unlike world size are submitted as they need. Their output is in `slurm/` beside the jobs' folders.
+    Jobs that ask for the same (`array_parameters`) are one array, of which `launcher.at_once` run at a time. What an
+    earlier start submitted and Slurm still has is waited for and not submitted again; what another start waits for is
+    left to it. Output is in `slurm/` beside the jobs' folders.
+
+    Raises:
+        ConfigError: Slurm did not take them.
     """
+    began = time.monotonic()
+    with ExitStack() as claims:
+        mine = [each for each in jobs if claims.enter_context(claimed(each)) and state_of(each.folder) != "finished"]
+        for job in mine:
+            progress.starting(job)
+        waiting = _known_to_slurm(mine)
+        taken = {job.number for job in waiting.values()}
+        waiting |= _submit([job for job in mine if job.number not in taken])
+        while waiting:
+            for submitted in [each for each in waiting if each.done()]:
+                job = waiting.pop(submitted)
+                progress.ended(Outcome(job, _code_of_ended(job, submitted), time.monotonic() - began))
+            if relay.received:
+                for submitted, job in waiting.items():
+                    submitted.cancel()
+                    _note_of(job).unlink(missing_ok=True)
+                return
+            time.sleep(POLL_SECONDS if waiting else 0)
+
+
+def _submit(jobs: Sequence[Job]) -> dict[Any, Job]:
     import submitit
 
-    began = time.monotonic()
-    waiting: dict[Any, Job] = {}
+    alike: dict[str, list[Job]] = {}
     for job in jobs:
-        launcher = job.config.launcher
-        executor = submitit.AutoExecutor(folder=job.folder.parent / "slurm", cluster=launcher.cluster)
-        executor.update_parameters(**array_parameters(job.config))
-        command, _ = job_command(job)
-        progress.starting(job)
-        waiting[executor.submit(subprocess.call, command)] = job
-    while waiting:
-        for submitted in [each for each in waiting if each.done()]:
-            progress.ended(Outcome(waiting.pop(submitted), _exit_code(submitted), time.monotonic() - began))
-        if relay.received:
-            for submitted in waiting:
-                submitted.cancel()
-            return
-        time.sleep(POLL_SECONDS if waiting else 0)
+        alike.setdefault(json.dumps(array_parameters(job.config), sort_keys=True), []).append(job)
+    waiting = {}
+    for group in alike.values():
+        executor = submitit.AutoExecutor(folder=_folder_of(group[0]), cluster=group[0].config.launcher.cluster)
+        executor.update_parameters(**array_parameters(group[0].config))
+        submissions = []
+        try:
+            with executor.batch():  # one array: outside of it, at_once would bind nothing
+                for job in group:
+                    submissions.append(executor.submit(subprocess.call, job_command(job)[0]))
+        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
+            why = (str(error).strip().splitlines() or ["no reason given"])[-1]
+            raise ConfigError(Problem("launcher", f"asks for what Slurm did not take: {why}")) from error
+        for submitted, job in zip(submissions, group, strict=True):
+            tasks = max(1, submitted.num_tasks)
+            write_json(_note_of(job), {"slurm_job_id": submitted.job_id, "tasks": tasks})
+            waiting[submitted] = job
+    return waiting
+
+
+def _known_to_slurm(jobs: Sequence[Job]) -> dict[Any, Job]:
+    """Return {submission: job} for what an earlier start has submitted and has not ended."""
+    import submitit
+
+    noted: dict[Any, Job] = {}
+    for job in jobs:
+        if job.config.launcher.cluster == "slurm" and _note_of(job).is_file():
+            note = json.loads(_note_of(job).read_text(encoding="utf-8"))
+            noted[submitit.SlurmJob(_folder_of(job), note["slurm_job_id"], range(note["tasks"]))] = job
+    # A preempted job counts as ended: one that is to go on is queued again, and is called so.
+    return {
+        known: job
+        for known, job in noted.items()
+        if not known.done() and known.state.upper() not in ("UNKNOWN", "PREEMPTED")
+    }
+
+
+def _folder_of(job: Job) -> Path:
+    return job.folder.parent / "slurm"
+
+
+def _note_of(job: Job) -> Path:
+    """Return the file that says which Slurm job this one is while it is queued or runs."""
+    return _folder_of(job) / f"{job.number}.json"
+
+
+def _code_of_ended(job: Job, submitted: Any) -> int:
+    """Clean up after a job that has ended; return its exit code, having noted in its summary what it could not."""
+    code = _exit_code(submitted)
+    if code and state_of(job.folder) == "running":  # on another machine: nobody else can tell yet
+        mark_failed(job.folder, f"ended without a word: exit code {code}, {submitted.state} for Slurm")
+    for file in (_note_of(job), frozen_config(job)):
+        file.unlink(missing_ok=True)
+    return code
 
 
 def _exit_code(submitted: Any) -> int:

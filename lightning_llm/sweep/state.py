@@ -8,7 +8,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from lightning_llm.callbacks.provenance import has_ended
+from lightning_llm.callbacks.heartbeat import await_sign, has_died
 from lightning_llm.callbacks.records import summary_of
 from lightning_llm.sweep.definition import Job
 
@@ -25,18 +25,35 @@ class Outcome:
 
 
 def state_of(folder: Path) -> State:
-    """Return what `summary.json` in `folder` says; a run whose process is gone is "stopped", whatever it says."""
-    summary = summary_of(folder)
+    """Return what `summary.json` in `folder` says; a run whose process is gone is "stopped", whatever it says.
+
+    So is one whose summary is damaged: it did begin, and nothing says that it came to an end.
+    """
+    try:
+        summary = summary_of(folder)
+    except ValueError:
+        return "stopped"
     if not summary:
         return "new"
-    if summary["status"] == "running" and has_ended(summary.get("process", "")):
-        return "stopped"
-    return summary["status"]
+    if summary.get("status") == "running" and not has_died(folder, summary.get("process", "")):
+        return "running"
+    return summary["status"] if summary.get("status") in ("finished", "failed") else "stopped"
+
+
+def settled_state(folder: Path) -> State:
+    """Return `state_of`, "running" only on a sign of life: one from another machine is waited for, for minutes."""
+    state = state_of(folder)
+    if state == "running" and not await_sign(folder, summary_of(folder).get("process", "")):
+        return state_of(folder)
+    return state
 
 
 def detail_of(folder: Path) -> str:
-    """Return the last line of why the run ended, "" where nothing says so."""
-    lines = str(summary_of(folder).get("detail", "")).splitlines()
+    """Return the last line of why the run ended, "" where nothing says so; or that its summary is damaged."""
+    try:
+        lines = str(summary_of(folder).get("detail", "")).splitlines()
+    except ValueError as error:
+        return str(error)
     return lines[-1] if lines else ""
 
 

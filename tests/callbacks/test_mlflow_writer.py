@@ -55,6 +55,8 @@ def test_the_run_holds_what_the_folder_holds(store: MlflowClient, tmp_path: Path
 
     write(tmp_path, {"step": 2, "loss": 3.25}, {"step": 2, "val_loss": 3.0, "val_loss/c++": 2.0})
     (tmp_path / "run" / "loss.png").write_bytes(b"picture")
+    (tmp_path / "run" / "events").mkdir()
+    (tmp_path / "run" / "events" / "step=2.txt").write_text("what the batch held")
     writer.finish("finished", "", {"loss": 3.25, "val_loss": math.nan})
     run = store.get_run(writer.run_id)
     assert run.info.status == "FINISHED"
@@ -63,7 +65,9 @@ def test_the_run_holds_what_the_folder_holds(store: MlflowClient, tmp_path: Path
     assert run.data.metrics["final/loss"] == 3.25
     assert run.data.metrics["nonfinite/final/val_loss"] == 1.0
     assert "final/val_loss" not in run.data.metrics
-    assert [file.path for file in store.list_artifacts(writer.run_id)] == ["config.yaml", "loss.png"]
+    assert [file.path for file in store.list_artifacts(writer.run_id)] == ["config.yaml", "events", "loss.png"]
+    kept = tmp_path / "mlartifacts" / writer.run_id / "artifacts" / "events" / "step=2.txt"
+    assert kept.read_text() == "what the batch held"
     assert Path(tmp_path / "mlartifacts" / writer.run_id / "artifacts" / "loss.png").read_bytes() == b"picture"
 
 

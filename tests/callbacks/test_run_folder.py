@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 from protocol_module import TinyModule, fit
 
+from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.figures import final_figures
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.errors import ConfigError
@@ -96,6 +99,32 @@ def test_a_running_run_says_so_and_its_lines_are_there_at_once(config: Config) -
     assert look.summary["status"] == "running"
     assert look.summary["process"].split()[1] == str(os.getpid())
     assert [line["step"] for line in look.lines] == [1]
+
+
+def test_a_heart_beats_from_the_first_summary_to_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.02)
+    folder, file = RunFolder(tmp_path), tmp_path / "summary.json"
+
+    def beats(within_seconds: float) -> bool:
+        os.utime(file, (1e9, 1e9))
+        until = time.monotonic() + within_seconds
+        while time.monotonic() < until and file.stat().st_mtime == 1e9:
+            time.sleep(0.01)
+        return file.stat().st_mtime > 1e9
+
+    before = set(threading.enumerate())
+    folder.open("cpu")
+    (thread,) = set(threading.enumerate()) - before
+    assert beats(10)  # while nothing is written: a validation, a checkpoint
+    assert heartbeat.last_sign(tmp_path) == pytest.approx(time.time(), abs=2)
+    file.rename(tmp_path / "away")
+    time.sleep(0.1)
+    (tmp_path / "away").rename(file)
+    assert beats(10)  # storage that was away did not end it
+    folder.close("finished")
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert not beats(0.2)
 
 
 class Told(BaseException):

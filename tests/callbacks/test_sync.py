@@ -1,6 +1,7 @@
 """`lightning-llm sync`: what MLflow missed, from folders alone; and runs whose process is gone."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lightning_llm.callbacks.provenance import process_mark
 from lightning_llm.callbacks.records import summary_of, write_json
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config_file import write_config
+from lightning_llm.sync import catch_up
 
 GONE = " ".join([*process_mark().split()[:2], "1"])
 """The mark of a process that had this one's number long ago."""
@@ -101,11 +103,21 @@ def test_a_later_start_marks_what_a_power_cut_left_running(store: MlflowClient, 
         name: store.create_run(experiment, run_name=name, tags={"process": mark} if mark else {}).info.run_id
         for name, mark in marks.items()
     }
+    for name, there in (("silent", "node17 4 2"), ("namesake", "node17 5 2"), ("heard", "node17 4 2")):
+        seen = recorded(tmp_path, name, "running")
+        write_json(seen / "summary.json", {**summary_of(seen), "process": there})
+        for file in seen.iterdir():
+            os.utime(file, None if name == "heard" else (1e9, 1e9))
+        tags = {"process": "node17 4 2", "run_dir": str(seen)}
+        runs[name] = store.create_run(experiment, run_name=name, tags=tags).info.run_id
     run_dir = recorded(tmp_path, "later")
     config = make_config(tmp_path, run={"name": "later", "dir": str(run_dir)})
     RunWriter(writer_job(config, run_dir, summary_of(run_dir))).sync()
     states = {name: store.get_run(run_id).info.status for name, run_id in runs.items()}
-    assert states == {"dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING", "unmarked": "RUNNING"}
+    assert states == {
+        "dead": "KILLED", "alive": "RUNNING", "elsewhere": "RUNNING", "unmarked": "RUNNING",
+        "silent": "KILLED", "namesake": "RUNNING", "heard": "RUNNING",
+    }  # fmt: skip
     assert mark_orphans(store, experiment, but="") == []
 
 
@@ -123,6 +135,19 @@ def test_a_sweep_gets_the_parent_it_could_not_have(store: MlflowClient, tmp_path
     assert store.get_run(parent).data.tags["axis.seed"] == "0,1"
     children = store.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent}'")
     assert {run.info.run_name for run in children} == {"0", "1"}
+
+
+def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, tmp_path: Path) -> None:
+    late, done = recorded(tmp_path, "late"), recorded(tmp_path, "done")
+    write_json(late / "summary.json", {**summary_of(late), "mlflow": {"synced": False, "problem": "too slow"}})
+    write_json(done / "summary.json", {**summary_of(done), "mlflow": {"synced": True}})
+    assert catch_up([late, done]) == ""
+    run = store.get_run(summary_of(late)["mlflow_run_id"])
+    assert (run.info.status, history(store, run.info.run_id, "loss")) == ("FINISHED", [(1, 3.0), (2, 2.0), (3, 1.0)])
+    assert summary_of(late)["mlflow"] == {"synced": True}
+    assert "mlflow_run_id" not in summary_of(done)
+    (late / "summary.json").write_text("")
+    assert catch_up([late, done]) == ""  # nothing to do, and nothing starts
 
 
 def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

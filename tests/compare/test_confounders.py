@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from run_folders import NO_MEANING, curve, make_run
 
 from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.reading import read_run
-from lightning_llm.compare.verdict import Terms
 from lightning_llm.errors import ConfigError
 
 FACTS = {

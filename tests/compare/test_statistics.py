@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lightning_llm.compare.estimate import FLOOR_FACTOR, Recipe, Terms, estimates
+from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.statistics import (
+    PLANNED_GAP,
     critical_value,
     like_spread,
     power,
@@ -95,15 +98,70 @@ LOSSY_SCENARIOS = {
     "heavy tails": {"recipes": 3, "run_sd": 0.05, "heavy": True},
     "noisy baseline": {"recipes": 4, "run_sd": [0.1, 0.02, 0.02, 0.02, 0.02]},
     "one recipe louder": {"recipes": 4, "run_sd": [0.02, 0.02, 0.02, 0.02, 0.1]},
+    "one recipe ten times as loud": {"recipes": 4, "run_sd": [0.02, 0.02, 0.02, 0.02, 0.2]},
     "all different": {"recipes": 4, "run_sd": [0.02, 0.01, 0.03, 0.06, 0.12]},
+    "noisy baseline, many recipes": {"recipes": 8, "run_sd": [0.06, *[0.02] * 8]},
 }
+LEAST_COVERAGE = {"one recipe ten times as loud": 0.88}
+"""At 2 pairs, by docs/compare.md; 0.91 for all others."""
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("name", LOSSY_SCENARIOS)
 def test_without_a_gap_a_comparison_is_lossy_in_at_most_one_of_twenty(name, seeds):
-    low = simultaneous_intervals(simulate(seeds, seeds=seeds, **LOSSY_SCENARIOS[name])).low
-    assert (low > MARGIN).any(-1).mean() <= 0.05  # any of the recipes, not each
+    found = simultaneous_intervals(simulate(seeds, seeds=seeds, **LOSSY_SCENARIOS[name]))
+    assert (found.low > MARGIN).any(-1).mean() <= 0.05  # any of the recipes, not each
+    coverage = ((found.low <= 0) & (found.high >= 0)).all(-1).mean()
+    assert coverage >= LEAST_COVERAGE.get(name, 0.91)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_the_residual_of_recipes_and_seeds_would_err_where_ours_does_not(seeds):
+    """A two-way analysis of variance has more degrees of freedom, and takes the baseline's spread to be the others'."""
+    differences = simulate(seeds, seeds=seeds, **LOSSY_SCENARIOS["noisy baseline, many recipes"])
+    losses = np.concatenate([np.zeros_like(differences[:, :1]), differences], axis=1)
+    residual = losses - losses.mean(1, keepdims=True) - losses.mean(2, keepdims=True)
+    residual += losses.mean((1, 2), keepdims=True)
+    df = 8 * (seeds - 1)
+    half = critical_value(8, df) * np.sqrt(2 * (residual**2).sum((1, 2)) / df / seeds)
+    wrong = ((differences.mean(-1) - half[:, None]) > 0).any(-1).mean()
+    assert wrong > 0.08
+    assert (simultaneous_intervals(differences).low > 0).any(-1).mean() < 0.035
+
+
+def one_pair(gap, floor_differences, others=()):
+    """The interval of a recipe with one pair, beside `others` with more, by an A/A floor of those differences."""
+    floor = Floor([[0.0, float(each)] for each in floor_differences], 0, [])
+    rows = [{0: float(gap)}, *(dict(enumerate(map(float, each))) for each in others)]
+    recipes = [Recipe(f"recipe {place}", [], None, row, [], [], False) for place, row in enumerate(rows)]
+    return estimates(recipes, floor, Terms())[0]
+
+
+@pytest.mark.parametrize("floors", [1.0, 2.5, FLOOR_FACTOR])
+def test_a_floor_that_stands_in_alone_errs_in_at_most_one_of_twenty(floors):
+    """Up to pairs that scatter `FLOOR_FACTOR` times as far as rounding alone: measured were 2.2 to 2.9 times."""
+    rng, sd = np.random.default_rng(0), 0.02
+    draws = [(rng.normal(0, sd), rng.normal(0, sd / floors, 3)) for _ in range(1000)]
+    found = [one_pair(*each) for each in draws]
+    assert {each.stand_in for each in found} == {"floor alone"}
+    assert np.mean([each.low > MARGIN for each in found]) <= 0.05
+    assert np.mean([each.high + 1.001 * MARGIN < MARGIN for each in found]) <= 0.05
+    assert np.mean([each.low <= 0 <= each.high for each in found]) >= 0.93
+
+
+@pytest.mark.parametrize("floor_sd", [0.0005, 0.02])
+def test_a_pair_beside_recipes_with_more_takes_the_wider_of_their_spread_and_the_floor(floor_sd):
+    rng, sd = np.random.default_rng(1), 0.02
+    found = []
+    for _ in range(800):
+        noise = rng.normal(0, sd / 2**0.5, (3, 4))
+        others = noise[1:] - noise[0]
+        found.append(one_pair(rng.normal(0, sd), rng.normal(0, floor_sd, 4), others))
+    assert np.mean([each.low > MARGIN for each in found]) <= 0.05
+    assert np.mean([each.low <= 0 <= each.high for each in found]) >= 0.93
+    assert {each.claims for each in found} == {3}
+    stand_ins = [each.stand_in for each in found]
+    assert set(stand_ins) == ({"family"} if floor_sd < sd / 10 else {"family", "floor"})
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
@@ -122,16 +180,33 @@ def test_intervals_hold_together(recipes, seeds):
     assert 0.93 <= coverage <= 0.99  # sampling error of the estimate: 0.0035
 
 
-@pytest.mark.parametrize(("recipes", "seeds"), [(1, 3), (1, 5), (4, 3)])
+@pytest.mark.parametrize(("recipes", "seeds"), [(1, 3), (1, 5), (2, 2), (4, 2), (4, 3), (4, 5)])
 @pytest.mark.parametrize("gap", [0.0, 0.03])
 def test_power_is_what_simulation_finds(recipes, seeds, gap):
     rng = np.random.default_rng(3)
-    losses = rng.normal(0, 0.006 / 2**0.5, (4000, recipes + 1, seeds))
+    losses = rng.normal(0, 0.006 / 2**0.5, (20_000, recipes + 1, seeds))
     found = simultaneous_intervals(losses[:, 1:] - losses[:, :1] + gap)
     right = found.high < MARGIN if gap < MARGIN else found.low > MARGIN
-    expected = power(gap, 0.006, seeds, MARGIN, recipes, recipes)
-    # For several recipes the guard of the pooled variance costs a little, and the t is Satterthwaite's.
-    assert right.mean() == pytest.approx(expected, abs=0.02 if recipes == 1 else 0.08)
+    assert right.mean() == pytest.approx(power(gap, 0.006, seeds, MARGIN, recipes, recipes), abs=0.02)
+
+
+@pytest.mark.parametrize("gap", [0.0, PLANNED_GAP * MARGIN])
+def test_the_seeds_that_are_planned_decide_in_four_of_five(gap):
+    """40 pairs know the spread well, say how many seeds decide, and so many are made: whatever the 40 had for a gap."""
+    rng, sd, first = np.random.default_rng(5), 0.12 if gap else 0.06, 40
+    decided = []
+    for _ in range(600):
+        pairs = rng.normal(gap, sd, first)
+        found = simultaneous_intervals(pairs[None, :])
+        if verdict_of(found.low[0], found.high[0], MARGIN) != "inconclusive":
+            continue
+        needed = seeds_needed(gap, float(found.sd[0]), MARGIN)
+        assert needed is not None
+        all_pairs = np.concatenate([pairs, rng.normal(gap, sd, max(needed - first, 1))])
+        then = simultaneous_intervals(all_pairs[None, :])
+        decided.append(verdict_of(then.low[0], then.high[0], MARGIN) == ("lossless" if gap < MARGIN else "lossy"))
+    assert len(decided) > 300
+    assert np.mean(decided) == pytest.approx(0.8, abs=0.06)
 
 
 def test_seeds_needed_is_the_fewest_that_suffice():

@@ -1,6 +1,7 @@
-"""`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 20 seconds."""
+"""`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 35 seconds."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from run_folders import STEPS, curve, make_run
+from scipy import stats
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare import report
@@ -68,10 +70,32 @@ def test_each_kind_of_verdict_with_what_the_contract_names(sweep, capsys):
     assert row["ci"][0] < row["gap"] < row["ci"][1] < 0.01
     assert "lossless at margin 0.01" in row["line"]
     assert "2.16M parameters, 205K tokens" in row["line"]
-    assert rows["fp8_current"]["more_seeds"] >= 1
-    assert "more seed" in rows["fp8_current"]["line"]
+    assert rows["fp8_current"]["more_seeds"] is None  # told to 0.001, and 0.0003 from the margin
+    assert "the gap is likely near the margin" in rows["fp8_current"]["line"]
     written = json.loads((sweep / "compare" / "compare.json").read_text())
     assert written["verdicts"] == found["verdicts"]
+
+
+@pytest.mark.parametrize("gap", [-0.001, 0.0099])
+def test_more_seeds_are_planned_for_fixed_gaps_by_the_spread_alone(gap, tmp_path, capsys):
+    for seed, noise in enumerate((0.011, -0.009, 0.001, -0.003)):
+        make_run(tmp_path / "s" / str(seed), "precision=bf16", f"seed={seed}")
+        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", gap=gap, noise=noise)
+    row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
+    assert row["sd"] == pytest.approx(0.00835, abs=1e-4)  # of 11, -9, 1 and -3 thousandths
+    # By scipy: the least n with a noncentral t's P(T > t(0.975, n - 1)) >= 0.8, at (0.01, 0.02) / sd sqrt(n).
+    needed = []
+    for distance in (0.01, 0.02):
+        enough = (n for n in range(2, 99) if t_test_power(distance / row["sd"], n) >= 0.8)
+        needed.append(next(enough))
+    assert [row["seeds_if_no_gap"], row["seeds_if_lossy"]] == needed
+    assert row["more_seeds"] == needed[0] - 4
+    said = f"{needed[0]} in all) would decide if the true gap is 0, {needed[1]} in all if it is 3 margins"
+    assert said in row["line"]
+
+
+def t_test_power(effect, pairs):
+    return stats.nct.sf(stats.t.ppf(0.975, pairs - 1), pairs - 1, effect * pairs**0.5)
 
 
 def test_the_gap_is_the_mean_paired_difference_of_the_tail(sweep, capsys):
@@ -125,6 +149,62 @@ def test_emulation_is_the_recipes_doing_and_another_backend_is_not(tmp_path, cap
     assert rows["bf16"]["controlled"]
 
 
+def test_backends_alone_can_be_compared_and_are_no_confounder_of_themselves(tmp_path, capsys):
+    for number, backend in enumerate(("emulated", "native")):
+        words = {f"precision=fp8_current precision.backend={backend}": 0.001 * number}
+        make_sweep(tmp_path / "s" / backend, words, summary={"backend": backend})
+    found = verdicts(capsys, tmp_path / "s")
+    assert (found["factor"], found["baseline"]) == ("precision.backend", "precision.backend=emulated")
+    (row,) = found["verdicts"]
+    assert (row["controlled"], row["confounders"]) == (True, [])
+    assert "held against itself" not in " ".join(found["notes"])
+
+
+def test_what_is_no_rounding_is_not_called_one(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"spikes.policy=log": 0.0, "spikes.policy=skip": 0.05})
+    found = verdicts(capsys, sweep)
+    assert (found["factor"], found["verdicts"][0]["verdict"]) == ("spikes.policy", "lossy")
+    assert "no gap here is real" not in " ".join(found["notes"])
+    make_sweep(sweep / "more", {"spikes.policy=skip spikes.window_steps=64": 0.05})
+    assert verdicts(capsys, sweep)["factor"] == "spikes"
+    make_sweep(sweep / "other", {"spikes.policy=skip data.micro_batch_size=2": 0.05})
+    found = verdicts(capsys, sweep)
+    assert found["factor"] == "configuration"
+    assert "no gap here is real" not in " ".join(found["notes"])
+
+
+def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=bf16 precision.optimizer.eps=1e-6": 0.001})
+    make_sweep(sweep / "more", {"precision=mxfp8": 0.001})
+    error = say(capsys, sweep)
+    assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose one" in error
+    found = verdicts(capsys, sweep, "--baseline", "precision=bf16 (optimizer.eps=1e-06)")
+    assert found["baseline"] == "bf16 (optimizer.eps=1e-06)"
+    make_sweep(sweep / "fp32", {"precision=fp32": 0.001})
+    found = verdicts(capsys, sweep)
+    assert found["baseline"] == "fp32"
+    assert "The baseline is fp32, for 2 levels are called bf16 (bf16 (optimizer.eps=null)" in " ".join(found["notes"])
+
+
+def test_jobs_that_shared_the_machine_and_a_tail_of_one_validation_are_said(tmp_path, capsys):
+    once = {step: curve(step) for step in range(20, STEPS + 1, 20)}
+    words = ("launcher.at_once=2",)
+    for seed in range(2):
+        for number, name in enumerate(("bf16", "mxfp8")):
+            losses = {step: loss + NOISE[seed + number] for step, loss in once.items()}
+            make_run(tmp_path / "s" / f"{number}{seed}", f"precision={name}", f"seed={seed}", *words, losses=losses)
+    notes = " ".join(verdicts(capsys, tmp_path / "s")["notes"])
+    assert "at once" not in notes  # each was started alone, with a config that a sweep's job had
+    assert "The tail is one validation (step 100)" in notes
+    assert "trainer.validate_every_steps=2" in notes
+    (tmp_path / "s" / "sweep.json").write_text("{}")
+    found = verdicts(capsys, tmp_path / "s")
+    assert "2 at once (launcher.at_once)" in " ".join(found["notes"])
+    assert "launcher.at_once" not in found["verdicts"][0]["speed_confounders"]
+    wide = verdicts(capsys, tmp_path / "s", "--tail", "0.5")
+    assert "The tail is one validation" not in " ".join(wide["notes"])
+
+
 def test_two_factors_are_judged_apart(tmp_path, capsys):
     words = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
     words["precision=mxfp8 optim.learning_rate=2e-3"] = 0.05
@@ -167,6 +247,30 @@ def test_layouts_are_compared_with_a_single_rank(tmp_path, capsys):
     assert {name: row["controlled"] for name, row in found["by_name"].items()} == {"ddp": True, "zero3": True}
 
 
+def test_runs_with_equal_bits_are_lossless_by_one_pair(tmp_path, capsys):
+    layouts = {name: (f"parallel={name}", "trainer.devices=2", "data.micro_batch_size=1") for name in ("ddp", "zero3")}
+    sweep = tmp_path / "s"
+    make_run(sweep / "0", "parallel=single", "data.micro_batch_size=1")
+    make_run(sweep / "1", *layouts["ddp"])
+    make_run(sweep / "2", *layouts["zero3"], noise=0.001)
+    rows = verdicts(capsys, sweep)["by_name"]
+    assert (rows["ddp"]["verdict"], rows["ddp"]["ci"], rows["ddp"]["identical"]) == ("lossless", [0.0, 0.0], True)
+    assert "equal to the last bit" in rows["ddp"]["line"]
+    assert (rows["zero3"]["verdict"], rows["zero3"]["identical"]) == ("inconclusive", False)
+    shutil.rmtree(sweep / "1")
+    early = {step: curve(step) + 1e-12 * (step < 50) for step in range(5, STEPS + 1, 5)}
+    make_run(sweep / "1", *layouts["ddp"], losses=early)  # equal in the tail alone
+    assert not verdicts(capsys, sweep)["by_name"]["ddp"]["identical"]
+
+
+def test_an_interleaved_pipeline_with_the_same_bits_is_no_confounder(tmp_path, capsys):
+    base = "precision=bf16 data.micro_batch_size=1"
+    pipeline = "precision=mxfp8 data.micro_batch_size=1 parallel=pp_interleaved trainer.devices=2"
+    row = verdicts(capsys, make_sweep(tmp_path / "s", {base: 0.0, pipeline: 0.001}))["by_name"]["mxfp8"]
+    assert (row["controlled"], row["confounders"]) == (True, [])
+    assert {"parallel.schedule", "parallel.virtual_stages"} <= set(row["speed_confounders"])
+
+
 def test_equal_bits_are_no_noise(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.001}, seeds=2)
     make_run(sweep / "9", "precision=bf16", "trainer.threads=1", "seed=0", noise=NOISE[0])
@@ -198,6 +302,25 @@ def test_one_pair_is_inconclusive_unless_the_floor_stands_in(tmp_path, capsys):
     assert row["verdict"] == "lossy"
     assert row["floor_stands_in"]
     assert "stands in" in row["line"]
+    assert "against rounding noise only" in row["line"]
+
+
+def test_a_floor_does_not_overrule_the_spread_that_others_show(tmp_path, capsys):
+    """Real runs of the quickstart's kind: the floor is a fraction of what recipes scatter from seed to seed."""
+    base, other = [0.01, -0.02, 0.03, -0.01, 0.0], [-0.02, 0.02, 0.0, 0.025, -0.02]
+    for seed in range(5):
+        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=base[seed])
+        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", noise=other[seed])
+        words = ("precision=bf16", "data.micro_batch_size=2", f"seed={seed}")
+        make_run(tmp_path / "s" / f"2{seed}", *words, noise=base[seed] + 0.001)
+    make_run(tmp_path / "s" / "30", "precision=fp8_current", "seed=0", noise=base[0] + 0.022)
+    rows = verdicts(capsys, tmp_path / "s")["by_name"]
+    row = rows["fp8_current"]
+    assert (row["verdict"], row["stand_in"], row["floor_stands_in"]) == ("inconclusive", "family", False)
+    assert row["aa_floor"] == pytest.approx(0.001)
+    assert row["sd"] == pytest.approx(rows["mxfp8"]["sd"])
+    assert row["ci"][0] < -0.05
+    assert "the spread of the other recipes stands in" in row["line"]
 
 
 def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, capsys):
@@ -243,6 +366,79 @@ def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
     found = verdicts(capsys, sweep, expect=2)
     assert "the baseline bf16 itself diverged" in found["stderr"]
     assert found["by_name"]["mxfp8"]["pairs"] == 3
+
+
+def stop(step, event):
+    """The record of a step before whose update the spike policy ended the run."""
+    return json.dumps({"step": step, "tokens": 1, "time": 0.0, "loss": 6.5, "event": event, "event_action": "stop"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "event", "lossy"),
+    [
+        ("stop", "divergence", True), ("skip", "spike", True), ("skip", "non_finite", True),
+        ("stop", "spike", False), ("stop", "plateau_shift", False),
+    ],
+)  # fmt: skip
+def test_seeds_that_a_policy_ended_are_not_dropped_from_the_verdict(policy, event, lossy, tmp_path, capsys):
+    recipes = {f"precision={name} spikes.policy={policy}": 0.0 for name in ("bf16", "mxfp8")}
+    sweep = make_sweep(tmp_path / "s", recipes, seeds=5)
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["verdict"] == "lossless"
+    for number in (5, 6):  # mxfp8 at seeds 0 and 1
+        shutil.rmtree(sweep / str(number))
+        ended = {"status": "failed", "detail": "SpikeStop: step 51 is out of the ordinary"}
+        words = ("precision=mxfp8", f"spikes.policy={policy}", f"seed={number - 5}")
+        losses = {step: curve(step) for step in range(5, 51, 5)}
+        folder = make_run(sweep / str(number), *words, losses=losses, summary=ended)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(stop(51, event) + "\n")
+    row = verdicts(capsys, sweep, expect=0 if lossy else 2)["by_name"]["mxfp8"]
+    assert row["verdict"] == ("lossy" if lossy else "inconclusive")
+    assert (row["diverged_seeds"], row["missing_seeds"]) == (([0, 1], []) if lossy else ([], [0, 1]))
+    assert ("diverged at seeds 0, 1" if lossy else "seeds 0, 1 missing: failed or unfinished") in row["line"]
+    assert row["ci"][1] < 0.01  # which the survivors alone would be called lossless for
+
+
+def test_a_seed_is_missing_only_where_the_baseline_came_to_its_end_and_no_other_run_did(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.06, "precision=fp8_current": 0.0})
+    running = {"summary": {"status": "running"}, "losses": {5: curve(5)}}
+    make_run(sweep / "20", "precision=mxfp8", "seed=7", **running)  # no baseline
+    make_run(sweep / "21", "precision=mxfp8", "seed=1", "data.micro_batch_size=2", **running)  # made otherwise
+    make_run(sweep / "22", "precision=fp8_current", "seed=1", "optim.eps=1e-6", **running)  # another recipe
+    rows = verdicts(capsys, sweep, expect=2)["by_name"]
+    assert {name: row["missing_seeds"] for name, row in rows.items()} == {"mxfp8": [], "fp8_current": []}
+    assert rows["fp8_current"]["verdict"] == "lossless"
+    make_run(sweep / "23", "precision=bf16", "seed=7")
+    row = verdicts(capsys, sweep, expect=2)["by_name"]["mxfp8"]
+    assert (row["verdict"], row["missing_seeds"]) == ("lossy", [7])
+    assert "seed 7 missing" in row["line"]
+
+
+def test_of_runs_that_differ_in_rounding_each_way_has_its_own_missing_seeds(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {f"data.micro_batch_size={size}": 0.0 for size in (4, 2, 1)})
+    make_run(sweep / "20", "data.micro_batch_size=4", "seed=9")
+    make_run(sweep / "21", "data.micro_batch_size=1", "seed=9", summary={"status": "stopped"}, losses={5: curve(5)})
+    rows = verdicts(capsys, sweep, expect=2)["by_name"]
+    assert {name.rpartition("=")[2]: row["missing_seeds"] for name, row in rows.items()} == {"2": [], "1": [9]}
+
+
+def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(tmp_path, capsys):
+    for seed in range(2):
+        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=NOISE[seed])
+        losses = {step: curve(step) - 0.01 if step > 90 else curve(step) + 1 for step in range(5, STEPS + 1, 5)}
+        losses[90] = "nan"
+        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", losses=losses)
+    assert main(["compare", "--json", str(tmp_path / "s")]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    json.loads((tmp_path / "s" / "compare" / "compare.json").read_text(), parse_constant=pytest.fail)
+    times = printed["verdicts"][0]["time_to_loss"]
+    assert 85 * 2048 < times["tokens"] < 95 * 2048  # on the straight line over the one left out
+    bad = {step: curve(step) for step in range(5, STEPS + 1, 5)} | {95: "nan"}
+    make_run(tmp_path / "s" / "02", "precision=bf16", "seed=2", losses=bad)
+    make_run(tmp_path / "s" / "12", "precision=mxfp8", "seed=2")
+    found = verdicts(capsys, tmp_path / "s", expect=2)
+    assert "its 'val_loss' is not finite in the tail" in found["stderr"]
+    assert found["by_name"]["mxfp8"]["pairs"] == 2
 
 
 def test_time_to_loss_speed_memory_and_skipped_steps(tmp_path, capsys):
@@ -310,7 +506,7 @@ def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
     one = make_run(tmp_path / "one", "precision=bf16")
     assert "1 finished run: a verdict needs a baseline and another" in say(capsys, one)
     two = make_run(tmp_path / "two", "precision=bf16", "seed=1")
-    assert "a verdict needs" in say(capsys, one, two)
+    assert "all 2 runs have the same config, but for the seed; a verdict needs" in say(capsys, one, two)
     three = make_run(tmp_path / "three", "precision=mxfp8")
     assert "'fp23' is the level of no run. Known here" in say(capsys, one, three, "--baseline", "precision=fp23")
     assert "there is no group or key 'precison'" in say(capsys, one, three, "--baseline", "precison=bf16")
@@ -348,6 +544,12 @@ def test_the_report_holds_everything_itself(sweep, capsys):
     assert html.count("src='data:image/svg+xml;base64,") == html.count("<img") == 3
     assert "http" not in html.replace("http://www.w3.org", "")
     assert all(word in html for word in ("Dunnett", "ICH E9", "inconclusive", "mxfp4_rne at"))
+
+
+def test_every_key_of_a_verdict_is_in_the_document(sweep, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text.split("## `compare.json`")[1]))
+    assert set(verdicts(capsys, sweep)["verdicts"][0]) - {"confidence"} <= named
 
 
 def test_neither_torch_nor_mlflow_is_imported(sweep):

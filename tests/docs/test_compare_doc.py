@@ -32,10 +32,11 @@ def test_every_free_key_is_named():
     assert keys <= named
 
 
-def test_a_cell_of_the_power_table_is_what_simulation_finds():
-    row = next(line for line in TEXT.splitlines() if line.startswith("| 0.005 | 1 |"))
+@pytest.mark.parametrize(("recipes", "trials"), [(1, 20_000), (4, 10_000)])
+def test_a_cell_of_the_power_table_is_what_simulation_finds(recipes, trials):
+    row = next(line for line in TEXT.splitlines() if line.startswith(f"| 0.005 | {recipes} |"))
     lossless, lossy = (int(each) for each in row.split("|")[4].split("/"))  # 3 seeds
-    differences = np.random.default_rng(0).normal(0, 0.005, (20_000, 1, 3))
-    found = simultaneous_intervals(differences)
+    losses = np.random.default_rng(0).normal(0, 0.005 / 2**0.5, (trials, recipes + 1, 3))
+    found = simultaneous_intervals(losses[:, 1:] - losses[:, :1])
     assert 100 * (found.high < 0.01).mean() == pytest.approx(lossless, abs=1.5)
     assert 100 * (found.low + 0.03 > 0.01).mean() == pytest.approx(lossy, abs=1.5)

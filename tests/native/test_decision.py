@@ -4,8 +4,9 @@ import fake_engine
 import pytest
 from precision.recipes import RECIPES, load
 
-from lightning_llm.check import native_decision
+from lightning_llm.check import check_config, native_decision
 from lightning_llm.compose import compose_config
+from lightning_llm.errors import ConfigError
 from lightning_llm.matrix import matrix, numbered, shipped_recipes
 from lightning_llm.precision import capability, te
 from lightning_llm.precision.capability import DEVICES, Capability, capability_here, installed_library, version_tuple
@@ -117,7 +118,12 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     decision = native_decision(config, here)
     assert decision.runs == "refused"
     said = "\n".join(map(str, decision.refusals()))
-    for part in ("200, no multiple of 128", "100, no multiple of 128", "needs compute capability >= 9.0", "8.6"):
+    for part in (
+        "200, no multiple of 128",
+        "model.num_kv_heads=2 x head_dim=50: is 100, no multiple of 128",
+        "needs compute capability >= 9.0",
+        "8.6",
+    ):
         assert part in said
     for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "model.bias", "is 'native'"):
         assert part in said
@@ -132,6 +138,33 @@ def test_tensors_cut_over_ranks_are_emulated():
     for words, runs in (([], "native"), (["parallel.tp=2"], "emulated"), (["parallel.cp=2"], "emulated")):
         config = compose_config(["precision=fp8_current", *words])
         assert native_decision(config, HOPPER).runs == runs
+
+
+def test_an_axis_that_cuts_is_named_with_its_degree():
+    """A null axis counts by what it comes to."""
+    for words, said in (
+        (["parallel.cp=2"], ["parallel.cp: is 2, and"]),
+        (["parallel.tp=2", "parallel.cp=4", "world=8"], ["parallel.tp: is 2, and", "parallel.cp: is 4, and"]),
+        (["parallel.tp=null", "world=4"], ["parallel.tp: is null, which is 4 of 4 ranks, and"]),
+        (["parallel.tp=null", "parallel.cp=2", "world=2"], ["parallel.cp: is 2, and"]),
+        (["parallel.tp=null", "world=1"], []),
+    ):
+        config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
+        refusals = [str(each) for each in native_decision(config, HOPPER).refusals()]
+        assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
+        assert all("a rank's part of a tensor alone: 1 is needed; so precision.backend=native" in r for r in refusals)
+
+
+def test_sizes_are_named_by_their_keys_with_all_numbers():
+    words = ["precision=fp8_current", "model.hidden_size=96", "model.num_heads=4", "model.num_kv_heads=1"]
+    said = native_decision(compose_config(words), HOPPER).reason
+    assert said == "model.num_kv_heads=1 x head_dim=24 is 24, no multiple of 16, as Float8CurrentScaling needs"
+    config = compose_config([*words[1:], "precision=mxfp4_sr", "data.sequence_length=64"])
+    with pytest.raises(
+        ConfigError, match=r"64 does not divide model\.num_kv_heads=1 x head_dim=24 = 24, which"
+    ) as told:
+        check_config(config)
+    assert "64 does not divide model.num_heads=4 x head_dim=24 = 96, which" in str(told.value)
 
 
 def test_each_kernel_has_its_multiple():
@@ -169,6 +202,24 @@ def test_a_machine_without_a_driver_is_known_without_torch(monkeypatch):
     assert (here.device, here.compute_capability) == ("cpu", None)
     assert "no NVIDIA driver" in here.problem
     assert capability_here("cpu").problem == "trainer.accelerator=cpu"
+    capability_here.cache_clear()
+
+
+def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
+    """Importing Transformer Engine takes seconds, which a bf16 run has no use for."""
+    asked = []
+    monkeypatch.setattr(capability, "DRIVER_FILES", ("/",))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(capability, "installed_library", lambda: ("2.20.2", None))
+    monkeypatch.setattr(te, "import_problem", lambda: asked.append("imported"))
+    capability_here.cache_clear()
+    for name in ("bf16", "fp16", "fp32"):
+        assert native_decision(compose_config([f"precision={name}"])).runs == "native"
+    assert asked == []
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert native_decision(compose_config(["precision=fp8_current"])).runs == "native"
+    assert asked == ["imported"]
     capability_here.cache_clear()
 
 

@@ -19,6 +19,7 @@ from lightning_llm.precision.module import (
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import swap_linears
 from lightning_llm.precision.te import NativeLinear
+from lightning_llm.schema.precision import slots_of
 
 NATIVE = Decision("native", library="2.20.2")
 WIDTH = 256
@@ -145,6 +146,33 @@ def test_a_phase_gets_its_own_quantisers(engine):
             set_recipe(model, phase)
         assert same(run(emulated, x, dy), run(native, x, dy))
     assert same(first, run(native, x, dy))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_observers_see_the_emulations_casts_and_change_nothing(name, engine):
+    """What was cast, by which scales and to what, of all six slots; a call without gradients has the first two."""
+    recipe = load(name)
+    emulated, native = pair(recipe)
+    x, dy = batch(DTYPES[recipe.compute_dtype], (3, 48))
+    seen, bare = {"emulated": [], "native": []}, []
+    for model, into in ((emulated, seen["emulated"]), (native, seen["native"]), (native, None)):
+        for name_, layer in block_of(model).items():
+            layer.keys = torch.arange(9) + torch.initial_seed() % 1000
+            layer.observe = None if into is None else lambda cast, into=into, name_=name_: into.append((name_, cast))
+        torch.manual_seed(0)
+        made = run(model, x, dy)
+        bare.append([*made, *(layer.amax_history for layer in block_of(model).values() if layer.plan.delayed_casts())])
+        with torch.no_grad():
+            block_of(model)["up_proj"](x)
+    assert same(bare[1], bare[2])
+    ours, theirs = (sorted(each, key=lambda one: (one[0], one[1].slot)) for each in (seen["native"], seen["emulated"]))
+    assert [(layer, cast.slot) for layer, cast in ours] == [(layer, cast.slot) for layer, cast in theirs]
+    assert len(ours) == 2 * len([cast for cast in slots_of(recipe).values() if cast.quantises]) + 2
+    for (_, one), (_, other) in zip(ours, theirs, strict=True):
+        assert (one.cast, one.axis) == (other.cast, other.axis)
+        assert torch.equal(one.given, other.given)
+        assert torch.equal(one.scaled.multiplier, other.scaled.multiplier)
+        assert torch.equal(one.operand.dequantised(), other.operand.dequantised())
 
 
 def test_a_weight_is_not_held_between_calls(engine):

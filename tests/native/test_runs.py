@@ -6,8 +6,10 @@ import pytest
 import torch
 from run_metrics import curve, same_weights
 from safetensors.torch import load_file
+from traced_run import run_with
 
 from lightning_llm.__main__ import main
+from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.compose import compose_config
 from lightning_llm.identity import config_hash
 from lightning_llm.precision.capability import Capability
@@ -43,6 +45,29 @@ def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hop
     assert "not native: precision.backend=emulated asks for it" in said
     assert curve(tmp_path / "native/run") == curve(tmp_path / "emulated/run")
     assert same_weights(tmp_path / "native/run", tmp_path / "emulated/run", 6)
+
+
+def test_health_of_a_native_run_is_that_of_the_emulated_run(small_run, tmp_path, hopper):
+    """Figure by figure, over micro-batches, recomputation and delayed scales; and who looks changes no bit."""
+    words = [*SHAPE, "precision=fp8_delayed", "parallel.activation_checkpoint=full", "trainer.max_steps=2"]
+    words += ["checkpoint.every_steps=null", "trainer.validate_every_steps=null"]
+    for name, backend, callbacks in (
+        ("native", "native", [QuantisationHealth(every_steps=2)]),
+        ("emulated", "emulated", [QuantisationHealth(every_steps=2)]),
+        ("bare", "native", []),
+    ):
+        config = compose_config(small_run(tmp_path / name, *words, f"precision.backend={backend}"))
+        run_with(config, *callbacks)
+    files = [
+        tmp_path / name / "run" / file for name in ("native", "emulated") for file in ("health.jsonl", "health.txt")
+    ]
+    native, table, emulated, its_table = (file.read_text() for file in files)
+    assert [json.loads(line)["step"] for line in native.splitlines()] == [1, 2]
+    assert {row[1] for row in json.loads(native.splitlines()[0])["rows"]} == {
+        "fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"
+    }  # fmt: skip
+    assert (native, table) == (emulated, its_table)
+    assert curve(tmp_path / "native/run") == curve(tmp_path / "bare/run")
 
 
 def test_a_run_goes_on_with_the_other_backend(small_run, tmp_path, hopper):

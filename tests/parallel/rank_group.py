@@ -17,7 +17,16 @@ from typing import Any
 CASE_SECONDS = 240
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "lightning.pytorch"]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint",
+        "torch._dynamo",
+        "lightning.pytorch",
+        "lightning_llm.build",
+        "lightning_llm.run",
+        "lightning_llm.callbacks.run_folder",
+    ]
 )
 
 
@@ -83,6 +92,9 @@ def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
+    from lightning_llm.callbacks import run_folder
+
+    run_folder.draw_losses = lambda *_: None  # half a second per run, and looked at elsewhere
     while True:
         try:
             function, arguments = pipe.recv()

@@ -45,10 +45,15 @@ def test_a_compiler_that_fails(monkeypatch):
     assert "a.h:1:2: fatal error: bits/b.h: No such file" in inductor.why_not("cpu")
 
 
-def test_compiled_code_that_rounds_otherwise(monkeypatch):
+@pytest.mark.parametrize(("planted", "said"), [
+    (lambda x: torch.stack([x, 1 / x.double()]), "(of 1024, 992 bf16 roundings and 0 quotients)"),
+    (lambda x: torch.stack([x.bfloat16().float(), (1 / x).nextafter(x)]), "0 bf16 roundings and 1023 quotients)"),
+])  # fmt: skip
+def test_compiled_code_that_rounds_otherwise(planted, said, monkeypatch):
     monkeypatch.setattr(inductor, "no_compiler", lambda device_type: None)
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: x.amax())
-    assert inductor.why_not("cpu") == "compiled code does not round as it should (1.000244140625 for 1)"
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda x: planted(x).float())
+    assert inductor.why_not("cpu").startswith("compiled code is not eager's bits (of 1024, ")
+    assert inductor.why_not("cpu").endswith(said)
 
 
 def test_a_cast_that_fails_to_compile_names_the_way_out(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_llm.keyed_hash import StepKey
-from lightning_llm.precision import quantize
+from lightning_llm.precision import delayed, quantize
 from lightning_llm.precision.linear import ROLES, SLOT_NAMES, LinearPlan
 from lightning_llm.precision.module import (
     QuantisedLinear,
@@ -14,10 +14,12 @@ from lightning_llm.precision.module import (
     load_delayed_state,
     quantised_layers,
     recompute_contexts,
+    set_recipe,
     set_step_key,
     update_delayed,
 )
 from lightning_llm.precision.random_bits import random_signs, uniform_noise
+from lightning_llm.schema.precision import DelayedConfig
 from tests.precision import reference
 from tests.precision.recipes import RECIPES, load
 
@@ -239,6 +241,51 @@ def test_delayed_update_takes_the_maximum_over_ranks():
     mine = layer.amax_history[0].clone()
     update_delayed(layer, lambda amax: torch.maximum(amax, other))
     assert torch.equal(layer.scale, torch.tensor([448.0, 448.0, 57344.0]) / torch.maximum(mine, other))
+
+
+def test_layers_are_updated_together_as_each_would_be_alone():
+    """Three with one recipe and one with a shorter history, whose amaxes differ."""
+    recipe = load("fp8_delayed")
+    short = recipe.model_copy(
+        update={
+            gemm: type(part)(
+                **{
+                    role: cast.model_copy(update={"delayed": DelayedConfig(history_length=3, algorithm="most_recent")})
+                    for role, cast in part
+                }
+            )
+            for gemm, part in ((gemm, getattr(recipe, gemm)) for gemm in ("fprop", "dgrad", "wgrad"))
+        }
+    )
+    layers = [layer_of(each) for each in (recipe, short, recipe, recipe)]
+    largest = torch.tensor([448.0, 448.0, 57344.0])
+    for step in range(4):
+        for index, layer in enumerate(layers):
+            x, dy = tensors(torch.bfloat16)
+            run(layer, x * (1 + index) / (1 + step), dy * (1 + index * step))
+        alone = [delayed.update(each.amax_history, each.scale, largest, each.delayed_config()) for each in layers]
+        update_delayed(torch.nn.ModuleList(layers))
+        for layer, (history, scale) in zip(layers, alone, strict=True):
+            assert torch.equal(layer.amax_history, history)
+            assert torch.equal(layer.scale, scale)
+    assert len({tuple(layer.scale.tolist()) for layer in layers}) == 4
+
+
+def test_delayed_scales_are_kept_through_a_phase_without_them():
+    recipe = load("fp8_delayed")
+    layer = layer_of(recipe)
+    x, dy = tensors(torch.bfloat16)
+    run(layer, x, dy)
+    update_delayed(layer)
+    kept = delayed_state(layer)["layers.0.q_proj"]
+    set_recipe(layer, load("bf16"))
+    run(layer, x * 9, dy)
+    update_delayed(layer)
+    assert all(torch.equal(kept[key], each) for key, each in delayed_state(layer)["layers.0.q_proj"].items())
+    set_recipe(layer, recipe)
+    run(layer, x / 2, dy)
+    update_delayed(layer)
+    assert torch.equal(layer.scale, kept["scale"])  # the maximum of the history is still the first step's
 
 
 def test_delayed_state_survives_resume():

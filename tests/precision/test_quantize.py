@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_llm.precision import inductor, quantize
+from lightning_llm.precision import inductor, quantize, scales
 from lightning_llm.precision.formats import FORMATS
 from lightning_llm.precision.hadamard import rotate, rotation
 from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
@@ -94,6 +95,17 @@ def test_the_gemms_operand_is_the_dequantised_tensor(cast):
     assert (made.blocks is None) == (cast.block == "tensor" or cast.scale != "fp32")
     torch.testing.assert_close(made.dequantised(), wanted, rtol=2.0**-22, atol=0)
     torch.testing.assert_close(made.flipped.dequantised(), wanted.T, rtol=2.0**-22, atol=0)
+
+
+def test_quotients_are_those_of_ieee_division():
+    """numpy divides fp32 by fp32: 400,000 quotients of the scales' numerators, normal and subnormal."""
+    bits = np.random.default_rng(0).integers(1, 0x7F800000, 50_000, dtype=np.int32)
+    with np.errstate(over="ignore", under="ignore"):
+        for numerator in (1.0, 6.0, 448.0, 57344.0 * 2.0**-3, 2688.0, 1.9999999, 3e-38, 3e38):
+            n, d = np.float32(numerator), bits.view(np.float32)
+            made = scales.divide(float(n), torch.from_numpy(d))
+            assert made.dtype == torch.float32
+            assert np.array_equal(made.numpy(), n / d)
 
 
 def test_a_missing_scale_or_amax_is_an_error():

@@ -2,23 +2,27 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from short_jobs import sweep_of, times
 
+from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
 from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.identity import config_hash
-from lightning_llm.sweep import local
+from lightning_llm.run_state import Start, decide_start
 from lightning_llm.sweep.definition import Job, define, write
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
-from lightning_llm.sweep.slurm import array_parameters, run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import claimed, state_of
+from lightning_llm.sweep.state import claimed, detail_of, state_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.
@@ -34,10 +38,6 @@ def recipes(tmp_path: Path) -> Path:
     (tmp_path / "groups" / "recipe").mkdir(parents=True)
     (tmp_path / "groups" / "recipe" / "mine.yaml").write_text(RECIPE)
     return tmp_path / "groups"
-
-
-def sweep_of(tmp_path: Path, *words: str, name: str | None = None):
-    return define(compose_sweep([f"run.root={tmp_path}", *words]), name)
 
 
 def test_a_recipe_adds_jobs_beside_its_product(recipes: Path) -> None:
@@ -87,10 +87,22 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     assert [each["number"] for each in listed] == [0, 1, 2]
 
 
-def test_the_same_run_twice_is_two_jobs(tmp_path: Path) -> None:
-    first, second = sweep_of(tmp_path, "logger.tags.copy=a,b").jobs
-    assert (first.number, second.number) == (0, 1)
-    assert second.key == f"{first.key}-1"
+def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
+    (recipes / "recipe" / "mine.yaml").write_text(RECIPE.replace("precision=bf16 data.micro_batch_size=1 seed", "seed"))
+    jobs = define(compose_sweep([f"run.root={tmp_path}", "recipe=mine", "precision=fp32"], recipes), None).jobs
+    assert [(job.number, job.config.seed) for job in jobs] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert [job.key for job in jobs[2:]] == [f"{job.key}-1" for job in jobs[:2]]
+
+
+def test_jobs_that_differ_in_what_no_config_hash_holds_keep_apart(tmp_path: Path) -> None:
+    words = ["precision=mxfp8", "precision.casts=eager"]
+    first = sweep_of(tmp_path, *words, "precision.backend=emulated,auto")
+    write(first)
+    again = sweep_of(tmp_path, *words, "precision.backend=auto,emulated")
+    assert again.folder == first.folder
+    assert [(job.number, job.config.precision.backend) for job in again.jobs] == [(1, "auto"), (0, "emulated")]
+    plain = sweep_of(tmp_path, *words, "precision.backend=emulated", "seed=0,1")
+    assert [job.key for job in plain.jobs] == [config_hash(job.config) for job in plain.jobs]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -135,36 +147,55 @@ def test_a_run_whose_process_died_is_stopped(tmp_path: Path) -> None:
     assert state_of(job.folder) == "failed"
 
 
-CHILD = """
-import json, pathlib, sys, time, yaml
-config = yaml.safe_load(open(sys.argv[1]))
-folder = pathlib.Path(config["run"]["dir"]); folder.mkdir()
-(folder / "began").write_text(str(time.monotonic()))
-time.sleep(0.5)
-(folder / "ended").write_text(str(time.monotonic()))
-print("spoke", config["resume"])
-status = "failed" if config["seed"] == 2 else "finished"
-(folder / "summary.json").write_text(json.dumps({"status": status}))
-sys.exit(status == "failed")
-"""
+@pytest.mark.parametrize("damage", [b"", b'{"status": "fin', b"null", b"\xff\xfe"])
+def test_a_damaged_summary_is_a_stopped_run_that_says_so(damage: bytes, tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    job.folder.mkdir(parents=True)
+    file = job.folder / "summary.json"
+    file.write_bytes(damage)
+    assert state_of(job.folder) == "stopped"
+    assert detail_of(job.folder).startswith(f"{file} is damaged: ")
+    write_config(job.config, job.folder / "config.yaml")
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match=rf"run\.dir: {re.escape(str(file))} is damaged.*remove that file"):
+            decide_start(job.config.model_copy(update={"resume": resume}))
+    file.unlink()
+    assert decide_start(job.config.model_copy(update={"resume": "auto"})) == Start()
 
 
-@pytest.fixture
-def short_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children that take half a second and fail for seed 2, in place of training."""
-    real = local.job_command
-
-    def command(job: Job):
-        words, file = real(job)
-        assert words[:3] == [sys.executable, "-m", "lightning_llm"]
-        return [sys.executable, "-c", CHILD, str(file)], file
-
-    monkeypatch.setattr(local, "job_command", command)
-    monkeypatch.setattr("lightning_llm.sweep.slurm.job_command", command)
+def silent(folder: Path, seconds: float) -> None:
+    """Let nothing have been heard of the run for `seconds`."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds, time.time() - seconds))
 
 
-def times(job: Job) -> tuple[float, float]:
-    return float((job.folder / "began").read_text()), float((job.folder / "ended").read_text())
+def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 100.0)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    again = job.config.model_copy(update={"resume": "auto"})
+    summary(job, "running", "node17 4242 1700000000")
+    write_config(job.config, job.folder / "config.yaml")
+    silent(job.folder, 90)
+    assert state_of(job.folder) == "running"
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(job.config)  # which wants a folder without a run, whatever becomes of that one
+
+    silent(job.folder, 90)
+    sign = threading.Timer(0.7, os.utime, [job.folder / "summary.json"])
+    sign.start()
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(again)
+    sign.join()
+    silent(job.folder, 99)  # as where a killed job is started again on another node, at once
+    assert decide_start(again) == Start()
+    assert "waiting for a sign of it, 1 s at most" in capsys.readouterr().out
+    assert state_of(job.folder) == "stopped"
+    silent(job.folder, 1e6)
+    summary(job, "running", process_mark())  # of this machine, its number says more than its silence
+    silent(job.folder, 1e6)
+    assert state_of(job.folder) == "running"
 
 
 @pytest.mark.usefixtures("short_children")
@@ -199,32 +230,6 @@ def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
         assert (mine, also) == (True, False)
     with claimed(job) as again:
         assert again
-
-
-@pytest.mark.usefixtures("short_children")
-def test_submitit_runs_jobs_as_it_would_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    jobs = sweep_of(tmp_path, "seed=0,2", "launcher=slurm", "launcher.cluster=local").jobs
-    progress = Progress(len(jobs))
-    run_on_slurm(jobs, Relay(), progress)
-    assert {each.job.config.seed: each.code for each in progress.outcomes} == {0: 0, 2: 1}
-    logs = (jobs[0].folder.parent / "slurm").glob("*_0_log.out")
-    assert any("spoke auto" in log.read_text() for log in logs)
-
-
-def test_what_slurm_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["launcher=slurm", "launcher.partition=gpu", "launcher.gpus_per_node=8", "trainer.devices=8", "world=16"]
-    config = compose_config([f"run.root={tmp_path}", *words])
-    asked = array_parameters(config)
-    assert (asked["nodes"], asked["tasks_per_node"]) == (2, 8)
-    assert (asked["slurm_partition"], asked["gpus_per_node"], asked["slurm_array_parallelism"]) == ("gpu", 8, 8)
-    assert array_parameters(config.model_copy(update={"world": None}))["tasks_per_node"] == 1
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=tmp_path / "slurm", cluster="debug")
-    executor.update_parameters(**asked)  # raises for a parameter that submitit does not know
-    monkeypatch.setenv("PATH", os.devnull)
-    assert "there is no sbatch here" in str(next(iter(slurm_problems(config.launcher))))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(12.2, "12s"), (185, "3m05s"), (9600, "2h40m")])

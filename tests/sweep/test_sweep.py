@@ -62,6 +62,25 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
     assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")} == written
 
 
+@pytest.mark.full
+def test_eight_jobs_at_once_on_a_fresh_database_are_all_recorded(tmp_path, small_run, capfd):
+    words = small_run(tmp_path, "trainer.max_steps=1", "schedule.name=constant", "seed=0,1,2,3,4,5,6,7")
+    assert main(["train", "-m", *words, "logger=mlflow", "launcher.at_once=8"]) == 0
+    assert "note   8 jobs at a time shared this machine" in capfd.readouterr().out
+    store = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    runs = store.search_runs([store.get_experiment_by_name("default").experiment_id])
+    (about,) = [json.loads(file.read_text()) for file in tmp_path.glob("default/*/sweep.json")]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == about["mlflow_run_id"]]
+    losses = {}
+    for file in tmp_path.glob("default/*/*/config.yaml"):
+        assert json.loads((file.parent / "summary.json").read_text())["mlflow"]["synced"] is True
+        losses[file.parent.name] = next(each["loss"] for each in read_metrics(file.parent) if "loss" in each)
+    assert {run.info.run_name: run.data.metrics["loss"] for run in children} == {
+        f"{number} seed={number}": losses[str(number)] for number in range(8)
+    }
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
 def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_run, capfd):
     words = small_run(tmp_path, "trainer.max_steps=3", "optim.gradient_clip_norm=null", "optim.learning_rate=1e30,1e-3")
     assert main(["train", "-m", *words]) == 1
