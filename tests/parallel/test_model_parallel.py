@@ -47,10 +47,11 @@ class Limits:
 
 
 # Measured (loss, norm, gradient, parameter): fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes
-# compute in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4 bits one
-# element of 16,384 that does so (its input was 6e-8 off) moves a token's loss, then the draws of stochastic rounding
-# behind it: 5e-4, 4e-3, 0.24, 0.09 in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. Where none did so in the first
-# forward pass, the first gradients are 5e-4 off at most, mostly 1e-7, and 0.13 with one operand out of its place.
+# compute in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4
+# bits one element of 16,384 that does so (its input was 6e-8 off) moves a token's loss, then the draws of stochastic
+# rounding behind it: 5e-4, 4e-3, 0.24, 0.09 in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. Where none did so in
+# the first forward pass, the first gradients are 5e-4 off at most, mostly 1e-7, and 0.13 with one operand out of its
+# place. That operands are right is shown in test_shard_operands.py.
 SAME_START = 5e-7
 FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5, 1e-5)
 LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 5e-2, 1e-1)}
