@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-import select
+import selectors
 import subprocess
 import time
 from collections.abc import Mapping
@@ -183,9 +183,11 @@ class MLflowTracker:
             return
         deadline = time.monotonic() + self.close_seconds
         self._send({"status": status, "detail": detail, "figures": dict(figures)})
-        while self._ended is None and self._process.poll() is None and time.monotonic() < deadline:
-            select.select([self._process.stdout], [], [], deadline - time.monotonic())
-            self._receive()
+        with selectors.DefaultSelector() as selector:  # plain select refuses file descriptors from 1024 on
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while self._ended is None and self._process.poll() is None and time.monotonic() < deadline:
+                selector.select(deadline - time.monotonic())
+                self._receive()
         self._receive()
         if self._ended is None:
             self._warn(f"its writer did not finish within {self.close_seconds:g} s")

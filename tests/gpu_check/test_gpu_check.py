@@ -433,7 +433,7 @@ sys.meta_path.insert(0, Hide())
 
 def test_tests_marked_gpu_are_collected_where_only_torch_and_pydantic_are(tmp_path, monkeypatch):
     """Each is skipped here, for there is no GPU: not one fails to be imported."""
-    assert [file.name for file in steps.marked_files()] == ["test_gpu.py"]
+    assert [file.name for file in steps.marked_files()] == ["test_attention_gpu.py", "test_gpu.py"]
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(steps.ROOT)]))
     (row,) = steps.marked_tests(Clock(100))

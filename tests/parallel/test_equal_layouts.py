@@ -17,4 +17,4 @@ FULL = [case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS)
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_layout_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
     steps = f"trainer.max_steps={steps_of(case.precision)}"
-    to_the_bits(case, steps, "trainer.validate_every_steps=4")
+    to_the_bits(case, "model.num_layers=3", steps, "trainer.validate_every_steps=4")
