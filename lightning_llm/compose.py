@@ -119,7 +119,8 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     register_recipes()
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
     GlobalHydra.instance().clear()
-    _options_behind.cache_clear()
+    if config_dir:  # its files may be others than last time; what is shipped stays
+        _options_behind.cache_clear()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         yield [f"hydra.searchpath=[file://{config_dir.absolute()}]"] if config_dir else []
 
