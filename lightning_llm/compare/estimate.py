@@ -18,10 +18,13 @@ from lightning_llm.compare.statistics import (
     simultaneous_intervals,
 )
 
-FLOOR_FACTOR = 3.0
-"""How many A/A floors the SD of a pair is taken to be where nothing but the floor is known. The floor is rounding noise
-alone; a recipe also helps one seed and hurts another: pairs of recipes scattered by 2.2 to 2.9 floors where both were
-measured (docs/compare.md). An interval from one floor alone, called 95 %, would hold in some 65 to 75 % there."""
+STAND_IN_FACTOR = 3.0
+"""How many times the A/A floor, or the pair's own wander where that is larger, the SD of a pair is taken to be where no
+other recipe shows its spread. A floor is rounding noise alone, and a recipe helps one seed and hurts another: pairs
+scattered by 1 to 3 floors at a learning rate of 4e-3, and by 20 to 150 at 2e-3, where rounding noise dies out. There
+they scattered by 0.4 to 5 times their wander (docs/compare.md)."""
+FEWEST_TO_WANDER = 4
+"""Validations in the second half of a run: fewer show no wander, and one pair stays inconclusive."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Recipe:
     """One recipe of a family on the way to its verdict. `differences`: {seed: nats}, of pairs that did not diverge.
 
     `pairs`: those that can be judged; `diverged_seeds`: of them, where the recipe lost its loss; `missing_seeds`: where
-    its run did not come to its end and the baseline's did; `identical`: every pair is equal to the last bit.
+    its run did not come to its end and the baseline's did; `identical`: every pair is equal to the last bit; `wander`:
+    of a single pair (`_wander`), NaN where there are more, or where it cannot be told.
     """
 
     label: str
@@ -49,6 +53,7 @@ class Recipe:
     diverged_seeds: list[int]
     missing_seeds: list[int]
     identical: bool
+    wander: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ def measure(label: str, pairs: Sequence[Pair], missing_seeds: Sequence[int], ter
         diverged_seeds=sorted(pair.run.seed for pair in lost),
         missing_seeds=list(missing_seeds),
         identical=bool(differences) and not lost and all(_equal_bits(pair, terms.metric) for pair in judged),
+        wander=_wander(judged[0], terms.metric) if len(judged) == 1 else math.nan,
     )
 
 
@@ -103,7 +109,7 @@ def estimates(recipes: Sequence[Recipe], floor: Floor, terms: Terms) -> list[Est
     rows = [{} if recipe.identical else recipe.differences for recipe in recipes]
     matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in rows]).reshape(len(rows), -1)
     alone = [
-        len(row) == 1 and floor.sd is not None and not recipe.diverged_seeds
+        len(row) == 1 and floor.sd is not None and not recipe.diverged_seeds and math.isfinite(recipe.wander)
         for row, recipe in zip(rows, recipes, strict=True)
     ]
     intervals = simultaneous_intervals(matrix, terms.confidence, beside=sum(alone))
@@ -113,7 +119,7 @@ def estimates(recipes: Sequence[Recipe], floor: Floor, terms: Terms) -> list[Est
         if recipe.identical:
             found.append(Estimate(0.0, 0.0, 0.0, 0.0))
         elif alone[index]:
-            found.append(_stand_in(float(intervals.gap[index]), intervals, floor, claims, terms))
+            found.append(_stand_in(float(intervals.gap[index]), recipe.wander, intervals, floor, claims, terms))
         else:
             found.append(_own(index, intervals, claims))
     return found
@@ -126,15 +132,30 @@ def _own(index: int, intervals: Intervals, claims: int) -> Estimate:
     return Estimate(gap, low, high, sd, df, pool, claims)
 
 
-def _stand_in(gap: float, intervals: Intervals, floor: Floor, claims: int, terms: Terms) -> Estimate:
+def _wander(pair: Pair, metric: str) -> float:
+    """Return how far the pair's difference strays from a straight line over the second half of its validations.
+
+    The residual SD, in nats; NaN for fewer than `FEWEST_TO_WANDER` of them, or where one is not finite.
+    """
+    ours, theirs = pair.run.validations[metric], pair.baseline.validations[metric]
+    common = sorted(set(ours) & set(theirs))
+    steps = [step for step in common if step > common[-1] / 2] if common else []
+    differences = np.array([ours[step] - theirs[step] for step in steps])
+    if len(steps) < FEWEST_TO_WANDER or not np.isfinite(differences).all():
+        return math.nan
+    residuals = differences - np.polynomial.Polynomial.fit(steps, differences, 1)(np.array(steps))
+    return float(np.sqrt((residuals**2).sum() / (len(steps) - 2)))
+
+
+def _stand_in(gap: float, wander: float, intervals: Intervals, floor: Floor, claims: int, terms: Terms) -> Estimate:
     """Return the estimate of one pair by what other runs know of the spread.
 
     Where other recipes of the family have two pairs and more, that is the wider of their spread, all pooled, and of the
-    A/A floor; else `FLOOR_FACTOR` times the floor.
+    A/A floor; else `STAND_IN_FACTOR` times the larger of the floor and of the pair's own wander.
     """
     family_sd, family_df = family_spread(intervals)
     noise = floor.sd if floor.sd is not None else math.nan
-    known = [("floor alone", FLOOR_FACTOR * noise, float(floor.pairs))]
+    known = [("floor alone", STAND_IN_FACTOR * max(noise, wander), float(floor.pairs))]
     if family_df:
         known = [("floor", noise, float(floor.pairs)), ("family", family_sd, family_df)]
     widths = [(critical_value(claims, df, terms.confidence) * sd, sd, df, name) for name, sd, df in known]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_llm.compare.estimate import FLOOR_FACTOR
+from lightning_llm.compare.estimate import STAND_IN_FACTOR
 from lightning_llm.compare.statistics import MOST_SEEDS, PLANNED_GAP, POWER
 
 
@@ -63,8 +63,10 @@ def _stood_in(row: dict[str, Any]) -> str:
     elif row["stand_in"] == "floor":
         text = f"one pair: the A/A floor of {_count(row['aa_pairs'], 'pair')} stands in for the spread between seeds"
     else:
-        times = f"{FLOOR_FACTOR:g} times the A/A floor of {_count(row['aa_pairs'], 'pair')}"
-        text = f"one pair, against rounding noise only: {times} stands in for the spread between seeds"
+        times = (
+            f"{STAND_IN_FACTOR:g} times the A/A floor of {_count(row['aa_pairs'], 'pair')}, or the pair's own wander,"
+        )
+        text = f"one pair, against noise within a seed only: {times} stands in for the spread between seeds"
     return text if row["verdict"] != "inconclusive" else f"{text}; more seeds would measure it"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from lightning_llm.compare.estimate import FLOOR_FACTOR, Recipe, Terms, estimates
+from lightning_llm.compare.estimate import STAND_IN_FACTOR, Recipe, Terms, estimates
 from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.statistics import (
     PLANNED_GAP,
@@ -129,17 +129,17 @@ def test_the_residual_of_recipes_and_seeds_would_err_where_ours_does_not(seeds):
     assert (simultaneous_intervals(differences).low > 0).any(-1).mean() < 0.035
 
 
-def one_pair(gap, floor_differences, others=()):
+def one_pair(gap, floor_differences, others=(), wander=0.0):
     """The interval of a recipe with one pair, beside `others` with more, by an A/A floor of those differences."""
     floor = Floor([[0.0, float(each)] for each in floor_differences], 0, [])
     rows = [{0: float(gap)}, *(dict(enumerate(map(float, each))) for each in others)]
-    recipes = [Recipe(f"recipe {place}", [], None, row, [], [], False) for place, row in enumerate(rows)]
+    recipes = [Recipe(f"recipe {place}", [], None, row, [], [], False, wander) for place, row in enumerate(rows)]
     return estimates(recipes, floor, Terms())[0]
 
 
-@pytest.mark.parametrize("floors", [1.0, 2.5, FLOOR_FACTOR])
+@pytest.mark.parametrize("floors", [1.0, 2.5, STAND_IN_FACTOR])
 def test_a_floor_that_stands_in_alone_errs_in_at_most_one_of_twenty(floors):
-    """Up to pairs that scatter `FLOOR_FACTOR` times as far as rounding alone: measured were 2.2 to 2.9 times."""
+    """Up to pairs that scatter `STAND_IN_FACTOR` times as far as rounding alone: measured were 2.2 to 2.9 times."""
     rng, sd = np.random.default_rng(0), 0.02
     draws = [(rng.normal(0, sd), rng.normal(0, sd / floors, 3)) for _ in range(1000)]
     found = [one_pair(*each) for each in draws]
@@ -147,6 +147,16 @@ def test_a_floor_that_stands_in_alone_errs_in_at_most_one_of_twenty(floors):
     assert np.mean([each.low > MARGIN for each in found]) <= 0.05
     assert np.mean([each.high + 1.001 * MARGIN < MARGIN for each in found]) <= 0.05
     assert np.mean([each.low <= 0 <= each.high for each in found]) >= 0.93
+
+
+def test_a_pair_that_wanders_is_not_judged_by_a_floor_far_below():
+    """As at a rate where rounding noise dies out, but what a recipe does to a seed does not."""
+    rng, sd = np.random.default_rng(2), 0.02
+    found = [one_pair(rng.normal(0, sd), rng.normal(0, sd / 50, 3), wander=sd / 3) for _ in range(1000)]
+    assert np.mean([each.low > MARGIN for each in found]) <= 0.05
+    assert np.mean([each.low <= 0 <= each.high for each in found]) >= 0.93
+    judged = [one_pair(rng.normal(0, sd), rng.normal(0, sd / 50, 3), wander=np.nan) for _ in range(10)]
+    assert all(np.isnan(each.low) for each in judged)
 
 
 @pytest.mark.parametrize("floor_sd", [0.0005, 0.02])

@@ -302,7 +302,7 @@ def test_one_pair_is_inconclusive_unless_the_floor_stands_in(tmp_path, capsys):
     assert row["verdict"] == "lossy"
     assert row["floor_stands_in"]
     assert "stands in" in row["line"]
-    assert "against rounding noise only" in row["line"]
+    assert "against noise within a seed only" in row["line"]
 
 
 def test_a_floor_does_not_overrule_the_spread_that_others_show(tmp_path, capsys):
