@@ -93,12 +93,20 @@ def scales_partial_sums(cast: CastConfig) -> bool:
     return cast.block != "tensor" and cast.scale == "fp32"
 
 
+def _missing(length: int, size: int) -> int:
+    """Return by how much `length` falls short of a multiple of `size`.
+
+    Not -length % size, though it is the same: with that, Inductor (torch 2.13) leaves a symbolic crop of the padding out.
+    """
+    return (length + size - 1) // size * size - length
+
+
 def _blocked(x: Tensor, shape: BlockShape) -> tuple[Tensor, tuple[int, ...]]:
     """Return `x` zero-padded to whole blocks and viewed with block axes, and which axes lie within a block."""
     if shape is None:
         return x, (0, 1)
     (rows, columns), (height, width) = x.shape, shape
-    down, right = -rows % height, -columns % width
+    down, right = _missing(rows, height), _missing(columns, width)
     if down or right:
         x = F.pad(x, (0, right, 0, down))
         rows, columns = x.shape
@@ -114,7 +122,7 @@ def _unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
     if shape is None:
         return x
     (rows, columns), (height, width) = like.shape, shape
-    down, right = -rows % height, -columns % width
+    down, right = _missing(rows, height), _missing(columns, width)
     x = x.reshape(rows + down, columns + right)
     return x[:rows, :columns].contiguous() if down or right else x
 

@@ -199,7 +199,7 @@ def compare_with_eager(cast, axis, shapes):
 @pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
 @pytest.mark.parametrize(("which", "axis", "shapes"), [
     ("mxfp8:fprop.x", 1, [(64, 128), (96, 256)]), ("mxfp4_sr_norht:dgrad.dy", 0, [(64, 128)]),
-    ("fp8_current:dgrad.dy", 1, [(37, 96)]),
+    ("fp8_current:dgrad.dy", 1, [(37, 96)]), ("fp8_subchannel:dgrad.w", 0, [(512, 192), (192, 192)]),
 ])  # fmt: skip
 def test_compiled_casts_give_eagers_bits(which, axis, shapes):
     compare_with_eager(CASTS[which], axis, shapes)
