@@ -96,7 +96,7 @@ def scales_partial_sums(cast: CastConfig) -> bool:
 def _missing(length: int, size: int) -> int:
     """Return by how much `length` falls short of a multiple of `size`.
 
-    Not -length % size, though it is the same: with that, Inductor (torch 2.13) leaves a symbolic crop of the padding out.
+    Not -length % size, though it is the same: of that, Inductor (torch 2.13) leaves a symbolic crop of padding out.
     """
     return (length + size - 1) // size * size - length
 
