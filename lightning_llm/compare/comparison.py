@@ -92,7 +92,7 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
     usable, lost = _without_lost_baselines(usable, factor)
     comparison = Comparison(factor, terms, usable, problems=problems + lost, notes=notes)
     comparison.families, unpaired = pair_runs(usable, factor, unfinished)
-    comparison.problems += unpaired
+    comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
         rows, floor, found = judge(family, factor, terms)
         comparison.verdicts += rows
@@ -115,9 +115,25 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         unfinished.append(run)
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
-        text = f"is not finished: {run.status} after step {run.last_step}{why}. Left out; resume=auto goes on with it."
+        further = "" if run.status == "running" else "; resume=auto, or its sweep's command again, goes on with it"
+        text = f"is not finished: {run.status} after step {run.last_step}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))
     return usable, unfinished, problems
+
+
+def _levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
+    """Say of which recipes there is no verdict at all, since no run of theirs came to its end."""
+    seen = {factor.level(run) for run in usable}
+    seeds: dict[str, list[int]] = {}
+    for run in unfinished:
+        if factor.level(run) not in seen:
+            name = run.config.get(f"{factor.name}.name") or run.config.get(factor.name) or run.name
+            seeds.setdefault(str(name), []).append(run.seed)
+    text = "has no verdict: none of its runs is finished (seed{} {})."
+    return [
+        Problem(name, text.format("s" * (len(found) > 1), ", ".join(map(str, sorted(found)))))
+        for name, found in seeds.items()
+    ]
 
 
 def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:

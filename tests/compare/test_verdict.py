@@ -337,6 +337,16 @@ def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, c
     }  # fmt: skip
 
 
+def test_a_recipe_without_a_finished_run_is_named(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    for seed in range(2):
+        failed = {"status": "failed", "detail": "RuntimeError: shapes"}
+        make_run(sweep / f"2{seed}", "precision=fp8_subchannel", f"seed={seed}", steps=30, summary=failed)
+    found = verdicts(capsys, sweep, expect=2)
+    assert "fp8_subchannel: has no verdict: none of its runs is finished (seeds 0, 1)." in found["stderr"]
+    assert found["by_name"]["mxfp8"]["pairs"] == 3
+
+
 def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
     losses = {step: curve(step) for step in range(5, 31, 5)}
     run = make_run(tmp_path / "run", losses=losses, summary={"status": "failed", "detail": "SpikeStop: step 31 is ..."})
