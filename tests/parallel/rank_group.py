@@ -4,6 +4,7 @@ A case that fails on one rank ends its whole group at once, since the others may
 group.
 """
 
+import copy
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -60,7 +61,7 @@ class RankGroup:
                 if failure is not None:
                     self.close()
                     raise RuntimeError(f"rank {rank} of {self.world} failed:\n{failure}")
-        return results[0]
+        return copy.deepcopy(results[0])  # each tensor that came by a pipe keeps a file open, a copy of it does not
 
     def close(self) -> None:
         """End every rank."""
@@ -101,6 +102,7 @@ def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
         except EOFError:
             return
         try:
-            pipe.send((None, function(*arguments)))
+            result = function(*arguments)
+            pipe.send((None, result if rank == 0 else None))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
