@@ -22,6 +22,7 @@ $(STAMP): pyproject.toml requirements/dev.txt
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
 	  $(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' >> $(VENV)/constraints.txt; \
 	else $(PYTHON) -m venv $(VENV) && cp requirements/dev.txt $(VENV)/constraints.txt; fi
+	@echo "installing into $(VENV): about two minutes"
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $(STAMP)
