@@ -137,7 +137,7 @@ def _wander(pair: Pair, metric: str) -> float:
 
     The residual SD, in nats; NaN for fewer than `FEWEST_TO_WANDER` of them, or where one is not finite.
     """
-    ours, theirs = pair.run.validations[metric], pair.baseline.validations[metric]
+    ours, theirs = pair.run.validations.get(metric, {}), pair.baseline.validations.get(metric, {})
     common = sorted(set(ours) & set(theirs))
     steps = [step for step in common if step > common[-1] / 2] if common else []
     differences = np.array([ours[step] - theirs[step] for step in steps])

@@ -378,6 +378,16 @@ def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
     assert found["by_name"]["mxfp8"]["pairs"] == 3
 
 
+def test_one_pair_that_diverged_before_its_first_validation_is_lossy(tmp_path, capsys):
+    make_run(tmp_path / "s" / "0", "precision=bf16", "seed=0")
+    lost = make_run(
+        tmp_path / "s" / "1", "precision=mxfp8", "seed=0", summary={"status": "failed", "detail": "NonFiniteError: ..."}
+    )
+    lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
+    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < 5))
+    assert verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]["verdict"] == "lossy"
+
+
 def stop(step, event):
     """The record of a step before whose update the spike policy ended the run."""
     return json.dumps({"step": step, "tokens": 1, "time": 0.0, "loss": 6.5, "event": event, "event_action": "stop"})
