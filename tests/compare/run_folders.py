@@ -8,8 +8,10 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 
+NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
 VERSIONS = {"python": "3.11.7", "lightning_llm": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "mlflow": "3.17.2"}
 STEPS, EVERY, STEP_TOKENS = 100, 5, 2048
 _composed: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -81,3 +83,21 @@ NO_MEANING = (
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
 )  # fmt: skip
 """Config keys that change nothing of what is learned, as docs/compare.md lists them."""
+
+
+def make_sweep(folder: Path, gaps: dict[str, float], seeds: int = 3, **more) -> Path:
+    number = 0
+    for place, (words, gap) in enumerate(gaps.items()):
+        for seed in range(seeds):
+            noise = 0.1 * seed + NOISE[(seed + 2 * place) % len(NOISE)]
+            make_run(folder / str(number), *words.split(), f"seed={seed}", gap=gap, noise=noise, **more)
+            number += 1
+    return folder
+
+
+def verdicts(capsys, *words, expect=0) -> dict:
+    """Run `compare --json`; return what it printed, and on stderr, by key."""
+    assert main(["compare", "--json", *map(str, words)]) == expect
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    return {**found, "by_name": {row["name"]: row for row in found["verdicts"]}, "stderr": err}

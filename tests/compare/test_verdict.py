@@ -1,48 +1,19 @@
-"""`compare` and `diff` over folders as runs leave them: pairs, confounders, A/A, divergence, bad input. 35 seconds."""
+"""`compare` and `diff` over folders as runs leave them: pairs, confounders, bad input, the report. 20 seconds."""
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from run_folders import STEPS, curve, make_run
+from run_folders import NOISE, STEPS, curve, make_run, make_sweep, verdicts
 from scipy import stats
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare import report
-from lightning_llm.compare.reading import read_run
 
-NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
-
-
-def make_sweep(folder: Path, gaps: dict[str, float], seeds: int = 3, **more) -> Path:
-    number = 0
-    for place, (words, gap) in enumerate(gaps.items()):
-        for seed in range(seeds):
-            noise = 0.1 * seed + NOISE[(seed + 2 * place) % len(NOISE)]
-            make_run(folder / str(number), *words.split(), f"seed={seed}", gap=gap, noise=noise, **more)
-            number += 1
-    return folder
-
-
-def verdicts(capsys, *words, expect=0) -> dict:
-    """Run `compare --json`; return what it printed, and on stderr, by key."""
-    assert main(["compare", "--json", *map(str, words)]) == expect
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    return {**found, "by_name": {row["name"]: row for row in found["verdicts"]}, "stderr": err}
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(monkeypatch, request):
-    """Leave the pictures out, half a second each time, but where the report itself is looked at."""
-    if "report_holds" not in request.node.name:
-        for name in ("draw_curves", "draw_intervals", "draw_speed"):
-            monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")
@@ -214,251 +185,12 @@ def test_two_factors_are_judged_apart(tmp_path, capsys):
     assert all(row["controlled"] for row in found["verdicts"])
 
 
-def test_runs_of_one_recipe_are_the_noise_floor(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.001})
-    for seed in range(3):
-        words = ("precision=bf16", "data.micro_batch_size=2", f"seed={seed}")
-        make_run(sweep / str(10 + seed), *words, noise=0.1 * seed + NOISE[seed % 5] + 0.002)
-    found = verdicts(capsys, sweep)
-    (floor,) = found["aa"]
-    assert (floor["pairs"], floor["keys"]) == (3, ["data.micro_batch_size"])
-    assert floor["floor"] == pytest.approx(0.002, abs=1e-6)
-    assert found["by_name"]["mxfp8"]["aa_floor"] == floor["floor"]
-    assert found["by_name"]["mxfp8"]["controlled"]
-    alone = make_sweep(tmp_path / "alone", {"precision=bf16": 0.0, "precision=bf16 data.micro_batch_size=2": 0.0})
-    itself = verdicts(capsys, alone)
-    assert itself["factor"] == "data.micro_batch_size"
-    assert itself["verdicts"][0]["verdict"] == "lossless"
-    make_sweep(alone / "more", {"precision=bf16 trainer.threads=1": 0.0}, summary={"threads": 1})
-    make_sweep(alone / "other", {"precision=bf16 parallel.reduction=native": 0.0})
-    every = verdicts(capsys, alone)  # these two equal the first to the last bit
-    assert (every["factor"], every["baseline"], every["aa"][0]["pairs"]) == ("rounding", "bf16", 3)
-    assert {name: (row["verdict"], row["controlled"]) for name, row in every["by_name"].items()} == {
-        "data.micro_batch_size=2": ("lossless", True), "trainer.threads=1": ("lossless", True),
-        "parallel.reduction=native": ("lossless", True),
-    }  # fmt: skip
-
-
 def test_layouts_are_compared_with_a_single_rank(tmp_path, capsys):
     words = {f"parallel={name} trainer.devices=2 data.micro_batch_size=1": 0.0 for name in ("ddp", "zero3")}
     sweep = make_sweep(tmp_path / "s", {**words, "parallel=single data.micro_batch_size=1": 0.0})
     found = verdicts(capsys, sweep)
     assert (found["factor"], found["baseline"]) == ("parallel", "single")
     assert {name: row["controlled"] for name, row in found["by_name"].items()} == {"ddp": True, "zero3": True}
-
-
-def test_runs_with_equal_bits_are_lossless_by_one_pair(tmp_path, capsys):
-    layouts = {name: (f"parallel={name}", "trainer.devices=2", "data.micro_batch_size=1") for name in ("ddp", "zero3")}
-    sweep = tmp_path / "s"
-    make_run(sweep / "0", "parallel=single", "data.micro_batch_size=1")
-    make_run(sweep / "1", *layouts["ddp"])
-    make_run(sweep / "2", *layouts["zero3"], noise=0.001)
-    rows = verdicts(capsys, sweep)["by_name"]
-    assert (rows["ddp"]["verdict"], rows["ddp"]["ci"], rows["ddp"]["identical"]) == ("lossless", [0.0, 0.0], True)
-    assert "equal to the last bit" in rows["ddp"]["line"]
-    assert (rows["zero3"]["verdict"], rows["zero3"]["identical"]) == ("inconclusive", False)
-    shutil.rmtree(sweep / "1")
-    early = {step: curve(step) + 1e-12 * (step < 50) for step in range(5, STEPS + 1, 5)}
-    make_run(sweep / "1", *layouts["ddp"], losses=early)  # equal in the tail alone
-    assert not verdicts(capsys, sweep)["by_name"]["ddp"]["identical"]
-
-
-def test_an_interleaved_pipeline_with_the_same_bits_is_no_confounder(tmp_path, capsys):
-    base = "precision=bf16 data.micro_batch_size=1"
-    pipeline = "precision=mxfp8 data.micro_batch_size=1 parallel=pp_interleaved trainer.devices=2"
-    row = verdicts(capsys, make_sweep(tmp_path / "s", {base: 0.0, pipeline: 0.001}))["by_name"]["mxfp8"]
-    assert (row["controlled"], row["confounders"]) == (True, [])
-    assert {"parallel.schedule", "parallel.virtual_stages"} <= set(row["speed_confounders"])
-
-
-def test_equal_bits_are_no_noise(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.001}, seeds=2)
-    make_run(sweep / "9", "precision=bf16", "trainer.threads=1", "seed=0", noise=NOISE[0])
-    found = verdicts(capsys, sweep)
-    assert found["aa"][0]["floor"] is None
-    assert found["aa"][0]["identical"] == 1
-
-
-def test_a_run_made_again_is_dropped_if_equal_and_noise_if_not(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.001})
-    later = {"started_at": "2026-11-22T10:00:00+00:00"}
-    make_run(sweep / "20", "precision=bf16", "seed=0", noise=NOISE[0], summary=later)
-    found = verdicts(capsys, sweep)
-    assert found["aa"] == []
-    assert "left out: s/0" in " ".join(found["notes"])
-    make_run(sweep / "21", "precision=bf16", "seed=1", noise=0.1 + NOISE[1] + 0.003, summary=later)
-    assert verdicts(capsys, sweep)["aa"][0]["floor"] == pytest.approx(0.003)
-
-
-def test_one_pair_is_inconclusive_unless_the_floor_stands_in(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.05}, seeds=1)
-    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
-    assert (row["verdict"], row["ci"]) == ("inconclusive", [None, None])
-    assert "one pair alone" in row["line"]
-    for number, size in enumerate((1, 2)):
-        words = ("precision=bf16", f"data.micro_batch_size={size}", "seed=0")
-        make_run(sweep / str(5 + number), *words, noise=NOISE[0] + 0.001 * (number + 1))
-    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
-    assert row["verdict"] == "lossy"
-    assert row["floor_stands_in"]
-    assert "stands in" in row["line"]
-    assert "against noise within a seed only" in row["line"]
-
-
-def test_a_floor_does_not_overrule_the_spread_that_others_show(tmp_path, capsys):
-    """Real runs of the quickstart's kind: the floor is a fraction of what recipes scatter from seed to seed."""
-    base, other = [0.01, -0.02, 0.03, -0.01, 0.0], [-0.02, 0.02, 0.0, 0.025, -0.02]
-    for seed in range(5):
-        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=base[seed])
-        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", noise=other[seed])
-        words = ("precision=bf16", "data.micro_batch_size=2", f"seed={seed}")
-        make_run(tmp_path / "s" / f"2{seed}", *words, noise=base[seed] + 0.001)
-    make_run(tmp_path / "s" / "30", "precision=fp8_current", "seed=0", noise=base[0] + 0.022)
-    rows = verdicts(capsys, tmp_path / "s")["by_name"]
-    row = rows["fp8_current"]
-    assert (row["verdict"], row["stand_in"], row["floor_stands_in"]) == ("inconclusive", "family", False)
-    assert row["aa_floor"] == pytest.approx(0.001)
-    assert row["sd"] == pytest.approx(rows["mxfp8"]["sd"])
-    assert row["ci"][0] < -0.05
-    assert "the spread of the other recipes stands in" in row["line"]
-
-
-def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, capsys):
-    base = make_sweep(tmp_path / "s", {"precision=bf16 data.micro_batch_size=1": 0.0})
-    layout = "precision=mxfp8 data.micro_batch_size=1 parallel=ddp trainer.devices=2"
-    same = make_sweep(tmp_path / "same", {layout: 0.001})
-    row = verdicts(capsys, base, same)["by_name"]["mxfp8"]
-    assert row["controlled"]
-    assert "trainer.devices" in row["speed_confounders"]
-    other = make_sweep(tmp_path / "other", {f"{layout} parallel.reduction=native": 0.001})
-    row = verdicts(capsys, base, other)["by_name"]["mxfp8"]
-    assert {each["key"] for each in row["confounders"]} == {
-        "parallel.dp_replicate", "parallel.reduction", "trainer.devices",
-    }  # fmt: skip
-
-
-def test_a_recipe_without_a_finished_run_is_named(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
-    for seed in range(2):
-        failed = {"status": "failed", "detail": "RuntimeError: shapes"}
-        make_run(sweep / f"2{seed}", "precision=fp8_subchannel", f"seed={seed}", steps=30, summary=failed)
-    found = verdicts(capsys, sweep, expect=2)
-    assert "fp8_subchannel: has no verdict: none of its runs is finished (seeds 0, 1)." in found["stderr"]
-    assert found["by_name"]["mxfp8"]["pairs"] == 3
-
-
-def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
-    losses = {step: curve(step) for step in range(5, 31, 5)}
-    run = make_run(tmp_path / "run", losses=losses, summary={"status": "failed", "detail": "SpikeStop: step 31 is ..."})
-    stop = {"step": 31, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "event_action": "stop"}
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(stop) + "\n")
-    read = read_run(run)
-    assert (read.last_step, read.last_loss, read.spikes, read.non_finite) == (30, 5.0, 1, True)
-
-
-def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0, "precision=fp8_current": 0.0})
-    shutil.rmtree(sweep / "4")
-    shutil.rmtree(sweep / "8")
-    ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 31 is nan. ..."}
-    losses = {step: curve(step) for step in range(5, 31, 5)}
-    make_run(sweep / "4", "precision=mxfp8", "seed=1", losses=losses, summary=ended)
-    make_run(sweep / "8", "precision=fp8_current", "seed=2", losses=dict.fromkeys(range(5, STEPS + 1, 5), 9.0))
-    rows = verdicts(capsys, sweep)["by_name"]
-    for name, seed in (("mxfp8", 1), ("fp8_current", 2)):
-        assert rows[name]["verdict"] == "lossy"
-        assert rows[name]["diverged_seeds"] == [seed]
-        assert f"diverged at seed {seed}" in rows[name]["line"]
-    assert "205K tokens" in rows["mxfp8"]["line"]
-    make_run(sweep / "20", "precision=bf16", "seed=5", losses=losses, summary=ended)
-    make_run(sweep / "21", "precision=mxfp8", "seed=5")
-    found = verdicts(capsys, sweep, expect=2)
-    assert "the baseline bf16 itself diverged" in found["stderr"]
-    assert found["by_name"]["mxfp8"]["pairs"] == 3
-
-
-def test_one_pair_that_diverged_before_its_first_validation_is_lossy(tmp_path, capsys):
-    make_run(tmp_path / "s" / "0", "precision=bf16", "seed=0")
-    lost = make_run(
-        tmp_path / "s" / "1", "precision=mxfp8", "seed=0", summary={"status": "failed", "detail": "NonFiniteError: ..."}
-    )
-    lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
-    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < 5))
-    assert verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]["verdict"] == "lossy"
-
-
-def stop(step, event):
-    """The record of a step before whose update the spike policy ended the run."""
-    return json.dumps({"step": step, "tokens": 1, "time": 0.0, "loss": 6.5, "event": event, "event_action": "stop"})
-
-
-@pytest.mark.parametrize(
-    ("policy", "event", "lossy"),
-    [
-        ("stop", "divergence", True), ("skip", "spike", True), ("skip", "non_finite", True),
-        ("stop", "spike", False), ("stop", "plateau_shift", False),
-    ],
-)  # fmt: skip
-def test_seeds_that_a_policy_ended_are_not_dropped_from_the_verdict(policy, event, lossy, tmp_path, capsys):
-    recipes = {f"precision={name} spikes.policy={policy}": 0.0 for name in ("bf16", "mxfp8")}
-    sweep = make_sweep(tmp_path / "s", recipes, seeds=5)
-    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["verdict"] == "lossless"
-    for number in (5, 6):  # mxfp8 at seeds 0 and 1
-        shutil.rmtree(sweep / str(number))
-        ended = {"status": "failed", "detail": "SpikeStop: step 51 is out of the ordinary"}
-        words = ("precision=mxfp8", f"spikes.policy={policy}", f"seed={number - 5}")
-        losses = {step: curve(step) for step in range(5, 51, 5)}
-        folder = make_run(sweep / str(number), *words, losses=losses, summary=ended)
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(stop(51, event) + "\n")
-    row = verdicts(capsys, sweep, expect=0 if lossy else 2)["by_name"]["mxfp8"]
-    assert row["verdict"] == ("lossy" if lossy else "inconclusive")
-    assert (row["diverged_seeds"], row["missing_seeds"]) == (([0, 1], []) if lossy else ([], [0, 1]))
-    assert ("diverged at seeds 0, 1" if lossy else "seeds 0, 1 missing: failed or unfinished") in row["line"]
-    assert row["ci"][1] < 0.01  # which the survivors alone would be called lossless for
-
-
-def test_a_seed_is_missing_only_where_the_baseline_came_to_its_end_and_no_other_run_did(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.06, "precision=fp8_current": 0.0})
-    running = {"summary": {"status": "running"}, "losses": {5: curve(5)}}
-    make_run(sweep / "20", "precision=mxfp8", "seed=7", **running)  # no baseline
-    make_run(sweep / "21", "precision=mxfp8", "seed=1", "data.micro_batch_size=2", **running)  # made otherwise
-    make_run(sweep / "22", "precision=fp8_current", "seed=1", "optim.eps=1e-6", **running)  # another recipe
-    rows = verdicts(capsys, sweep, expect=2)["by_name"]
-    assert {name: row["missing_seeds"] for name, row in rows.items()} == {"mxfp8": [], "fp8_current": []}
-    assert rows["fp8_current"]["verdict"] == "lossless"
-    make_run(sweep / "23", "precision=bf16", "seed=7")
-    row = verdicts(capsys, sweep, expect=2)["by_name"]["mxfp8"]
-    assert (row["verdict"], row["missing_seeds"]) == ("lossy", [7])
-    assert "seed 7 missing" in row["line"]
-
-
-def test_of_runs_that_differ_in_rounding_each_way_has_its_own_missing_seeds(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {f"data.micro_batch_size={size}": 0.0 for size in (4, 2, 1)})
-    make_run(sweep / "20", "data.micro_batch_size=4", "seed=9")
-    make_run(sweep / "21", "data.micro_batch_size=1", "seed=9", summary={"status": "stopped"}, losses={5: curve(5)})
-    rows = verdicts(capsys, sweep, expect=2)["by_name"]
-    assert {name.rpartition("=")[2]: row["missing_seeds"] for name, row in rows.items()} == {"2": [], "1": [9]}
-
-
-def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(tmp_path, capsys):
-    for seed in range(2):
-        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=NOISE[seed])
-        losses = {step: curve(step) - 0.01 if step > 90 else curve(step) + 1 for step in range(5, STEPS + 1, 5)}
-        losses[90] = "nan"
-        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", losses=losses)
-    assert main(["compare", "--json", str(tmp_path / "s")]) == 0
-    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    json.loads((tmp_path / "s" / "compare" / "compare.json").read_text(), parse_constant=pytest.fail)
-    times = printed["verdicts"][0]["time_to_loss"]
-    assert 85 * 2048 < times["tokens"] < 95 * 2048  # on the straight line over the one left out
-    bad = {step: curve(step) for step in range(5, STEPS + 1, 5)} | {95: "nan"}
-    make_run(tmp_path / "s" / "02", "precision=bf16", "seed=2", losses=bad)
-    make_run(tmp_path / "s" / "12", "precision=mxfp8", "seed=2")
-    found = verdicts(capsys, tmp_path / "s", expect=2)
-    assert "its 'val_loss' is not finite in the tail" in found["stderr"]
-    assert found["by_name"]["mxfp8"]["pairs"] == 2
 
 
 def test_time_to_loss_speed_memory_and_skipped_steps(tmp_path, capsys):

@@ -1,0 +1,136 @@
+"""Runs that diverged, failed, were stopped or are missing: none is passed over in silence. 8 seconds."""
+
+import json
+import shutil
+
+import pytest
+from run_folders import NOISE, STEPS, curve, make_run, make_sweep, verdicts
+
+from lightning_llm.__main__ import main
+from lightning_llm.compare.reading import read_run
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+def test_a_recipe_without_a_finished_run_is_named(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    for seed in range(2):
+        failed = {"status": "failed", "detail": "RuntimeError: shapes"}
+        make_run(sweep / f"2{seed}", "precision=fp8_subchannel", f"seed={seed}", steps=30, summary=failed)
+    found = verdicts(capsys, sweep, expect=2)
+    assert "fp8_subchannel: has no verdict: none of its runs is finished (seeds 0, 1)." in found["stderr"]
+    assert found["by_name"]["mxfp8"]["pairs"] == 3
+
+
+def test_the_step_that_a_stop_left_unmade_is_no_step_of_the_run(tmp_path):
+    losses = {step: curve(step) for step in range(5, 31, 5)}
+    run = make_run(tmp_path / "run", losses=losses, summary={"status": "failed", "detail": "SpikeStop: step 31 is ..."})
+    stop = {"step": 31, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "event_action": "stop"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(stop) + "\n")
+    read = read_run(run)
+    assert (read.last_step, read.last_loss, read.spikes, read.non_finite) == (30, 5.0, 1, True)
+
+
+def test_a_run_that_loses_its_loss_is_lossy(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0, "precision=fp8_current": 0.0})
+    shutil.rmtree(sweep / "4")
+    shutil.rmtree(sweep / "8")
+    ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 31 is nan. ..."}
+    losses = {step: curve(step) for step in range(5, 31, 5)}
+    make_run(sweep / "4", "precision=mxfp8", "seed=1", losses=losses, summary=ended)
+    make_run(sweep / "8", "precision=fp8_current", "seed=2", losses=dict.fromkeys(range(5, STEPS + 1, 5), 9.0))
+    rows = verdicts(capsys, sweep)["by_name"]
+    for name, seed in (("mxfp8", 1), ("fp8_current", 2)):
+        assert rows[name]["verdict"] == "lossy"
+        assert rows[name]["diverged_seeds"] == [seed]
+        assert f"diverged at seed {seed}" in rows[name]["line"]
+    assert "205K tokens" in rows["mxfp8"]["line"]
+    make_run(sweep / "20", "precision=bf16", "seed=5", losses=losses, summary=ended)
+    make_run(sweep / "21", "precision=mxfp8", "seed=5")
+    found = verdicts(capsys, sweep, expect=2)
+    assert "the baseline bf16 itself diverged" in found["stderr"]
+    assert found["by_name"]["mxfp8"]["pairs"] == 3
+
+
+def test_one_pair_that_diverged_before_its_first_validation_is_lossy(tmp_path, capsys):
+    make_run(tmp_path / "s" / "0", "precision=bf16", "seed=0")
+    lost = make_run(
+        tmp_path / "s" / "1", "precision=mxfp8", "seed=0", summary={"status": "failed", "detail": "NonFiniteError: ..."}
+    )
+    lines = [json.loads(line) for line in (lost / "metrics.jsonl").read_text().splitlines()]
+    (lost / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < 5))
+    assert verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]["verdict"] == "lossy"
+
+
+def stop(step, event):
+    """The record of a step before whose update the spike policy ended the run."""
+    return json.dumps({"step": step, "tokens": 1, "time": 0.0, "loss": 6.5, "event": event, "event_action": "stop"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "event", "lossy"),
+    [
+        ("stop", "divergence", True), ("skip", "spike", True), ("skip", "non_finite", True),
+        ("stop", "spike", False), ("stop", "plateau_shift", False),
+    ],
+)  # fmt: skip
+def test_seeds_that_a_policy_ended_are_not_dropped_from_the_verdict(policy, event, lossy, tmp_path, capsys):
+    recipes = {f"precision={name} spikes.policy={policy}": 0.0 for name in ("bf16", "mxfp8")}
+    sweep = make_sweep(tmp_path / "s", recipes, seeds=5)
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["verdict"] == "lossless"
+    for number in (5, 6):  # mxfp8 at seeds 0 and 1
+        shutil.rmtree(sweep / str(number))
+        ended = {"status": "failed", "detail": "SpikeStop: step 51 is out of the ordinary"}
+        words = ("precision=mxfp8", f"spikes.policy={policy}", f"seed={number - 5}")
+        losses = {step: curve(step) for step in range(5, 51, 5)}
+        folder = make_run(sweep / str(number), *words, losses=losses, summary=ended)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(stop(51, event) + "\n")
+    row = verdicts(capsys, sweep, expect=0 if lossy else 2)["by_name"]["mxfp8"]
+    assert row["verdict"] == ("lossy" if lossy else "inconclusive")
+    assert (row["diverged_seeds"], row["missing_seeds"]) == (([0, 1], []) if lossy else ([], [0, 1]))
+    assert ("diverged at seeds 0, 1" if lossy else "seeds 0, 1 missing: failed or unfinished") in row["line"]
+    assert row["ci"][1] < 0.01  # which the survivors alone would be called lossless for
+
+
+def test_a_seed_is_missing_only_where_the_baseline_came_to_its_end_and_no_other_run_did(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.06, "precision=fp8_current": 0.0})
+    running = {"summary": {"status": "running"}, "losses": {5: curve(5)}}
+    make_run(sweep / "20", "precision=mxfp8", "seed=7", **running)  # no baseline
+    make_run(sweep / "21", "precision=mxfp8", "seed=1", "data.micro_batch_size=2", **running)  # made otherwise
+    make_run(sweep / "22", "precision=fp8_current", "seed=1", "optim.eps=1e-6", **running)  # another recipe
+    rows = verdicts(capsys, sweep, expect=2)["by_name"]
+    assert {name: row["missing_seeds"] for name, row in rows.items()} == {"mxfp8": [], "fp8_current": []}
+    assert rows["fp8_current"]["verdict"] == "lossless"
+    make_run(sweep / "23", "precision=bf16", "seed=7")
+    row = verdicts(capsys, sweep, expect=2)["by_name"]["mxfp8"]
+    assert (row["verdict"], row["missing_seeds"]) == ("lossy", [7])
+    assert "seed 7 missing" in row["line"]
+
+
+def test_of_runs_that_differ_in_rounding_each_way_has_its_own_missing_seeds(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {f"data.micro_batch_size={size}": 0.0 for size in (4, 2, 1)})
+    make_run(sweep / "20", "data.micro_batch_size=4", "seed=9")
+    make_run(sweep / "21", "data.micro_batch_size=1", "seed=9", summary={"status": "stopped"}, losses={5: curve(5)})
+    rows = verdicts(capsys, sweep, expect=2)["by_name"]
+    assert {name.rpartition("=")[2]: row["missing_seeds"] for name, row in rows.items()} == {"2": [], "1": [9]}
+
+
+def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(tmp_path, capsys):
+    for seed in range(2):
+        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=NOISE[seed])
+        losses = {step: curve(step) - 0.01 if step > 90 else curve(step) + 1 for step in range(5, STEPS + 1, 5)}
+        losses[90] = "nan"
+        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", losses=losses)
+    assert main(["compare", "--json", str(tmp_path / "s")]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    json.loads((tmp_path / "s" / "compare" / "compare.json").read_text(), parse_constant=pytest.fail)
+    times = printed["verdicts"][0]["time_to_loss"]
+    assert 85 * 2048 < times["tokens"] < 95 * 2048  # on the straight line over the one left out
+    bad = {step: curve(step) for step in range(5, STEPS + 1, 5)} | {95: "nan"}
+    make_run(tmp_path / "s" / "02", "precision=bf16", "seed=2", losses=bad)
+    make_run(tmp_path / "s" / "12", "precision=mxfp8", "seed=2")
+    found = verdicts(capsys, tmp_path / "s", expect=2)
+    assert "its 'val_loss' is not finite in the tail" in found["stderr"]
+    assert found["by_name"]["mxfp8"]["pairs"] == 2
