@@ -68,8 +68,7 @@ class RunWriter:
 
     def sync(self) -> None:
         """Log every record that is in `metrics.jsonl` by now, connecting first where that was not done."""
-        if self._client is None:
-            self._connect()
+        self.connect()
         from mlflow.entities import Metric, RunTag
 
         for batch, end in self._new_batches():
@@ -109,7 +108,10 @@ class RunWriter:
         if batch:
             yield batch, end
 
-    def _connect(self) -> None:
+    def connect(self) -> bool:
+        """Find or create the run in MLflow and describe it; return False where that was done before."""
+        if self._client is not None:
+            return False
         client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
         id_file = self.run_dir / RUN_ID_FILE
         run = known_run(client, id_file.read_text().strip() if id_file.exists() else None)
@@ -124,7 +126,7 @@ class RunWriter:
         self._log_artifacts(client, FIRST_ARTIFACTS)
         mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so
         self._client = client
-        _say({"event": "connected", "run_id": self.run_id})
+        return True
 
     def _describe(self, client: Any, run: Any) -> None:
         """Log parameters and tags. Parameters are immutable: one that a resumed run changes becomes a tag."""
@@ -184,6 +186,8 @@ def main() -> None:
             if ending:
                 writer.finish(**ending)
                 break
+            if writer.connect():
+                _say({"event": "connected", "run_id": writer.run_id})
             writer.sync()
             pause = job["flush_seconds"]
         except Exception as error:

@@ -12,7 +12,7 @@ from lightning_llm.ranks import is_first_rank
 
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
-    "plan": ("lightning_llm.plan:plan", "print what a run would do, without running it"),
+    "plan": ("lightning_llm.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument(
                 "--matrix", action="store_true", help="every precision recipe on every kind of GPU: native or emulated"
             )
-        if verb == "train":
+        if verb in ("train", "plan"):
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
         if verb == "probe":
             _add_probe(child)

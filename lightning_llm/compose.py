@@ -7,6 +7,7 @@ typo on the command line, behind `+` or inside a file arrives at the same check 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, unknown_option
 from lightning_llm.recipes_catalog import register_recipes
 from lightning_llm.schema import Config
 from lightning_llm.schema.strict import parse_config
@@ -43,7 +44,7 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     with _hydra(config_dir) as search:
         if any(_recipe_sweep(overrides, search)):
             raise ConfigError(Problem("recipe", "this recipe is a sweep of several runs. Add -m, or use make sweep."))
-        return _compose_one(_parse(overrides), search)
+        return _compose_one(parse_overrides(overrides), search)
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
@@ -57,16 +58,16 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
     """
     with _hydra(config_dir) as search:
         params, also = _recipe_sweep(overrides, search)
-        typed = _parse(overrides)
+        typed = parse_overrides(overrides)
         plain = [each for each in typed if not each.is_sweep_override()]
-        groups = [_parse([*params, *overrides])]
-        groups += [[*plain, *_typed_first(_parse(line.split()), typed)] for line in also]
+        groups = [parse_overrides([*params, *overrides])]
+        groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
         problems: dict[Problem, None] = {}
         jobs = []
-        for words in (words for parsed in groups for words in product(*(_choices_of(each) for each in parsed))):
+        for words in (words for parsed in groups for words in product(*(choices_of(each) for each in parsed))):
             try:
                 chosen = [word for word in words if word not in overrides]
-                jobs.append((chosen, _compose_one(_parse(words), search)))
+                jobs.append((chosen, _compose_one(parse_overrides(words), search)))
             except ConfigError as error:
                 problems.update(dict.fromkeys(error.problems))
         if problems:
@@ -89,7 +90,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     if not isinstance(tree, DictConfig):
         raise ConfigError(Problem("--config", f"{file} holds no mapping. Give a run's config.yaml."))
     groups = set(Config.model_fields)
-    for each in _parse(overrides):
+    for each in parse_overrides(overrides):
         key = each.key_or_group
         if key in groups and isinstance(tree.get(key), DictConfig):
             text = "a whole group cannot be exchanged in a resolved config. Override single keys, or compose anew."
@@ -97,7 +98,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         if each.is_delete():
             raise ConfigError(Problem(key, "~ deletes from a composition; with --config, override single keys."))
         OmegaConf.update(tree, key, each.value(), force_add=True)
-    changed = {each.key_or_group for each in _parse(overrides)}
+    changed = {each.key_or_group for each in parse_overrides(overrides)}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
         tree.run.dir = (
             "${run.root}/${run.experiment}/${run.name}"  # a file keeps it resolved, where it was made of these
@@ -107,7 +108,7 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
     """Return the one value that the overrides set `key` to, None where they do not, or to several."""
-    found = [each for each in _parse(overrides) if each.key_or_group == key and not each.is_sweep_override()]
+    found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
     return str(found[-1].value()) if found else None
 
 
@@ -120,82 +121,19 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
     GlobalHydra.instance().clear()
     if config_dir:  # its files may be others than last time; what is shipped stays
-        _options_behind.cache_clear()
+        forget_options()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
         yield [f"hydra.searchpath=[file://{config_dir.absolute()}]"] if config_dir else []
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    parsed, problems = [], []
-    for word in overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(_quoted(word)))
-        except HydraException as error:
-            why = str(error).splitlines()[0]
-            problems.append(Problem(word, f"this is no override ({why}). Write key=value, ~key, or group=name."))
-    if problems:
-        raise ConfigError(problems)
-    return parsed
-
-
-def _quoted(word: str) -> str:
-    """Return `resume=a/step=4` as `resume='a/step=4'`: the grammar wants quotes around a value with an equals sign."""
-    key, _, value = word.partition("=")
-    return f"{key}='{value}'" if "=" in value and not set(value) & set("'\"[]{}()$,") else word
-
-
-def _group_options(group: str, search: list[str]) -> list[str]:
-    # Hydra copies all it knows for each question, which takes longer than composing; no group has a dot in its name
-    return [] if "." in group else _options_behind(group, tuple(search))
-
-
-@cache
-def _options_behind(group: str, search: tuple[str, ...]) -> list[str]:
-    """Return the names that `group=` takes, recipes in subfolders as "sub/name"; empty where there is no such group."""
-    loader = GlobalHydra.instance().config_loader()
-    options = list(loader.get_group_options(group, overrides=list(search)))
-    for child in loader.list_groups(group):
-        names = loader.get_group_options(f"{group}/{child}", overrides=list(search))
-        options += [f"{child}/{name}" for name in names]
-    return options
-
-
-def _unknown_option(parsed: Override, search: list[str]) -> Problem | None:
-    options = _group_options(parsed.key_or_group, search)
-    if parsed.is_delete() or parsed.is_sweep_override() or not options:
-        return None
-    value = parsed.value()
-    if value is None or value in options or isinstance(value, list):
-        return None
-    return Problem(parsed.key_or_group, f"there is no '{value}'.{did_you_mean(str(value), options)}")
-
-
-def _forced(parsed: Override, search: list[str]) -> str:
-    """Return the override so that Hydra takes it even for an unknown key, which the strict check then names."""
-    word = parsed.input_line or ""
-    if parsed.is_delete() or _group_options(parsed.key_or_group, search) or parsed.key_or_group.startswith("hydra"):
-        return word
-    return "++" + word.lstrip("+")
-
-
-def _choices_of(parsed: Override) -> list[str]:
-    if not parsed.is_sweep_override():
-        return [parsed.input_line or ""]
-    if not parsed.is_discrete_sweep():
-        raise ConfigError(
-            Problem(parsed.key_or_group, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9).")
-        )
-    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-
-
 def _recipe_sweep(overrides: Sequence[str], search: list[str]) -> tuple[list[str], list[str]]:
     """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
-    if not any(each.key_or_group == "recipe" for each in _parse(overrides)):
+    if not any(each.key_or_group == "recipe" for each in parse_overrides(overrides)):
         return [], []
-    typed = {each.key_or_group for each in _parse(overrides)}
-    plain = [each.input_line or "" for each in _parse(overrides) if not each.is_sweep_override()]
+    typed = {each.key_or_group for each in parse_overrides(overrides)}
+    plain = [each.input_line or "" for each in parse_overrides(overrides) if not each.is_sweep_override()]
     try:
-        words = [_forced(each, search) for each in _parse(plain)]
+        words = [forced(each, search) for each in parse_overrides(plain)]
         tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException):
         return [], []  # the same composition follows for each job, and says there what is wrong
@@ -219,14 +157,15 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
 
 
 def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
-    problems = [problem for each in parsed if (problem := _unknown_option(each, search))]
-    words = [_forced(each, search) for each in parsed if not _unknown_option(each, search)]
+    problems = [problem for each in parsed if (problem := unknown_option(each, search))]
+    words = [forced(each, search) for each in parsed if not unknown_option(each, search)]
     try:
         tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
         with open_dict(tree):
             tree.recipe = tree.hydra.runtime.choices.get("recipe")
             del tree["hydra"]
             tree.pop("sweep", None)  # read by compose_sweep
+            _leave_out_observers(tree, parsed)
         config = _checked(tree)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
@@ -235,6 +174,26 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
+    """Drop what a recipe's file sets of a shipped observer that the chosen callbacks leave out (callbacks=none).
+
+    What was typed stays, for the check to refuse: it would not be done.
+    """
+    typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
+    for name in list(tree.get("callbacks") or {}):
+        node = tree.callbacks[name]
+        without_class = isinstance(node, DictConfig) and "_target_" not in node
+        if without_class and name in _shipped_observers() and f"callbacks.{name}" not in typed:
+            del tree.callbacks[name]
+
+
+@cache
+def _shipped_observers() -> set[str]:
+    folder = files(CONFIG_MODULE) / "callbacks"
+    found = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in folder.iterdir() if file.name[-5:] == ".yaml"]
+    return {name for each in found for name in each} - {"defaults"}
 
 
 def _checked(tree: DictConfig) -> Config:

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run, with --matrix how every recipe would run where; as text or, with --json, as data."""
+    """Print the plan of one run, with --matrix how every recipe would run where, with -m the jobs of a sweep.
+
+    As text or, with --json, as data.
+    """
+    if arguments.multirun:
+        from lightning_llm.sweep.outline import outline
+
+        return outline(arguments)
     if arguments.config:
         config = load_config(arguments.config, arguments.overrides)
     else:

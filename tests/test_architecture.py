@@ -23,6 +23,7 @@ LAYERS = {
         "conform",
         "launch",
         "matrix",
+        "overrides",
         "plan",
         "probe",
         "ranks",

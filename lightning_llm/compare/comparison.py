@@ -95,7 +95,7 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
         rows, floor, found = judge(family, factor, terms)
-        comparison.verdicts += rows
+        comparison.verdicts += [row | {"emulated": _emulated(family, row["name"])} for row in rows]
         comparison.problems += found
         if floor is not None:
             comparison.floors.append(floor)
@@ -186,7 +186,7 @@ def _notes(comparison: Comparison) -> list[str]:
             f"Speed, time to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} at "
             "once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
         )
-    emulated = [row["name"] for row in verdicts if _emulated(row, comparison)]
+    emulated = [row["name"] for row in verdicts if row["emulated"]]
     if emulated:
         notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
     return notes
@@ -205,8 +205,8 @@ def _short_tails(verdicts: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _emulated(row: dict[str, Any], comparison: Comparison) -> bool:
-    runs = [pair.run for family in comparison.families for pair in family.recipes.get(row["name"], ())]
+def _emulated(family: Family, name: str) -> bool:
+    runs = [pair.run for pair in family.recipes.get(name, ())]
     return any(
         run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
         for run in runs

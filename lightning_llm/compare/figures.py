@@ -80,11 +80,12 @@ def draw_speed(rows: Sequence[dict[str, Any]], baseline: str, terms: Terms) -> s
         low, high = row["ci"] if row["ci"][0] is not None else (row["gap"], row["gap"])
         error = [[row["gap"] - low], [high - row["gap"]]]
         point = row["tokens_per_second_ratio"], row["gap"]
-        axes.errorbar(point[0], point[1], yerr=error, marker="o", color=COLOURS[row["verdict"]], capsize=3)
+        filled = "none" if row["emulated"] else "full"
+        colour = COLOURS[row["verdict"]]
+        axes.errorbar(point[0], point[1], yerr=error, marker="o", fillstyle=filled, color=colour, capsize=3)
         axes.annotate(_title(row), point, textcoords="offset points", xytext=(6, 6), fontsize=8)
-    axes.set(
-        xlabel=f"tokens/s over {baseline}'s", ylabel="gap (nats per token)", title="Gap against speed, as run here"
-    )
+    about = "; hollow: emulated, not the format's speed" if any(row["emulated"] for row in known) else ""
+    axes.set(xlabel=f"tokens/s over {baseline}'s", ylabel="gap (nats per token)", title=f"Gap against speed{about}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
     return _svg(figure)

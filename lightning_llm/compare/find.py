@@ -101,7 +101,8 @@ def _places_of(word: str, root: Path) -> list[Path]:
     if RUN_ID.fullmatch(word):
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
         return known or _ask_mlflow(word, root)
-    names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    names = sorted(path.name for path in folders if any(_runs_below(path)))
     raise ConfigError(
         Problem(word, f"is no folder, no experiment in {root} and no MLflow run id.{did_you_mean(word, names)}")
     )

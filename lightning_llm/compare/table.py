@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,11 +22,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         Text(f"{terms.metric}, margin {terms.margin:g} nats, {level}"),
     )
     console.print(_table(comparison.verdicts))
-    lines: list[RenderableType] = []
-    for row in comparison.verdicts:
-        lines.append(Padding(Text(row["line"], style=STYLES[row["verdict"]]), (0, 0, 0, 2), expand=False))
-    lines += [Padding(Text(note, style="dim"), (0, 0, 0, 2), expand=False) for note in comparison.notes]
-    console.print(Group(*lines))
+    lines = [Text(row["line"], style=STYLES[row["verdict"]]) for row in comparison.verdicts]
+    for line in [*lines, *(Text(note, style="dim") for note in comparison.notes)]:
+        if console.is_terminal:
+            console.print(Padding(line, (0, 0, 0, 2), expand=False))
+        else:  # whole, for grep and logs
+            console.print(Text("  ") + line, soft_wrap=True)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
@@ -59,13 +60,14 @@ def cells(row: dict[str, Any]) -> list[str]:
         reached = f"{short(times['tokens'])} tokens"
     else:
         reached = "not reached"
+    speed = row["tokens_per_second_ratio"]
     return [
         "-" if row["gap"] is None else f"{row['gap']:+.4f}",
         "-" if low is None else f"[{low:+.4f}, {high:+.4f}]",
         str(row["pairs"]),
         "-" if row["aa_floor"] is None else f"{row['aa_floor']:.4f}",
         reached,
-        "-" if row["tokens_per_second_ratio"] is None else f"{row['tokens_per_second_ratio']:.2f}x",
+        "-" if speed is None else f"{speed:.2f}x{' emulated' if row['emulated'] else ''}",
         "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.2f} GiB",
         str(row["spikes"]),
         str(row["skipped_steps"]),

@@ -13,21 +13,31 @@ class Progress:
         self.jobs = jobs
         self.outcomes: list[Outcome] = []
         self._started = 0
-        self._began = time.monotonic()
+        self._running: dict[int, float] = {}  # job number -> when it started
+        self._side_by_side = 1
 
     def starting(self, job: Job) -> None:
         """Say that `job` starts."""
         self._started += 1
+        self._running[job.number] = time.monotonic()
+        self._side_by_side = max(self._side_by_side, len(self._running))
         print(f"job    {self._started}/{self.jobs} {job.name}", flush=True)
 
     def ended(self, outcome: Outcome) -> None:
-        """Take in how a job came out; the time left is that of the jobs so far, at their pace."""
+        """Take in how a job came out, and say how long the others will take."""
         self.outcomes.append(outcome)
-        done = len(self.outcomes)
-        left = (time.monotonic() - self._began) / done * (self.jobs - done)
+        self._running.pop(outcome.job.number, None)
+        done, left = len(self.outcomes), self._seconds_left()
         how = "finished" if outcome.code == 0 else f"exit code {outcome.code}"
         rest = f" | {done}/{self.jobs} done, about {duration(left)} left" if done < self.jobs else ""
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
+
+    def _seconds_left(self) -> float:
+        """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""
+        each = sum(outcome.seconds for outcome in self.outcomes) / len(self.outcomes)
+        now = time.monotonic()
+        under_way = sum(min(each, now - began) for began in self._running.values())
+        return (each * (self.jobs - len(self.outcomes)) - under_way) / self._side_by_side
 
 
 def duration(seconds: float) -> str:

@@ -25,11 +25,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     Finished runs are skipped, those that failed or were stopped go on, those that run elsewhere are left alone.
     Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and stop.
     """
-    if arguments.config:
-        raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
-    jobs = compose_sweep(arguments.overrides, arguments.config_dir)
-    _check_all([config for _, config in jobs])
-    whole = define(jobs, typed_value(arguments.overrides, "run.name"))
+    whole = checked_sweep(arguments)
     todo = []
     for job in whole.jobs:
         if (state := settled_state(job.folder)) in ("finished", "running"):
@@ -52,14 +48,28 @@ def sweep(arguments: argparse.Namespace) -> int:
     return _close(whole, progress.outcomes, relay.received)
 
 
-def _check_all(configs: list[Config]) -> None:
-    problems: dict[Problem, None] = dict.fromkeys(slurm_problems(configs[0].launcher))
+def checked_sweep(arguments: argparse.Namespace, *, to_train: bool = True) -> Sweep:
+    """Return the sweep that the words name, every job of it checked: against this machine, too, where it is `to_train`.
+
+    Raises:
+        ConfigError: with the problems of all jobs, each said once.
+    """
+    if arguments.config:
+        raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
+    jobs = compose_sweep(arguments.overrides, arguments.config_dir)
+    _check_all([config for _, config in jobs], to_train)
+    return define(jobs, typed_value(arguments.overrides, "run.name"))
+
+
+def _check_all(configs: list[Config], to_train: bool) -> None:
+    problems: dict[Problem, None] = dict.fromkeys(slurm_problems(configs[0].launcher) if to_train else ())
     if any(config.launcher != configs[0].launcher for config in configs):
         problems[Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")] = None
     for config in configs:
         try:
-            check_config(config)
-            check_disk(config, jobs=len(configs))
+            check_config(config, to_train=to_train)
+            if to_train:
+                check_disk(config, jobs=len(configs))
         except ConfigError as error:
             problems.update(dict.fromkeys(error.problems))
     if problems:

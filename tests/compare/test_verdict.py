@@ -120,6 +120,21 @@ def test_emulation_is_the_recipes_doing_and_another_backend_is_not(tmp_path, cap
     assert rows["bf16"]["controlled"]
 
 
+def test_a_speed_of_emulation_is_marked_and_each_verdict_is_one_line_in_a_pipe(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0})
+    make_sweep(sweep / "emulated", {"precision=mxfp8": 0.001}, summary={"backend": "emulated"})
+    make_sweep(sweep / "native", {"precision=fp8_current": 0.001}, summary={"backend": "native"})
+    rows = verdicts(capsys, sweep)["by_name"]
+    assert (rows["mxfp8"]["emulated"], rows["fp8_current"]["emulated"]) == (True, False)
+    assert main(["compare", str(sweep)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line for line in lines if re.match("(mxfp8|fp8_current) ", line)}
+    assert "x emulated" in table["mxfp8"]
+    assert "emulated" not in table["fp8_current"]
+    for name in ("mxfp8", "fp8_current"):
+        assert f"  {rows[name]['line']}" in lines
+
+
 def test_backends_alone_can_be_compared_and_are_no_confounder_of_themselves(tmp_path, capsys):
     for number, backend in enumerate(("emulated", "native")):
         words = {f"precision=fp8_current precision.backend={backend}": 0.001 * number}
@@ -251,10 +266,12 @@ def say(capsys, *words) -> str:
 
 def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "outputs"))
-    (tmp_path / "outputs" / "precision_study").mkdir(parents=True)
+    make_run(tmp_path / "outputs" / "precision_study" / "alone", "precision=bf16")
+    (tmp_path / "outputs" / "mlartifacts").mkdir()  # MLflow's: no experiment
     assert "no sweep in" in say(capsys)
     assert "Did you mean 'precision_study'?" in say(capsys, "precision_stud")
-    assert "there is no run in this folder" in say(capsys, tmp_path)
+    assert "Known here: precision_study." in say(capsys, "zzz")
+    assert "there is no run in this folder" in say(capsys, tmp_path / "outputs" / "mlartifacts")
     one = make_run(tmp_path / "one", "precision=bf16")
     assert "1 finished run: a verdict needs a baseline and another" in say(capsys, one)
     two = make_run(tmp_path / "two", "precision=bf16", "seed=1")

@@ -93,6 +93,19 @@ def test_a_typo_inside_a_file_is_found(tmp_path):
     assert "must be given" in found["model.hidden_size"]
 
 
+def test_arguments_of_an_observer_that_is_left_out_go_with_it(tmp_path):
+    """The quickstart gives the sample a prompt; without observers there is none to give it to."""
+    config = compose_config(["recipe=quickstart", "callbacks=none"])
+    assert config.callbacks == {}
+    assert compose_config(["recipe=quickstart"]).callbacks["sample"]["prompt"] == "class "
+    with pytest.raises(ConfigError, match=r"callbacks\.sample: "):
+        compose_config(["recipe=quickstart", "callbacks=none", "callbacks.sample.prompt=x"])
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ncallbacks:\n  sampel:\n    prompt: x\n")
+    with pytest.raises(ConfigError, match=r"callbacks\.sampel: "):
+        compose_config(["recipe=mine"], tmp_path)
+
+
 def test_types_and_ranges():
     assert "greater than 0" in problems_of("trainer.max_steps=0")["trainer.max_steps"]
     assert "integer" in problems_of("seed=1.5")["seed"]

@@ -1,0 +1,79 @@
+"""`plan -m`: the jobs of a sweep, what has become of them and what they cost, without starting any."""
+
+import argparse
+import json
+from collections import Counter
+from typing import Any
+
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.identity import config_hash
+from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.sweep.definition import Job, Sweep
+from lightning_llm.sweep.run import checked_sweep
+from lightning_llm.sweep.state import state_of
+
+
+def outline(arguments: argparse.Namespace) -> int:
+    """Print what `train -m` of the same words would run; as text or, with --json, as data. Return 0.
+
+    Raises:
+        ConfigError: with the problems of all jobs.
+    """
+    if arguments.matrix:
+        raise ConfigError(Problem("--matrix", "is of one run: leave out -m and name a recipe that is no sweep."))
+    whole = checked_sweep(arguments, to_train=False)
+    facts = sweep_facts(whole)
+    print(json.dumps(facts, indent=1) if arguments.json else render(facts))
+    return 0
+
+
+def sweep_facts(whole: Sweep) -> dict[str, Any]:
+    """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run."""
+    jobs = [_job_facts(job) for job in whole.jobs]
+    left = [job for job in jobs if job["state"] not in ("finished", "running")]
+    return {
+        "folder": str(whole.folder),
+        "hash": whole.hash,
+        "axes": whole.axes,
+        "launcher": whole.jobs[0].config.launcher.name,
+        "at_once": whole.jobs[0].config.launcher.at_once,
+        "jobs": jobs,
+        "left": {
+            "jobs": len(left),
+            "tokens": sum(job["tokens"] for job in left),
+            "flops": sum(job["flops"] for job in left),
+        },
+    }
+
+
+def _job_facts(job: Job) -> dict[str, Any]:
+    config = job.config
+    tokens = config.data.global_batch_size * config.data.sequence_length * config.trainer.max_steps
+    return {
+        "number": job.number,
+        "words": list(job.words),
+        "state": state_of(job.folder),
+        "parameters": count_parameters(config.model).total,
+        "tokens": tokens,
+        "flops": flops_per_token(config.model, config.data.sequence_length) * tokens,
+        "config_hash": config_hash(config),
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """Return `sweep_facts` as lines for a terminal."""
+    states = Counter(job["state"] for job in facts["jobs"])
+    left = facts["left"]
+    where = f"{facts['launcher']}, {facts['at_once']} at once"
+    rows = [("folder", facts["folder"])]
+    rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
+    rows += [
+        ("jobs", f"{len(facts['jobs'])} ({where}): {', '.join(f'{states[state]} {state}' for state in states)}"),
+        ("left", f"{left['jobs']} jobs, {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
+    ]
+    width = max(17, *(len(name) for name, _ in rows))
+    lines = [f"{name:<{width}} {text}" for name, text in rows]
+    for job in facts["jobs"]:
+        size = f"{job['parameters']:,} parameters, {job['tokens']:,} tokens"
+        lines.append(f"job {job['number']:<{width - 4}} {' '.join(job['words'])}: {size}, {job['state']}")
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""What `plan -m` says of a sweep, and how long a sweep says it will take."""
+
+import json
+from pathlib import Path
+
+import pytest
+from short_jobs import sweep_of
+
+from lightning_llm.__main__ import main
+from lightning_llm.sweep import progress
+from lightning_llm.sweep.state import Outcome
+
+WORDS = ["recipe=quickstart", "precision=bf16,mxfp8", "seed=0,1", "trainer.max_steps=60"]
+
+
+def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = [*WORDS, f"run.root={tmp_path}"]
+    assert main(["plan", "-m", "--json", *words]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
+    assert main(["plan", "--json", *WORDS[:1], WORDS[3]]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert [job["tokens"] for job in facts["jobs"]] == 4 * [alone["total_tokens"]]
+    assert {job["parameters"] for job in facts["jobs"]} == {alone["parameters"]}
+    each = alone["flops_per_token"] * alone["total_tokens"]
+    assert facts["left"] == {"jobs": 4, "tokens": 4 * alone["total_tokens"], "flops": pytest.approx(4 * each)}
+    assert facts["axes"] == {"precision": ["bf16", "mxfp8"], "seed": ["0", "1"]}
+
+    done = Path(facts["folder"]) / "2"
+    done.mkdir(parents=True)
+    (done / "summary.json").write_text('{"status": "finished"}')
+    (done.parent / "sweep.json").write_text(json.dumps({"jobs": facts_of_jobs(facts)}))
+    assert main(["plan", "-m", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "4 (local, 1 at once): 3 new, 1 finished" in printed
+    assert f"3 jobs, {3 * alone['total_tokens']:,} tokens" in printed
+    assert main(["plan", "-m", "--matrix", *words]) == 2
+    assert main(["plan", "-m", *words, "trainer.max_step=3"]) == 2
+    assert "Did you mean 'max_steps'" in capsys.readouterr().err
+
+
+def facts_of_jobs(facts: dict) -> list[dict]:
+    return [{"number": job["number"], "words": job["words"], "key": job["config_hash"]} for job in facts["jobs"]]
+
+
+def test_the_time_left_counts_the_jobs_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Eight jobs of 100 s, two at once, take 400 s; the second of each two ends 10 s after the first."""
+    jobs, clock = sweep_of(tmp_path, "seed=0,1,2,3,4,5,6,7").jobs, [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    told = progress.Progress(8)
+    told.starting(jobs[0])
+    clock[0] = 10.0
+    told.starting(jobs[1])
+    said = []
+    for number, end in enumerate((100.0, 110.0, 200.0, 210.0)):
+        clock[0] = end
+        told.ended(Outcome(jobs[number], 0, 100.0))
+        said.append(capsys.readouterr().out.partition("about ")[2].split()[0])
+        told.starting(jobs[number + 2])
+    assert said == ["5m05s", "4m55s", "3m25s", "3m15s"]
