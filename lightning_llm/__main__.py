@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import lightning_llm
-from lightning_llm.errors import ConfigError
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import is_first_rank
 
 VERBS = {
@@ -21,8 +21,11 @@ VERBS = {
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
 }
 
-EPILOG = """overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine
-exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, 130/143 stopped by a signal with state saved"""
+OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
+EXIT_CODES = (
+    "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
+    "130/143 stopped by a signal with state saved"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,18 +56,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-llm",
         description="Compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
-        epilog=EPILOG,
+        epilog=OVERRIDES + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-llm {lightning_llm.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, (_, text) in VERBS.items():
+        epilog = OVERRIDES + EXIT_CODES if verb in ("train", "plan", "probe") else EXIT_CODES
         child = verbs.add_parser(
-            verb, help=text, description=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+            verb, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if verb in ("train", "plan"):
             child.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
             child.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
+        if verb in ("train", "plan", "recipes"):
             child.add_argument(
                 "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
             )
@@ -125,10 +130,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def recipes(arguments: argparse.Namespace) -> int:
-    """Print every shipped recipe with its one line."""
+    """Print every shipped recipe, and those of --config-dir, with its one line."""
     from lightning_llm.recipes_catalog import describe, recipe_files
 
-    catalog = {name: describe(file) for name, file in recipe_files()}
+    if arguments.config_dir is not None and not arguments.config_dir.is_dir():
+        raise ConfigError(Problem("--config-dir", f"{arguments.config_dir} is no folder."))
+    catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
     if arguments.json:
         print(json.dumps(catalog, indent=1))
         return 0

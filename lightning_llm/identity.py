@@ -13,6 +13,7 @@ NOT_IDENTITY = ("run.", "logger.", "launcher.", "resume", "precision.casts", "pr
 FREE_ON_RESUME = (
     *NOT_IDENTITY,
     "trainer.max_steps",
+    "trainer.validate_every_steps",
     "trainer.devices",
     "world",
     "parallel.",

@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 HEADER = "# @package _global_"
 
 
-def recipe_files() -> Iterator[tuple[str, Traversable]]:
-    """Yield (name, file) of every shipped recipe, `name` as in `recipe=NAME` ("quickstart", "sweep/aa_noise")."""
+def recipe_files(config_dir: Path | None = None) -> Iterator[tuple[str, Traversable]]:
+    """Yield (name, file) of every shipped recipe, `name` as in `recipe=NAME` ("quickstart", "sweep/aa_noise").
+
+    Those of `config_dir`/recipe come behind.
+    """
     yield from _yaml_files(resources.files("lightning_llm.recipes"), "")
+    if config_dir is not None and (config_dir / "recipe").is_dir():
+        yield from _yaml_files(config_dir / "recipe", "")
 
 
 def describe(file: Traversable) -> str:

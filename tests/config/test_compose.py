@@ -1,6 +1,7 @@
 """Composition and its errors: what a user types, and what they are told."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lightning_llm.__main__ import main
 from lightning_llm.check import check_config, shape_problems
 from lightning_llm.compose import compose_config, compose_sweep, load_config
 from lightning_llm.config_file import write_config
@@ -118,13 +120,18 @@ def test_an_override_that_is_none_is_named():
     assert "no override" in problems_of("trainer.max_steps")["trainer.max_steps"]
 
 
-def test_own_recipes_from_a_folder(tmp_path):
+def test_own_recipes_from_a_folder(tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
         "# @package _global_\n# Mine.\ndefaults:\n  - override /precision: fp32\n  - _self_\nseed: 5\n"
     )
     config = compose_config(["recipe=mine"], tmp_path)
     assert (config.recipe, config.precision.name, config.seed) == ("mine", "fp32", 5)
+    assert main(["recipes", "--config-dir", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"^mine +Mine\.$", listed, re.MULTILINE)
+    assert "quickstart" in listed
+    assert main(["recipes", "--config-dir", str(tmp_path / "nowhere")]) == 2
 
 
 def test_paths_are_absolute_whatever_the_working_directory(tmp_path, monkeypatch):

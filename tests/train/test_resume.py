@@ -10,7 +10,7 @@ from lightning_llm.train.manifest import TENSORS
 
 @pytest.mark.parametrize("first_steps", [2, 3])
 def test_stop_and_resume_gives_the_same_bits(whole, tmp_path, small_run, first_steps):
-    short = ["schedule.total_steps=6", f"trainer.max_steps={first_steps}"]
+    short = ["schedule.total_steps=6", f"trainer.max_steps={first_steps}", "trainer.validate_every_steps=2"]
     assert main(["train", *small_run(tmp_path, *short)]) == 0
     assert main(["train", *small_run(tmp_path, "schedule.total_steps=6", "resume=auto")]) == 0
     resumed = {entry for entry in curve(tmp_path / "run") if entry[5] is None}
