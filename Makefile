@@ -37,7 +37,7 @@ compare: setup  ## the verdict over the newest sweep, or over ARGS="RUN ..."
 	$(BIN)/lightning-llm compare $(ARGS)
 
 plan: setup  ## what RECIPE would do, without running it
-	$(BIN)/lightning-llm plan recipe=$(RECIPE) $(ARGS)
+	$(BIN)/lightning-llm plan $(if $(filter sweep/%,$(RECIPE)),-m) recipe=$(RECIPE) $(ARGS)
 
 ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
 	$(BIN)/mlflow ui --workers 1 --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)

@@ -66,7 +66,7 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
 def mlflow_share(corpus: Any, turns: int = 10, steps: int = 40) -> float:
     """Return by what share a step takes longer with MLflow than without, the median over pairs of turns.
 
-    Every step counts and not the fastest: the writing process takes its time from the cores in between, every 2 s. So a
+    Every step counts and not the fastest: the writing process takes its time from the cores in between, every 5 s. So a
     turn lasts longer than that, and before the next one the writer may catch up.
     """
     runs = [config(f"logger={name}") for name in ("mlflow", "none")]

@@ -132,7 +132,7 @@ class MLflowTracker:
         self,
         config: Config,
         run_dir: Path,
-        flush_seconds: float = 2.0,
+        flush_seconds: float = 5.0,
         close_seconds: float = 20.0,
     ):
         self.config = config

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store, own_process
-from lightning_llm.callbacks.provenance import process_mark
+from lightning_llm.callbacks.provenance import has_ended, is_of_this_machine, process_mark
 
 TIMEOUT_SECONDS = 90.0
 
 
-def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str) -> dict[str, Any]:
-    """Return the job of the parent run of the sweep in `folder`; `about` is its sweep.json, whose axes are tags."""
+def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, runs_it: bool = True) -> dict[str, Any]:
+    """Return the job of the parent run of the sweep in `folder`; `about` is its sweep.json, whose axes are tags.
+
+    `runs_it`: this process is the one that starts the sweep's jobs. Another one (sync) leaves the status of a sweep
+    that is under way alone.
+    """
     return {
         "tracking_uri": tracking_uri,
         "experiment": about["experiment"],
@@ -31,7 +35,7 @@ def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str) -> dic
             "sweep": folder.name,
             "sweep_hash": about["hash"],
             "sweep_folder": str(folder),
-            "process": process_mark(),
+            **({"process": process_mark()} if runs_it else {}),
             "mlflow.source.name": "lightning-llm",
             "mlflow.source.type": "LOCAL",
             **{f"axis.{key}": ",".join(values) for key, values in about["axes"].items()},
@@ -77,11 +81,19 @@ def update(job: Mapping[str, Any]) -> str:
     for path in job["artifacts"]:
         if Path(path).exists():
             client.log_artifact(run_id, path)
+    if "process" not in job["tags"] and _is_alive(run.data.tags.get("process", "")):
+        return run_id
+    if "status_detail" in run.data.tags:  # of an earlier start that died
+        client.delete_tag(run_id, "status_detail")
     if job["status"]:
         client.set_terminated(run_id, job["status"])
     elif run.info.status != "RUNNING":
         client.update_run(run_id, status="RUNNING")
     return run_id
+
+
+def _is_alive(mark: str) -> bool:
+    return is_of_this_machine(mark) and not has_ended(mark)
 
 
 if __name__ == "__main__":

@@ -118,10 +118,9 @@ class RunWriter:
         if run is None:
             run = client.create_run(experiment_id, run_name=self.job["run_name"])
             id_file.write_text(run.info.run_id + "\n")
-        else:
-            client.update_run(run.info.run_id, status="RUNNING")
         self.run_id = run.info.run_id
-        self._describe(client, run)
+        self._describe(client, run)  # with its process, by which another run's start knows that it lives
+        client.update_run(run.info.run_id, status="RUNNING")
         self._log_datasets(client)
         self._log_artifacts(client, FIRST_ARTIFACTS)
         mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so

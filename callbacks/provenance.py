@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,6 +47,22 @@ def code_hash() -> str:
         if not name.startswith("compare/"):  # which judges runs and takes no part in them
             digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `summary.json` says of where a run's numbers come from, flat; what was not recorded is left out."""
+    found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
+    if isinstance(summary.get("device"), str):
+        name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
+        count, times, rest = name.partition(" x ")
+        found["device"] = rest if times and count.isdigit() else name
+    for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
+        if summary.get(key) is not None:
+            found[key] = summary[key]
+    git = summary.get("git") or {}
+    if "code_hash" not in found:
+        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+    return found
 
 
 def process_mark() -> str:

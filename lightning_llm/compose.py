@@ -43,7 +43,9 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     """
     with _hydra(config_dir) as search:
         if any(_recipe_sweep(overrides, search)):
-            raise ConfigError(Problem("recipe", "this recipe is a sweep of several runs. Add -m, or use make sweep."))
+            raise ConfigError(
+                Problem("recipe", "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it.")
+            )
         return _compose_one(parse_overrides(overrides), search)
 
 
@@ -177,23 +179,23 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
 
 
 def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
-    """Drop what a recipe's file sets of a shipped observer that the chosen callbacks leave out (callbacks=none).
+    """Drop what a recipe's file sets of a default observer where the chosen callbacks have none (callbacks=none).
 
-    What was typed stays, for the check to refuse: it would not be done.
+    What was typed stays, for the check to refuse: it would not be done. So do arguments of observers that have to be
+    chosen (profile), which a file that sets them forgot to do.
     """
     typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
     for name in list(tree.get("callbacks") or {}):
         node = tree.callbacks[name]
         without_class = isinstance(node, DictConfig) and "_target_" not in node
-        if without_class and name in _shipped_observers() and f"callbacks.{name}" not in typed:
+        if without_class and name in _default_observers() and f"callbacks.{name}" not in typed:
             del tree.callbacks[name]
 
 
 @cache
-def _shipped_observers() -> set[str]:
-    folder = files(CONFIG_MODULE) / "callbacks"
-    found = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in folder.iterdir() if file.name[-5:] == ".yaml"]
-    return {name for each in found for name in each} - {"defaults"}
+def _default_observers() -> frozenset[str]:
+    file = files(CONFIG_MODULE) / "callbacks" / "default.yaml"
+    return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def _checked(tree: DictConfig) -> Config:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -39,7 +40,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def in_hash(key: str) -> bool:
     """Return whether the config hash depends on the dotted `key`, or group."""
-    return not _below(key, NOT_IDENTITY)
+    return not below(key, NOT_IDENTITY)
 
 
 def config_hash(config: Config) -> str:
@@ -55,9 +56,11 @@ def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]
     return {
         key: (before.get(key), after.get(key))
         for key in keys
-        if before.get(key) != after.get(key) and not _below(key, FREE_ON_RESUME)
+        if before.get(key) != after.get(key) and not below(key, FREE_ON_RESUME)
     }
 
 
-def _below(key: str, prefixes: tuple[str, ...]) -> bool:
+@lru_cache(maxsize=65536)
+def below(key: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether `key` is one of `prefixes`, or lies below one that ends with a dot."""
     return any(key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)

@@ -13,12 +13,15 @@ import torch.distributed as dist
 
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
+from lightning_llm.callbacks.provenance import code_hash, versions
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
 from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.earlier_parts import earlier_parts
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
@@ -64,9 +67,11 @@ def run(config: Config) -> int:
             say(line)
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
         say(data_line(config, corpus))
+        facts = run_facts(config, corpus, decision)
+        if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
+            facts["earlier"] = earlier
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        facts = run_facts(config, corpus, decision)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
@@ -205,6 +210,11 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "backend": decision.runs if config.precision.quantises else None,  # where casts run
         "precision": decision.facts(),
     }
+
+
+def origin_here(device: torch.device) -> dict[str, Any]:
+    """Return what the summary will say of the code and the machine."""
+    return {"versions": versions(), "code_hash": code_hash(), "device": describe_device(device)}
 
 
 def tracking_sinks(config: Config) -> list[RecordSink]:

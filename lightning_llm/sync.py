@@ -111,7 +111,7 @@ def _with_parent(config: Config, folder: Path) -> Config:
     if not file.is_file():
         return config
     about = json.loads(file.read_text(encoding="utf-8"))
-    job = parent_job(folder.parent, about, tracking_uri(config))
+    job = parent_job(folder.parent, about, tracking_uri(config), runs_it=False)
     states = [state_of(folder.parent / str(each["number"])) for each in about["jobs"]]
     if "running" not in states:
         job["status"] = "FINISHED" if set(states) == {"finished"} else "FAILED" if "failed" in states else "KILLED"

@@ -21,6 +21,7 @@ LAYERS = {
         "compose",
         "config_file",
         "conform",
+        "earlier_parts",
         "launch",
         "matrix",
         "overrides",

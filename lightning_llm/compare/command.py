@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
-from lightning_llm.compare.differences import all_differences, below
+from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import NOT_IDENTITY
+from lightning_llm.identity import NOT_IDENTITY, below
 
 
 def compare(arguments: argparse.Namespace) -> int:

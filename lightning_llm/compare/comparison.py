@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.differences import below
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.pairing import Family, pair_runs
@@ -14,7 +13,7 @@ from lightning_llm.compare.reading import Run, facts, read_run
 from lightning_llm.compare.verdict import judge
 from lightning_llm.compare.wording import power_statement
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import NOT_IDENTITY
+from lightning_llm.identity import NOT_IDENTITY, below
 
 METHODS = (
     "Paired differences of the tail of the validation loss, seed as block; simultaneous two-sided intervals against "

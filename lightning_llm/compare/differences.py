@@ -1,11 +1,10 @@
 """Which keys of two runs differ, and what such a difference means for a verdict."""
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from lightning_llm.compare.reading import Run, facts
-from lightning_llm.identity import NOT_IDENTITY
+from lightning_llm.compare.reading import EARLIER, Run, facts
+from lightning_llm.identity import NOT_IDENTITY, below
 
 FREE = (
     *NOT_IDENTITY,
@@ -30,6 +29,9 @@ FREE = (
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
 (`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
+
+OBSERVERS = "lightning_llm.callbacks."
+"""Where callbacks lie that only watch; others may act on training."""
 
 LAYOUT = (
     "parallel.dp_replicate",
@@ -68,7 +70,22 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
     free = (*FREE, "seed", *except_below)
     if one.bitwise_layout and other.bitwise_layout:
         free += LAYOUT
-    return {key: values for key, values in all_differences(one, other).items() if not below(key, free)}
+    differing = all_differences(one, other)
+    acting = _foreign_callbacks(one) | _foreign_callbacks(other)
+    return {
+        key: values
+        for key, values in differing.items()
+        if not below(key.removeprefix(EARLIER), free) or below(key, tuple(acting))
+    }
+
+
+def _foreign_callbacks(run: Run) -> set[str]:
+    """Return the prefixes of the keys of callbacks that are not ours: they may do more than observe."""
+    return {
+        f"{key.removesuffix('_target_')}"
+        for key, target in run.config.items()
+        if key.startswith("callbacks.") and key.endswith("._target_") and not str(target).startswith(OBSERVERS)
+    }
 
 
 def same_config(one: Run, other: Run, except_below: Iterable[str] = ()) -> bool:
@@ -86,13 +103,7 @@ def validation_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     if ours is not None and theirs is not None:
         return {} if ours == theirs else {"validation_hash": (ours, theirs)}
     differing = _unequal(one.config, other.config)
-    return {key: values for key, values in differing.items() if below(key, VALIDATION) and not key.endswith(".weight")}
-
-
-@lru_cache(maxsize=65536)
-def below(key: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether `key` is one of `prefixes`, or lies below one that ends with a dot."""
-    return any(key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)
+    return {key: values for key, values in differing.items() if below(key, VALIDATION)}
 
 
 def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -108,6 +119,7 @@ def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
     found, others = dict(facts(run)), facts(other)
     if "backend" not in others:
         found.pop("backend", None)
+        found.pop(f"{EARLIER}backend", None)
     if "code_hash" in found and "code_hash" not in others:
         del found["code_hash"]
         git = run.summary.get("git") or {}

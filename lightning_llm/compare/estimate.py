@@ -108,8 +108,12 @@ def estimates(recipes: Sequence[Recipe], floor: Floor, terms: Terms) -> list[Est
     # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
     rows = [{} if recipe.identical else recipe.differences for recipe in recipes]
     matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in rows]).reshape(len(rows), -1)
+    beside_others = any(len(row) > 1 for row in rows)
     alone = [
-        len(row) == 1 and floor.sd is not None and not recipe.diverged_seeds and math.isfinite(recipe.wander)
+        len(row) == 1
+        and floor.sd is not None
+        and not recipe.diverged_seeds
+        and (beside_others or math.isfinite(recipe.wander))
         for row, recipe in zip(rows, recipes, strict=True)
     ]
     intervals = simultaneous_intervals(matrix, terms.confidence, beside=sum(alone))

@@ -69,9 +69,9 @@ def _runs_below(place: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is one that a run was written to."""
+    """Return whether `folder` is a run's, also of one that failed before its first record."""
     return (folder / "config.yaml").is_file() and any(
-        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json")
+        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json", "tokenizer.json")
     )
 
 
@@ -101,11 +101,16 @@ def _places_of(word: str, root: Path) -> list[Path]:
     if RUN_ID.fullmatch(word):
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
         return known or _ask_mlflow(word, root)
+    sweeps = [path for path in root.glob("*/*") if path.name == word and any(_runs_below(path))]
+    if len(sweeps) > 1:
+        text = f"is the name of {len(sweeps)}. Say which: {', '.join(str(each.relative_to(root)) for each in sweeps)}."
+        raise ConfigError(Problem(word, text))
+    if sweeps or (sweeps := _experiment_in_mlflow(word, root)):
+        return sweeps
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     names = sorted(path.name for path in folders if any(_runs_below(path)))
-    raise ConfigError(
-        Problem(word, f"is no folder, no experiment in {root} and no MLflow run id.{did_you_mean(word, names)}")
-    )
+    text = f"is no folder, no experiment or sweep in {root} or MLflow, and no MLflow run id.{did_you_mean(word, names)}"
+    raise ConfigError(Problem(word, text))
 
 
 def _id_files(root: Path) -> Iterable[Path]:
@@ -113,9 +118,29 @@ def _id_files(root: Path) -> Iterable[Path]:
         yield from root.glob("/".join(["*"] * depth) + "/mlflow_run_id")
 
 
+def _store_of(root: Path) -> str:
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
+
+
+def _experiment_in_mlflow(name: str, root: Path) -> list[Path]:
+    """Return the folders, as far as they are here, of the runs of MLflow's experiment `name`; [] where it has none."""
+    try:
+        client = existing_store(_store_of(root))
+        experiment = client.get_experiment_by_name(name)
+        runs = client.search_runs([experiment.experiment_id]) if experiment else []
+    except FileNotFoundError:
+        return []
+    except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        text = f"is no folder and no experiment or sweep in {root}, and MLflow could not be asked for it ({why})."
+        raise ConfigError(Problem(name, text)) from error
+    folders = [Path(run.data.tags["run_dir"]) for run in runs if "run_dir" in run.data.tags]
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def _ask_mlflow(run_id: str, root: Path) -> list[Path]:
     """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
+    uri = _store_of(root)
     try:
         client = existing_store(uri)
         run = client.get_run(run_id)

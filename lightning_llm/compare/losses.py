@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 from typing import Any
 
-from lightning_llm.compare.differences import LAYOUT, all_differences, below
+from lightning_llm.compare.differences import LAYOUT, all_differences
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.reading import Run
+from lightning_llm.identity import below
 
 TAIL_SHARE = 0.1
 """The tail: every validation in the last tenth of the steps, the last one at least. Their mean, each with equal weight,

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from statistics import variance
 from typing import Any
 
-from lightning_llm.compare.differences import ROUNDING, all_differences, below
+from lightning_llm.compare.differences import ROUNDING, all_differences
 from lightning_llm.compare.losses import diverged, tail_of
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.reading import Run
+from lightning_llm.identity import below
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from lightning_llm.compare.differences import (
     FREE,
     LAYOUT,
     ROUNDING,
-    below,
     meaningful,
     same_config,
     validation_differences,
@@ -18,6 +17,7 @@ from lightning_llm.compare.differences import (
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.reading import Run
 from lightning_llm.errors import Problem
+from lightning_llm.identity import below
 
 Setting = tuple[tuple[str, str], ...]
 
@@ -132,7 +132,8 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
             unlike = ", ".join(validation_differences(seeded[0], run))
             text = (
                 f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in {unlike}. "
-                "Tokenizer, held-out documents and sequence length must be the same."
+                "Tokenizer, held-out documents, sequence length and the sources' shares of the scored sequences must "
+                "be the same (data.validation.weights sets those of different mixes)."
             )
             problems.append(Problem(str(run.folder), text))
             continue
@@ -150,6 +151,8 @@ def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
         own += ("backend",)
     if any(key.startswith("parallel.") for key in own):
         own += LAYOUT
+    if any(key.startswith("data.") for key in own):
+        own += ("data_hash",)
     return Pair(run, baseline, meaningful(baseline, run, own))
 
 

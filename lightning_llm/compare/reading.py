@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lightning_llm.callbacks.provenance import origin_of
 from lightning_llm.callbacks.records import NON_FINITE, read_records, summary_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import flatten
@@ -19,6 +20,8 @@ from lightning_llm.schema import Config
 from lightning_llm.schema.model import ModelConfig
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+EARLIER = "earlier."
+"""Before the key of what a resumed run had otherwise in an earlier part: "earlier.code_hash"."""
 
 
 @dataclass
@@ -53,8 +56,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the run ended, "running" where it has not, as far as its summary says."""
-        return str(self.summary.get("status", "running"))
+        """How the run ended, "running" where it has not, as far as its summary says; without one it never began."""
+        return str(self.summary.get("status", "running")) if self.summary or self.last_step else "never begun"
 
     @property
     def started_at(self) -> str:
@@ -152,7 +155,7 @@ def read_run(folder: Path) -> Run:
 
 def _read_metrics(run: Run, path: Path) -> None:
     seconds = 0.0
-    for record in read_records(path):
+    for record in read_records(path) if path.exists() else ():
         step = record["step"]
         losses = {key: value for key, value in record.items() if key.startswith("val_loss")}
         if losses:
@@ -166,22 +169,16 @@ def _read_metrics(run: Run, path: Path) -> None:
             run.stopping_event = record["event"]
             continue
         seconds += record.get("step_seconds", 0.0)
-        run.last_step, run.last_loss = step, float(record.get("loss", math.nan))
+        run.last_step = step
         run.skipped_steps += bool(record.get("skipped"))
+        if not record.get("skipped"):  # what was left out did not reach the weights
+            run.last_loss = float(record.get("loss", math.nan))
 
 
 def facts(run: Run) -> Mapping[str, Any]:
-    """Return what the run's summary says of where its numbers come from, flat; what was not recorded is left out."""
-    summary = run.summary
-    found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
-    if isinstance(summary.get("device"), str):
-        name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
-        count, times, rest = name.partition(" x ")
-        found["device"] = rest if times and count.isdigit() else name
-    for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
-        if summary.get(key) is not None:
-            found[key] = summary[key]
-    git = summary.get("git") or {}
-    if "code_hash" not in found:
-        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
-    return found
+    """Return what the run's summary says of where its numbers come from, flat; what was not recorded is left out.
+
+    Of a resumed run also what earlier parts of it had otherwise.
+    """
+    earlier = run.summary.get("earlier") or {}
+    return origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}

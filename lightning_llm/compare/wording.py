@@ -49,6 +49,11 @@ def _why(row: dict[str, Any]) -> str:
         return _stood_in(row)
     if row["identical"]:
         return ""
+    if len(row["differences"]) == 1 and row["aa_floor"] is not None:
+        return (
+            "one pair alone shows no spread, and too few validations to see its wander: an A/A floor cannot stand in. "
+            "At least 1 more seed is needed, or validations more often (trainer.validate_every_steps)"
+        )
     if len(row["differences"]) == 1:
         return "one pair alone shows no spread; at least 1 more seed, or an A/A run, is needed to tell"
     low, high = row["ci"]

@@ -34,6 +34,10 @@ def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Pr
         problems.append(Problem("data.sources", "is empty: name at least one source."))
     else:
         problems += _weight_problems(config)
+    weights = config.validation.weights
+    if weights is not None and weights.keys() != config.sources.keys():
+        text = f"names {', '.join(weights) or 'none'}; give one for each of data.sources: {', '.join(config.sources)}."
+        problems.append(Problem("data.validation.weights", text))
     for name, source in config.sources.items():
         problems += _source_problems(f"data.sources.{name}", source)
     if config.validation.fraction >= 1:

@@ -171,10 +171,13 @@ class Corpus:
     def _validation_windows(self) -> list[tuple[int, int]]:
         """(source, window) of each sequence scored: shared out by weight, evenly spaced, none twice, one at least.
 
+        The weights are `data.validation.weights`, or those of the mix.
         The last window of a source may be short.
         """
         length = self.config.sequence_length
-        wanted = largest_remainder(self.shares, self.config.validation.sequences)
+        weights = self.config.validation.weights
+        shares = [weights[name] for name in self.names] if weights else self.shares
+        wanted = largest_remainder(shares, self.config.validation.sequences)
         chosen = []
         for source, (stream, count) in enumerate(zip(self.held_out, wanted, strict=True)):
             available = -(-(len(stream.tokens) - 1) // length) if len(stream.tokens) > 1 else 0

@@ -40,7 +40,10 @@ class ValidationConfig(Group):
     """The documents held out of training, per source."""
 
     fraction: Fraction = Field(0.02, description="share of each source's documents that is held out")
-    sequences: PositiveInt = Field(64, description="sequences scored per validation, over all sources by weight")
+    sequences: PositiveInt = Field(64, description="sequences scored per validation, over all sources")
+    weights: dict[str, PositiveFloat] | None = Field(
+        None, description="each source's weight in these; null: that of the mix. The same for mixes to be compared"
+    )
 
 
 class DataConfig(Group):

@@ -14,6 +14,8 @@ from lightning_llm.identity import config_hash, in_hash
 from lightning_llm.schema import Config
 
 FILE = "sweep.json"
+CLAIMS = ".claims"
+"""The folder, beside `FILE`, of locks that starts of the sweep hold."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _key_of(word: str) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and all(path.name == CLAIMS for path in folder.iterdir())):
         return {}
     try:
         return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))

@@ -8,8 +8,8 @@ from typing import Any
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.sweep.definition import Job, Sweep
-from lightning_llm.sweep.run import checked_sweep
+from lightning_llm.sweep.definition import Job, Sweep, define
+from lightning_llm.sweep.run import checked_jobs
 from lightning_llm.sweep.state import state_of
 
 
@@ -21,14 +21,16 @@ def outline(arguments: argparse.Namespace) -> int:
     """
     if arguments.matrix:
         raise ConfigError(Problem("--matrix", "is of one run: leave out -m and name a recipe that is no sweep."))
-    whole = checked_sweep(arguments, to_train=False)
-    facts = sweep_facts(whole)
+    facts = sweep_facts(define(*checked_jobs(arguments, to_train=False)))
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
 
 
 def sweep_facts(whole: Sweep) -> dict[str, Any]:
-    """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run."""
+    """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run.
+
+    A stopped job counts whole there; it may go on from a checkpoint.
+    """
     jobs = [_job_facts(job) for job in whole.jobs]
     left = [job for job in jobs if job["state"] not in ("finished", "running")]
     return {
@@ -69,7 +71,7 @@ def render(facts: dict[str, Any]) -> str:
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
     rows += [
         ("jobs", f"{len(facts['jobs'])} ({where}): {', '.join(f'{states[state]} {state}' for state in states)}"),
-        ("left", f"{left['jobs']} jobs, {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
+        ("left", f"{left['jobs']} jobs, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
     ]
     width = max(17, *(len(name) for name, _ in rows))
     lines = [f"{name:<{width}} {text}" for name, text in rows]

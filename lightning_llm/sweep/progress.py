@@ -7,10 +7,15 @@ from lightning_llm.sweep.state import Outcome
 
 
 class Progress:
-    """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order they ended."""
+    """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order they ended.
 
-    def __init__(self, jobs: int):
+    `queued`: jobs start, here, when they are submitted, and how many of them run is not known.
+    """
+
+    def __init__(self, jobs: int, *, queued: bool = False):
         self.jobs = jobs
+        self.queued = queued
+        self._began = time.monotonic()
         self.outcomes: list[Outcome] = []
         self._started = 0
         self._running: dict[int, float] = {}  # job number -> when it started
@@ -34,6 +39,8 @@ class Progress:
 
     def _seconds_left(self) -> float:
         """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""
+        if self.queued:
+            return (time.monotonic() - self._began) / len(self.outcomes) * (self.jobs - len(self.outcomes))
         each = sum(outcome.seconds for outcome in self.outcomes) / len(self.outcomes)
         now = time.monotonic()
         under_way = sum(min(each, now - began) for began in self._running.values())

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 from lightning_llm.callbacks.mlflow import tracking_uri
 from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
@@ -11,11 +10,11 @@ from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
-from lightning_llm.sweep.definition import Sweep, define, tracked, write
+from lightning_llm.sweep.definition import Job, Sweep, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import Outcome, detail_of, settled_state, state_of
+from lightning_llm.sweep.state import Outcome, detail_of, one_at_a_time, settled_state, state_of
 from lightning_llm.sync import catch_up
 
 
@@ -25,7 +24,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     Finished runs are skipped, those that failed or were stopped go on, those that run elsewhere are left alone.
     Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and stop.
     """
-    whole = checked_sweep(arguments)
+    jobs, name = checked_jobs(arguments)
+    whole = define(jobs, name)
     todo = []
     for job in whole.jobs:
         if (state := settled_state(job.folder)) in ("finished", "running"):
@@ -35,12 +35,13 @@ def sweep(arguments: argparse.Namespace) -> int:
     if not todo:
         print(f"sweep  nothing left to do, in {whole.folder}")
         return 0
-    whole = _open(whole)
-    numbers = {job.number for job in todo}
-    todo = [job for job in whole.jobs if job.number in numbers]  # they know their parent now
-    progress = Progress(len(todo))
+    keys = {job.key for job in todo}
+    with one_at_a_time(whole.folder):  # another start of it may have given numbers, or made the parent, by now
+        whole = _open(define(jobs, name))
+    todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
+    launcher = todo[0].config.launcher
+    progress = Progress(len(todo), queued=launcher.name == "slurm")
     with signals_passed_on() as relay:
-        launcher = todo[0].config.launcher
         if launcher.name == "slurm":
             run_on_slurm(todo, relay, progress)
         else:
@@ -48,8 +49,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     return _close(whole, progress.outcomes, relay.received)
 
 
-def checked_sweep(arguments: argparse.Namespace, *, to_train: bool = True) -> Sweep:
-    """Return the sweep that the words name, every job of it checked: against this machine, too, where it is `to_train`.
+def checked_jobs(
+    arguments: argparse.Namespace, *, to_train: bool = True
+) -> tuple[list[tuple[list[str], Config]], str | None]:
+    """Return the composed jobs that the words name, and the name given to their sweep, as `define` takes them.
+
+    Every job is checked: against this machine, too, where it is `to_train`.
 
     Raises:
         ConfigError: with the problems of all jobs, each said once.
@@ -58,7 +63,7 @@ def checked_sweep(arguments: argparse.Namespace, *, to_train: bool = True) -> Sw
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
     jobs = compose_sweep(arguments.overrides, arguments.config_dir)
     _check_all([config for _, config in jobs], to_train)
-    return define(jobs, typed_value(arguments.overrides, "run.name"))
+    return jobs, typed_value(arguments.overrides, "run.name")
 
 
 def _check_all(configs: list[Config], to_train: bool) -> None:
@@ -97,38 +102,50 @@ def _open(whole: Sweep) -> Sweep:
 
 def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
     """Print how the sweep came out, tell MLflow, and return the exit code."""
-    states = [state_of(job.folder) for job in whole.jobs]
-    finished = states.count("finished")
+    states = {job.number: state_of(job.folder) for job in whole.jobs}
+    finished = [*states.values()].count("finished")
     failed = [each for each in outcomes if each.code and not (stopped_by and each.code in (130, 143))]
-    running = states.count("running")
-    status = "KILLED" if stopped_by else "FAILED" if failed or finished + running < len(states) else "FINISHED"
+    here = {each.job.number for each in outcomes}
+    elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
+    running = "running" in states.values()
     if whole.jobs[0].config.logger.name == "mlflow":
-        job = parent_job(whole.folder, write(whole), tracking_uri(whole.jobs[0].config))
-        job["metrics"] = {"jobs/finished": finished, "jobs/failed": len(failed), "jobs/total": len(states)}
-        job["status"] = None if running else status
-        parent, problem = write_parent(job)
-        if problem:
-            print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
-        elif not stopped_by:
-            write(replace(whole, parent_run_id=parent))  # it may have been made just now
-            if problem := catch_up([each.job.folder for each in outcomes]):
-                text = f"note   MLflow lacks something of this sweep ({problem}). lightning-llm sync {whole.folder}"
-                print(text, file=sys.stderr)
+        sound = not failed and not elsewhere and finished == len(states)
+        status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
+        counts = {"finished": finished, "failed": len(failed) + len(elsewhere), "total": len(states)}
+        told = _tell_mlflow(whole, None if running else status, counts)
+        if told and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
+            text = f"note   MLflow lacks something of this sweep ({problem}). lightning-llm sync {whole.folder}"
+            print(text, file=sys.stderr)
     print(f"sweep  {finished} of {len(states)} jobs finished, in {whole.folder}")
     launcher = whole.jobs[0].config.launcher
     if launcher.name == "local" and launcher.at_once > 1 and len(outcomes) > 1:
         at_once = min(launcher.at_once, len(outcomes))
         print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
     for each in failed:
-        print(f"  exit code {each.code}: {each.job.folder} ({' '.join(each.job.words)}): {_why(each.job.folder)}",
-              file=sys.stderr)  # fmt: skip
+        _print_failure(each.job, f"exit code {each.code}")
+    for job in elsewhere:
+        _print_failure(job, "failed in another start")
     if stopped_by:
-        stopped = [str(job.number) for job, state in zip(whole.jobs, states, strict=True) if state == "stopped"]
+        stopped = [str(number) for number, state in states.items() if state == "stopped"]
         text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}; the same command goes on"
         print(f"{text}: {whole.folder}", file=sys.stderr)
         return 128 + stopped_by
-    return 1 if failed else 0
+    return 1 if failed or elsewhere else 0
 
 
-def _why(folder: Path) -> str:
-    return detail_of(folder) or "it said nothing; see its output"
+def _tell_mlflow(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
+    """Return whether MLflow could be told how the sweep ended; say so where not."""
+    job = parent_job(whole.folder, write(whole), tracking_uri(whole.jobs[0].config))
+    job["metrics"] = {f"jobs/{key}": count for key, count in counts.items()}
+    job["status"] = status
+    parent, problem = write_parent(job)
+    if problem:
+        print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
+        return False
+    write(replace(whole, parent_run_id=parent))  # it may have been made just now
+    return True
+
+
+def _print_failure(job: Job, how: str) -> None:
+    why = detail_of(job.folder) or "it said nothing; see its output"
+    print(f"  {how}: {job.folder} ({' '.join(job.words)}): {why}", file=sys.stderr)

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.heartbeat import await_sign, has_died
 from lightning_llm.callbacks.records import summary_of
-from lightning_llm.sweep.definition import Job
+from lightning_llm.sweep.definition import CLAIMS, Job
 
 State = Literal["new", "finished", "failed", "stopped", "running"]
 
@@ -58,11 +58,22 @@ def detail_of(folder: Path) -> str:
 
 
 @contextmanager
+def one_at_a_time(sweep: Path) -> Iterator[None]:
+    """Hold the folder of a sweep while its definition and its parent run are written."""
+    with FileLock(_locks(sweep) / "sweep"):
+        yield
+
+
+def _locks(sweep: Path) -> Path:
+    folder = sweep / CLAIMS
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
 def claimed(job: Job) -> Iterator[bool]:
     """Yield whether this process may run `job`: False while another one does. A claim ends with its process."""
-    locks = job.folder.parent / ".claims"
-    locks.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(locks / str(job.number))
+    lock = FileLock(_locks(job.folder.parent) / str(job.number))
     try:
         lock.acquire(timeout=0)
     except Timeout:

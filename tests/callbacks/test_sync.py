@@ -18,6 +18,7 @@ from protocol_module import make_config
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.mlflow import writer_job
 from lightning_llm.callbacks.mlflow_store import ORPHANED, mark_orphans
+from lightning_llm.callbacks.mlflow_sweep import parent_job, update
 from lightning_llm.callbacks.mlflow_writer import RunWriter
 from lightning_llm.callbacks.provenance import process_mark
 from lightning_llm.callbacks.records import summary_of, write_json
@@ -137,6 +138,27 @@ def test_a_sweep_gets_the_parent_it_could_not_have(store: MlflowClient, tmp_path
     assert store.get_run(parent).data.tags["axis.seed"] == "0,1"
     children = store.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent}'")
     assert {run.info.run_name for run in children} == {"0", "1"}
+
+
+def test_the_parent_of_a_sweep_under_way_is_left_to_it(store: MlflowClient, tmp_path: Path) -> None:
+    recorded(tmp_path, "0")
+    sweep = {
+        "hash": "abc", "experiment": "trial", "recipe": None, "axes": {}, "mlflow_run_id": None,
+        "jobs": [{"number": 0, "words": [], "key": "a"}, {"number": 1, "words": [], "key": "b"}],
+    }  # fmt: skip
+    folder = tmp_path / "trial"
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    parent = update(parent_job(folder, sweep, uri))
+    write_json(folder / "sweep.json", {**sweep, "mlflow_run_id": parent})
+    assert main(["sync", str(folder)]) == 0  # the sweep's process is this one; its second job has not begun
+    run = store.get_run(parent)
+    assert (run.info.status, run.data.tags["process"]) == ("RUNNING", process_mark())
+    store.set_tag(parent, "process", GONE)
+    assert mark_orphans(store, run.info.experiment_id, but="") == [parent]
+    assert store.get_run(parent).data.tags["status_detail"] == ORPHANED
+    update(parent_job(folder, {**sweep, "mlflow_run_id": parent}, uri))  # started again
+    run = store.get_run(parent)
+    assert (run.info.status, "status_detail" in run.data.tags) == ("RUNNING", False)
 
 
 def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, tmp_path: Path) -> None:

@@ -125,3 +125,44 @@ def test_an_exact_partner_is_preferred(tmp_path):
     (row,) = compare_runs(made, Terms()).verdicts
     assert row["controlled"]
     assert row["gap"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "listed"),
+    [
+        ({}, {"trainer.max_steps": [50]}, {"earlier.trainer.max_steps"}),
+        ({"trainer.max_steps": [50]}, {"trainer.max_steps": [50]}, set()),
+        ({}, {"code_hash": ["old"], "checkpoint.keep_last": [1]}, {"earlier.code_hash"}),
+        ({}, {"parallel.dp_shard": [2], "trainer.devices": [2], "parallel.zero_stage": [3]}, set()),  # the same bits
+        ({"data.micro_batch_size": [4]}, {}, {"earlier.data.micro_batch_size"}),
+    ],
+)
+def test_what_an_earlier_part_of_a_resumed_run_had_otherwise_is_a_confounder(ours, theirs, listed, tmp_path):
+    made = []
+    for seed in (0, 1):
+        for name, earlier in (("bf16", ours), ("mxfp8", theirs)):
+            words = (f"precision={name}", f"seed={seed}")
+            made.append(read_run(make_run(tmp_path / f"{name}{seed}", *words, summary={"earlier": earlier})))
+    (row,) = compare_runs(made, Terms()).verdicts
+    assert {each["key"] for each in row["confounders"]} == listed
+    assert row["controlled"] == (not listed)
+
+
+@pytest.mark.parametrize(
+    ("target", "controlled"),
+    [
+        ("lightning.pytorch.callbacks.StochasticWeightAveraging", False),
+        ("lightning_llm.callbacks.profile.Profile", True),
+    ],
+)
+def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp_path):
+    extra = [f"+callbacks.extra._target_={target}"]
+    extra += [] if controlled else ["+callbacks.extra.swa_lrs=0.1"]
+    made = []
+    for seed in (0, 1):
+        made.append(read_run(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}")))
+        made.append(read_run(make_run(tmp_path / f"b{seed}", "precision=mxfp8", f"seed={seed}", *extra)))
+    (row,) = compare_runs(made, Terms(), "precision=bf16").verdicts
+    assert row["controlled"] == controlled
+    if not controlled:
+        assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.swa_lrs"}

@@ -134,3 +134,27 @@ def test_what_is_not_finite_on_the_way_is_passed_over_and_the_output_stays_json(
     found = verdicts(capsys, tmp_path / "s", expect=2)
     assert "its 'val_loss' is not finite in the tail" in found["stderr"]
     assert found["by_name"]["mxfp8"]["pairs"] == 2
+
+
+def test_a_run_that_failed_before_its_first_record_is_missed(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    early = make_run(sweep / "20", "precision=mxfp8", "seed=3")
+    make_run(sweep / "21", "precision=bf16", "seed=3", noise=0.3)
+    for name in ("metrics.jsonl", "summary.json"):
+        (early / name).unlink()
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["missing_seeds"] == []  # config.yaml alone is no run
+    (early / "tokenizer.json").write_text("{}")  # one began
+    found = verdicts(capsys, sweep, expect=2)
+    assert "never begun after step 0" in found["stderr"]
+    row = found["by_name"]["mxfp8"]
+    assert (row["missing_seeds"], row["verdict"]) == ([3], "inconclusive")
+
+
+def test_an_update_left_out_at_the_last_step_is_no_divergence(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    last = {"step": STEPS, "tokens": 1, "time": 0.0, "loss": "nan", "event": "non_finite", "skipped": True}
+    for folder in sorted(sweep.iterdir())[3:6]:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(last) + "\n")
+    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
+    assert (row["diverged_seeds"], row["verdict"], row["skipped_steps"]) == ([], "lossless", 3)

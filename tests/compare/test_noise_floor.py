@@ -91,6 +91,26 @@ def test_one_pair_is_inconclusive_unless_the_floor_stands_in(tmp_path, capsys):
     assert "against noise within a seed only" in row["line"]
 
 
+def test_too_few_validations_are_the_reason_why_a_floor_does_not_stand_in(tmp_path, capsys):
+    few = {step: curve(step) for step in (25, 50, 75, 100)}
+    for number, (words, noise) in enumerate(
+        [("precision=bf16", 0.0), ("precision=bf16 trainer.threads=1", 0.001), ("precision=mxfp8", 0.05)]
+    ):
+        losses = {step: loss + noise for step, loss in few.items()}
+        make_run(tmp_path / "s" / str(number), *words.split(), "seed=0", losses=losses)
+    row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
+    assert (row["verdict"], row["stand_in"]) == ("inconclusive", "")
+    assert "too few validations to see its wander" in row["line"]
+    for number, (name, noise) in enumerate([("bf16", 0.0), ("mxfp4_sr", 0.001), ("mxfp4_rne", 0.002)]):
+        for seed in (0, 1):  # where others show a spread, the pair's own wander is not asked for
+            losses = {step: loss + noise * seed + 0.1 * seed for step, loss in few.items()}
+            if number or seed:
+                words = (f"precision={name}", f"seed={seed}")
+                make_run(tmp_path / "s" / f"1{number}{seed}", *words, losses=losses)
+    row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
+    assert (row["verdict"], row["stand_in"]) == ("lossy", "floor")
+
+
 def test_a_floor_does_not_overrule_the_spread_that_others_show(tmp_path, capsys):
     """Real runs of the quickstart's kind: the floor is a fraction of what recipes scatter from seed to seed."""
     base, other = [0.01, -0.02, 0.03, -0.01, 0.0], [-0.02, 0.02, 0.0, 0.025, -0.02]

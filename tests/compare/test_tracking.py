@@ -62,6 +62,16 @@ def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monke
     assert "could not be asked for this run" in capsys.readouterr().err
 
 
+def test_an_experiment_that_mlflow_alone_knows_is_found_by_its_name(tracked, capsys, monkeypatch, tmp_path):
+    _, _, sweep, _ = tracked
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{sweep.parents[1] / 'mlflow.db'}")
+    assert main(["compare", "--json", "exp"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
+    assert main(["compare", "exq"]) == 2
+    assert "no experiment or sweep in" in capsys.readouterr().err
+
+
 def test_mlflow_being_away_changes_nothing_but_a_note(tracked, capsys, tmp_path):
     _, _, sweep, _ = tracked
     copy = shutil.copytree(sweep, tmp_path / "sweep")

@@ -88,6 +88,7 @@ def test_an_experiment_an_id_and_the_newest_sweep_name_the_same_runs(sweep, caps
     whole = verdicts(capsys, sweep)["verdicts"]
     assert verdicts(capsys, "exp")["verdicts"] == whole
     assert verdicts(capsys)["verdicts"] == whole
+    assert verdicts(capsys, sweep.name)["verdicts"] == whole
     (sweep / "0" / "mlflow_run_id").write_text("ab" * 16 + "\n")
     found = verdicts(capsys, "ab" * 16, sweep / "3", "--output", tmp_path / "here")
     assert len(found["runs"]) == 2
@@ -250,13 +251,32 @@ def test_what_cannot_be_used_is_said_and_the_rest_is_judged(kind, tmp_path, caps
     assert said in (sweep / "compare" / "report.html").read_text().replace("&#x27;", "'")
 
 
+def test_mixes_of_data_are_compared_where_they_score_the_same_sequences(tmp_path, capsys):
+    mixes = {f"data.sources.code.weight={weight}": 0.001 * weight for weight in (1, 3)}
+    sweep = make_sweep(tmp_path / "s", dict.fromkeys(mixes, 0.0))
+    for folder in sorted(sweep.iterdir())[3:]:  # of the second mix: what is learned from is another thing
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps({**summary, "data_hash": "e" * 32}))
+    found = verdicts(capsys, sweep)
+    (row,) = found["verdicts"]
+    assert (found["factor"], row["controlled"]) == ("data", True)
+    for folder in sorted(sweep.iterdir())[3:6]:
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps({**summary, "validation_hash": "w" * 32}))
+    assert main(["compare", str(sweep)]) == 2
+    assert "data.validation.weights" in capsys.readouterr().err
+
+
 def test_without_hashes_the_configs_decide_what_is_comparable(tmp_path, capsys):
     sweep = tmp_path / "s"
     bare = {"summary": {"validation_hash": None, "data_hash": None}}
     make_run(sweep / "0", "precision=bf16", **bare)
     make_run(sweep / "1", "precision=mxfp8", "data.tokenizer.kind=bytes", **bare)
+    make_run(sweep / "2", "precision=mxfp4_sr", "data.sources.code.weight=9", **bare)  # other sequences are scored
     assert main(["compare", str(sweep)]) == 2
-    assert "data.tokenizer.kind" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "data.tokenizer.kind" in said
+    assert "data.sources.code.weight" in said
 
 
 def say(capsys, *words) -> str:

@@ -106,6 +106,9 @@ def test_arguments_of_an_observer_that_is_left_out_go_with_it(tmp_path):
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ncallbacks:\n  sampel:\n    prompt: x\n")
     with pytest.raises(ConfigError, match=r"callbacks\.sampel: "):
         compose_config(["recipe=mine"], tmp_path)
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ncallbacks:\n  profile:\n    steps: 9\n")
+    with pytest.raises(ConfigError, match=r"callbacks\.profile: "):  # forgot to choose callbacks=profile
+        compose_config(["recipe=mine"], tmp_path)
 
 
 def test_types_and_ranges():

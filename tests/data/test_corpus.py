@@ -18,6 +18,7 @@ from corpus_files import data_config, words, write_jsonl
 
 from lightning_llm.data import prepare
 from lightning_llm.data.addressing import accumulation
+from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import IGNORED, Corpus, open_corpus
 from lightning_llm.data.prepare import train_bpe
 from lightning_llm.errors import ConfigError
@@ -148,6 +149,24 @@ def test_validation_is_shared_by_weight_and_by_ranks(corpus: Corpus) -> None:
     joined = torch.cat([part[i].labels for i in range(2) for part in parts])
     assert torch.equal(joined[:12], rows[:12])
     assert (joined[12:] == IGNORED).all()
+
+
+def test_what_is_scored_can_be_the_same_for_mixes_that_are_not(cache: Path, two_files: dict[str, Any]) -> None:
+    found = []
+    for weights in ((3.0, 1.0), (1.0, 1.0)):
+        mix = {
+            name: {**source, "weight": weight}
+            for (name, source), weight in zip(two_files.items(), weights, strict=True)
+        }
+        scored = {"fraction": 0.2, "sequences": 12, "weights": dict.fromkeys(mix, 1.0)}
+        found.append(open_corpus(data_config(cache, mix, validation=scored), 5, VOCABULARY))
+    assert found[0].validation_fingerprint == found[1].validation_fingerprint
+    assert found[0].fingerprint != found[1].fingerprint
+    sources = torch.cat([batch.sources for batch in found[0].validation_batches(4)])[:12]
+    assert sources.bincount().tolist() == [6, 6]
+    missing = {"fraction": 0.2, "weights": {"nowhere": 1.0}}
+    problems = check_data(data_config(cache, two_files, validation=missing), VOCABULARY, 1)
+    assert [problem.key for problem in problems] == ["data.validation.weights"]
 
 
 def test_validation_ignores_the_seed_and_the_batches(corpus: Corpus, two_files: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from short_jobs import sweep_of, times
@@ -19,6 +21,7 @@ from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.identity import config_hash
 from lightning_llm.run_state import Start, decide_start
+from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.definition import Job, define, write
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
@@ -222,6 +225,40 @@ def test_two_starts_of_one_sweep_share_its_jobs(tmp_path: Path) -> None:
         thread.join()
     done = [outcome.job.number for each in both for outcome in each.outcomes]
     assert sorted(done) == [0, 1, 2]  # the folder of a job that ran twice would be there already
+
+
+def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    composed = compose_sweep([f"run.root={tmp_path}", "seed=0,1"])
+    made: list[str] = []
+
+    def slow_parent(job: dict[str, Any]) -> tuple[str, str]:
+        time.sleep(0.2)
+        if not job["run_id"]:
+            made.append(f"parent{len(made)}")
+        return job["run_id"] or made[-1], ""
+
+    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None))  # Hydra is of one thread
+    monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
+    monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
+    monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
+    monkeypatch.setattr(sweep_run, "write_parent", slow_parent)
+    threads = [threading.Thread(target=sweep_run.sweep, args=(None,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["parent0"]
+    whole = define(composed, None)
+    assert whole.parent_run_id == "parent0"
+    whole.jobs[0].folder.mkdir()
+    (whole.jobs[0].folder / "summary.json").write_text('{"status": "failed", "detail": "OSError: full"}')
+    monkeypatch.setattr(sweep_run, "settled_state", lambda folder: "running")  # as if another start ran them
+    assert sweep_run.sweep(None) == 0  # nothing to do here
+    monkeypatch.setattr(sweep_run, "settled_state", state_of)
+    assert sweep_run.sweep(None) == 1
+    assert "failed in another start" in capsys.readouterr().err
 
 
 def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:

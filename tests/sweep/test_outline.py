@@ -33,7 +33,7 @@ def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, ca
     assert main(["plan", "-m", *words]) == 0
     printed = capsys.readouterr().out
     assert "4 (local, 1 at once): 3 new, 1 finished" in printed
-    assert f"3 jobs, {3 * alone['total_tokens']:,} tokens" in printed
+    assert f"3 jobs, at most {3 * alone['total_tokens']:,} tokens" in printed
     assert main(["plan", "-m", "--matrix", *words]) == 2
     assert main(["plan", "-m", *words, "trainer.max_step=3"]) == 2
     assert "Did you mean 'max_steps'" in capsys.readouterr().err
@@ -60,3 +60,17 @@ def test_the_time_left_counts_the_jobs_beside_each_other(
         said.append(capsys.readouterr().out.partition("about ")[2].split()[0])
         told.starting(jobs[number + 2])
     assert said == ["5m05s", "4m55s", "3m25s", "3m15s"]
+
+
+def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    jobs, clock = sweep_of(tmp_path, "seed=0,1,2,3").jobs, [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    told = progress.Progress(4, queued=True)
+    for job in jobs:  # all are submitted at once, and one runs at a time
+        told.starting(job)
+    for number in range(2):
+        clock[0] += 100.0
+        told.ended(Outcome(jobs[number], 0, clock[0]))
+    assert "2/4 done, about 3m20s left" in capsys.readouterr().out

@@ -89,6 +89,13 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_
     told = capfd.readouterr()
     assert "1 of 2 jobs finished" in told.out
     assert f"exit code 1: {failed} (optim.learning_rate=1e+30): NonFiniteError" in told.err
+    begun = finished.stat().st_mtime_ns
+    assert main(["train", "-m", *words]) == 1
+    told = capfd.readouterr().out
+    assert "job    1/1 0 optim.learning_rate=1e+30" in told  # the one that failed is tried again, and it alone
+    assert "1 optim.learning_rate=0.001: finished, left as it is" in told
+    assert json.loads((failed / "summary.json").read_text())["starts"] == 2
+    assert finished.stat().st_mtime_ns == begun
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.callbacks.records import summary_of, write_json
 from lightning_llm.precision import inductor
 from lightning_llm.train.manifest import TENSORS
 
@@ -17,6 +18,32 @@ def test_stop_and_resume_gives_the_same_bits(whole, tmp_path, small_run, first_s
     assert resumed == {entry for entry in curve(whole) if entry[5] is None}
     assert curve(tmp_path / "run")[-1] == curve(whole)[-1]
     assert same_weights(tmp_path / "run", whole, 6)
+
+
+def test_what_earlier_parts_had_otherwise_is_kept(tmp_path, small_run):
+    """A comparison must not take such a run for one that was made in one piece."""
+    run = tmp_path / "run"
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=3")]) == 0
+    summary = summary_of(run)
+    assert "earlier" not in summary
+    write_json(run / "summary.json", {**summary, "code_hash": "another"})
+    assert main(["train", *small_run(tmp_path, "data.micro_batch_size=1", "resume=auto")]) == 0
+    first = {"trainer.max_steps": [3], "data.micro_batch_size": [2], "code_hash": ["another"]}
+    assert summary_of(run)["earlier"] == first  # the learning rate had begun to fall
+    words = ["trainer.max_steps=8", "schedule.total_steps=6"]
+    assert main(["train", *small_run(tmp_path, "data.micro_batch_size=1", "resume=auto", *words)]) == 2
+    moved = small_run(tmp_path, "trainer.max_steps=7", "resume=auto")
+    assert main(["train", *moved]) == 0
+    assert summary_of(run)["earlier"] == {
+        "trainer.max_steps": [3, 6], "data.micro_batch_size": [2, 1], "code_hash": ["another"],
+    }  # fmt: skip
+
+
+def test_a_longer_run_that_changes_no_step_it_has_made_is_in_one_piece(tmp_path, small_run):
+    words = ["schedule=constant"]
+    assert main(["train", *small_run(tmp_path, *words, "trainer.max_steps=2")]) == 0
+    assert main(["train", *small_run(tmp_path, *words, "trainer.max_steps=3", "resume=auto")]) == 0
+    assert "earlier" not in summary_of(tmp_path / "run")
 
 
 def test_a_torn_checkpoint_and_later_metrics_are_left_behind(whole, tmp_path, small_run):
