@@ -4,6 +4,7 @@ import json
 import shutil
 
 import torch
+from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 from lightning_llm.__main__ import main
@@ -36,9 +37,14 @@ def test_a_checkpoint_of_another_version_is_refused(whole, tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_finite_fails_before_it_reaches_the_weights(tmp_path, small_run, capsys):
-    assert main(["train", *small_run(tmp_path, "optim.learning_rate=1e30", "optim.gradient_clip_norm=null")]) == 1
+    words = ["optim.learning_rate=1e30", "optim.gradient_clip_norm=null", "logger=mlflow"]
+    assert main(["train", *small_run(tmp_path, *words)]) == 1
     assert "Lower optim.learning_rate" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    tracked = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(summary["mlflow_run_id"])
+    assert tracked.info.status == "FAILED"
+    assert "NonFiniteError" in tracked.data.tags["status_detail"]
     for step in steps_saved(tmp_path / "run"):
         assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run", step).values())
 

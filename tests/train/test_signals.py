@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm import launch
@@ -26,7 +27,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 )
 def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, number, code):
     common = ["schedule.total_steps=400", "checkpoint.every_steps=1000"]
-    words = small_run(tmp_path / "stopped", *common, "trainer.max_steps=400")
+    words = small_run(tmp_path / "stopped", *common, "trainer.max_steps=400", "logger=mlflow")
     stopped = tmp_path / "stopped" / "run"
     with start(words) as process:
         metrics = stopped / "metrics.jsonl"
@@ -42,11 +43,19 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
     assert json.loads((stopped / "summary.json").read_text())["status"] == "stopped"
     stopped_at = read_metrics(stopped)[-1]["step"]
     assert steps_saved(stopped) == [stopped_at]
+    store = MlflowClient(f"sqlite:///{tmp_path / 'stopped' / 'mlflow.db'}")
+    run_id = json.loads((stopped / "summary.json").read_text())["mlflow_run_id"]
+    tracked = store.get_run(run_id)
+    assert tracked.info.status == "KILLED"
+    assert f"StoppedBySignal: stopped by {number.name}" in tracked.data.tags["status_detail"]
     last = stopped_at + 3
     assert main(["train", *words, "resume=auto", f"trainer.max_steps={last}"]) == 0
     assert main(["train", *small_run(tmp_path / "whole", *common, f"trainer.max_steps={last}")]) == 0
     assert curve(stopped) == curve(tmp_path / "whole" / "run")
     assert same_weights(stopped, tmp_path / "whole" / "run", last)
+    tracked = store.get_run(run_id)
+    assert (tracked.info.status, tracked.data.tags["status_detail"]) == ("FINISHED", "")
+    assert [point.step for point in store.get_metric_history(run_id, "loss")] == list(range(1, last + 1))
 
 
 @pytest.mark.parametrize(
