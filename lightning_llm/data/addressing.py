@@ -132,11 +132,3 @@ class SampleOrder:
         for source in self._pattern[:place]:
             drawn[source] += 1
         return drawn
-
-
-def accumulation(global_batch_size: int, micro_batch_size: int, world: int) -> int:
-    """Return micro-batches per rank and step; the batch sizes must divide (`check_data` says so to the user)."""
-    count, rest = divmod(global_batch_size, micro_batch_size * world)
-    if rest or not count:
-        raise ValueError(f"{global_batch_size} sequences are no multiple of {micro_batch_size} x {world} ranks")
-    return count

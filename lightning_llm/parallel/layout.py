@@ -1,12 +1,14 @@
 """One rank's place in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
 from lightning_llm.parallel.tree import all_gather
@@ -38,7 +40,10 @@ class Layout:
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             mesh["dp_replicate", "dp_shard"]._flatten("dp")
         shared = mesh["dp_shard", "cp"]._flatten("fsdp") if degrees.cp > 1 else None
-        return cls(config, degrees, dist.get_rank(), mesh, shared)
+        layout = cls(config, degrees, dist.get_rank(), mesh, shared)
+        for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
+            _set_pg_timeout(timedelta(seconds=config.timeout_seconds), group)
+        return layout
 
     @property
     def place(self) -> Degrees:

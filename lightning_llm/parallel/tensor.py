@@ -127,7 +127,8 @@ def _column(linear: Any, edge: Edge | None, x: Tensor) -> Tensor:
 def _row(linear: Any, edge: Edge, x: Tensor) -> Tensor:
     y = edge.leave(linear.multiply(x, _local(linear.weight), None))
     bias = _local(linear.bias)
-    return y if bias is None else y + bias.to(y.dtype)
+    # Added in fp32, so that its gradient, a sum over all tokens, is one in fp32 as in a quantised linear of one rank.
+    return y if bias is None else (y.float() + bias.float()).to(y.dtype)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

@@ -93,5 +93,5 @@ def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
 
 
 def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
-    """Return how many micro-batches each rank computes in one optimizer step."""
+    """Return how many micro-batches each rank computes in one optimizer step; `check_data` says where none fit."""
     return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)

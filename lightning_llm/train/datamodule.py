@@ -6,8 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_llm.data.addressing import accumulation
 from lightning_llm.data.corpus import Batch, Corpus
+from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.schema import Config
 
 
@@ -45,8 +45,8 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         first = self.trainer.lightning_module.completed_steps
-        layout, data = self.trainer.strategy.layout, self.config.data
-        count = accumulation(data.global_batch_size, data.micro_batch_size, layout.degrees.dp)
+        layout = self.trainer.strategy.layout
+        count = micro_batches_per_rank(self.config, layout.degrees)
         return DataLoader(
             StepDataset(self.corpus, layout.micro_batches(count)),
             batch_size=None,

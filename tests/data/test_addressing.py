@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning_llm.data.addressing import (
     Address,
     SampleOrder,
-    accumulation,
     interleave,
     largest_remainder,
     permute,
@@ -142,14 +141,3 @@ def test_known_answers() -> None:
     order = SampleOrder({"code": 0.7, "prose": 0.3}, {"code": 11_000, "prose": 2_500}, 1)
     got = [(a.source, a.window, a.epoch) for a in map(order.locate, (0, 1, 2, 999, 123_456_789))]
     assert got == [(0, 5966, 0), (1, 276, 0), (0, 10197, 0), (0, 993, 0), (0, 1144, 7856)]
-
-
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
-def test_accumulation(world: int, micro: int, count: int) -> None:
-    size = world * micro * count
-    assert accumulation(size, micro, world) == count
-
-
-def test_batches_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="no multiple"):
-        accumulation(6, 2, 2)

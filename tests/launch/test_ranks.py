@@ -29,8 +29,8 @@ def start(words: list[str], program: tuple[str, ...] = (), **more: str) -> subpr
     return subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=pipe, stderr=pipe, text=True)
 
 
-def alone(small_run, folder: Path, steps: int) -> Path:
-    assert main(["train", *small_run(folder, *TIMES, f"trainer.max_steps={steps}")]) == 0
+def alone(small_run, folder: Path, steps: int, *more: str) -> Path:
+    assert main(["train", *small_run(folder, *TIMES, f"trainer.max_steps={steps}", *more)]) == 0
     return folder / "run"
 
 
@@ -66,13 +66,29 @@ def test_two_ranks_by_one_flag_stop_on_a_signal_and_go_on_alone_to_the_same_bits
     assert same_weights(run, whole, stopped_at + 2)
 
 
+def test_four_ranks_share_weights_and_layers(small_run, tmp_path):
+    """A layout whose ranks have groups of their own, started by one flag; its losses are near those of one rank."""
+    heads = "model.num_kv_heads=2"
+    words = small_run(tmp_path / "four", *TIMES, heads, "trainer.max_steps=2", "parallel=pp_tp", "trainer.devices=4")
+    with start(words) as process:
+        told, complained = process.communicate(timeout=120)
+    assert process.returncode == 0, complained
+    assert told.count("plan ") == 1, "more than one rank spoke"
+    ours, whole = (
+        [record["loss"] for record in read_metrics(folder) if "loss" in record]
+        for folder in (tmp_path / "four" / "run", alone(small_run, tmp_path / "one", 2, heads))
+    )
+    assert ours == pytest.approx(whole, rel=2e-6)
+    assert len(ours) == 2
+
+
 @pytest.mark.parametrize(
     ("kill", "reason"),
     [(False, "RuntimeError: planted failure"), pytest.param(True, "SIGKILL", marks=pytest.mark.full)],
 )
 def test_one_rank_that_fails_ends_the_run_and_is_named_first(small_run, tmp_path, kill, reason):
     fault = f"+callbacks.fault={{_target_: faults.Fail, rank: 1, step: 3, kill: {str(kill).lower()}}}"
-    words = small_run(tmp_path, *TIMES, "trainer.max_steps=300", "parallel=ddp", "trainer.devices=2", fault)
+    words = small_run(tmp_path, *TIMES, "trainer.max_steps=300", "parallel=pp", "trainer.devices=2", fault)
     began = time.monotonic()
     with start(words) as process:
         _, complained = process.communicate(timeout=120)

@@ -12,9 +12,12 @@ from lightning_llm.parallel.degrees import Degrees, resolve_degrees
 
 NAMES = sorted({file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml")} - {"single"})
 CONFIGS = {name: compose_config([f"parallel={name}"]).parallel for name in NAMES}
-PIPELINED = [name for name in NAMES if CONFIGS[name].pp != 1 and (CONFIGS[name].tp, CONFIGS[name].cp) == (1, 1)]
-CUT = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) != (1, 1)]
-DATA_PARALLEL = [name for name in NAMES if name not in PIPELINED and name not in CUT]
+STAGED = [name for name in NAMES if CONFIGS[name].pp != 1]
+SHARED = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) != (1, 1)]
+PIPELINED = [name for name in STAGED if name not in SHARED]
+CUT = [name for name in SHARED if name not in STAGED]
+CUT_STAGES = [name for name in STAGED if name in SHARED]
+DATA_PARALLEL = [name for name in NAMES if name not in STAGED and name not in SHARED]
 PRECISIONS = ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr"]
 CHECKPOINTING = ["none", "full", "selective"]
 
@@ -45,6 +48,11 @@ class Case:
 def steps_of(precision: str) -> int:
     """Return how long a run is: 20 steps in `make test-full`. Emulated casts run eagerly here, and slowly."""
     return int(os.environ.get("LAYOUT_STEPS", 10 if precision in ("fp32", "bf16") else 6))
+
+
+def fewest_ranks(layout: str) -> int:
+    """Return the fewest ranks that give every axis in the name of a layout that cuts weights or sequences two."""
+    return 2 ** (1 + layout.count("_") + layout.count("hsdp"))
 
 
 def degrees_of(layout: str, world: int) -> Degrees | None:

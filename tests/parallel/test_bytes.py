@@ -22,12 +22,11 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import _expensive_ops
 from lightning_llm.parallel.degrees import resolve_degrees
 from lightning_llm.parallel.fully_shard import sharded_modules
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
 from lightning_llm.parallel.traffic import bytes_sent
 from lightning_llm.parallel.tree import TreeSum
-from lightning_llm.parallel.units import units_of, uses_fsdp
-from lightning_llm.schema import Config, ParallelConfig
+from lightning_llm.parallel.units import units_of
+from lightning_llm.schema import Config
 
 RANKS, TURNS = 4, 4
 HELD = ("parameters", "gradients", "optimizer", "unsharded_gradients", "tree_gradients", "gathered")
@@ -82,6 +81,7 @@ class Measure(pl.Callback):
         self._waiting: dict[int, int] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        assert bool(sharded_modules(pl_module.model)) == trainer.strategy.layout.shards  # what plan counts with
         pl_module.model.register_forward_hook(self._after_forward)
         self._push = TreeSum.push
         measure = self
@@ -253,14 +253,6 @@ def test_the_tree_needs_so_many_buffers(turns):
         most = max(most, len(sums._nodes))
     assert tree_buffers(turns) == most
     assert most <= max(0, math.ceil(math.log2(turns)) - 1)
-
-
-@pytest.mark.parametrize("keys", [{}, {"zero_stage": 2, "dp_shard": 2}, {"dp_replicate": 2}, {"zero_stage": 1}])
-@pytest.mark.parametrize("reduction", ["tree", "native"])
-def test_fsdp_is_used_where_planned(keys, reduction):
-    parallel = ParallelConfig(name="test", reduction=reduction, **keys)
-    degrees = resolve_degrees(parallel, 2 if keys.keys() & {"dp_shard", "dp_replicate"} else 1)
-    assert uses_fsdp(parallel, degrees) == Layout(parallel, degrees).shards
 
 
 class Kept(TorchDispatchMode):

@@ -1,4 +1,5 @@
-"""The loss over a cut vocabulary and attention over a shared sequence, against whole ones in float64. 3 seconds."""
+"""The loss over a cut vocabulary and attention over a shared sequence, against whole ones in float64; a cut linear's
+bias. 3 seconds."""
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from traced_run import leave_groups
 
 from lightning_llm.model.attention import document_mask, dot_product_attention
 from lightning_llm.model.decoder import mask_padding
+from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.context import SequenceCut, context_attention, context_mask, positions_of
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.tensor import Edge, _row
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.schema import ParallelConfig
 
@@ -70,6 +73,18 @@ def attention_differences(documents: bool) -> dict[str, float]:
     return {"output": largest(found - expected[:, positions]), **gradients}
 
 
+def bias_gradient_is_the_sum(dtype: torch.dtype) -> bool:
+    """Return whether a row-parallel linear's bias has the fp32 sum of its outputs' gradients."""
+    layout = Layout.of(ParallelConfig(name="tp", tp=2), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    linear = Linear(ELEMENTS, ELEMENTS)
+    x = torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).to(dtype)
+    dy = (4000 * torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).abs()).to(dtype)
+    _row(linear, Edge(layout.group("tp"), sequence=False), x).backward(dy)
+    leave_groups(layout)
+    return torch.equal(linear.bias.grad, dy.float().sum((0, 1)))
+
+
 def test_the_loss_over_a_cut_vocabulary_is_the_whole_ones(ranks):
     assert {kind: value for kind, value in ranks(2).call(loss_differences).items() if value > 1e-12} == {}
 
@@ -78,6 +93,12 @@ def test_the_loss_over_a_cut_vocabulary_is_the_whole_ones(ranks):
 def test_attention_over_a_shared_sequence_is_the_whole_ones(documents, ranks):
     found = ranks(2).call(attention_differences, documents)
     assert {kind: value for kind, value in found.items() if value > 1e-12} == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_behind_a_sum_over_ranks_has_its_gradient_summed_in_fp32(dtype, ranks):
+    """As precision.linear sums it on one rank; in fp16 this one would overflow."""
+    assert ranks(2).call(bias_gradient_is_the_sum, dtype)
 
 
 def test_every_rank_has_the_same_share_of_the_causal_triangle():

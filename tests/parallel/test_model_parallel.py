@@ -1,7 +1,8 @@
 """Layouts that cut weights or sequences train as one rank alone does: losses, norms, every gradient, final parameters.
 
 Sums within a micro-batch are in another order, so nothing is bitwise here but operands (test_shard_operands.py). The
-matrix is made from `conf/parallel/`: a new layout file with tp or cp is tested by existing. 60 seconds.
+matrix is made from `conf/parallel/`: a new layout file with tp or cp is tested by existing (test_equal_pipelines.py has
+those with pp, too). 70 seconds.
 """
 
 import os
@@ -13,14 +14,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from layout_matrix import CONFIGS, CUT, covering
+from curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
+from layout_matrix import CUT, covering, fewest_ranks
 from traced_run import Trace, traced_run
 
 from lightning_llm.compose import compose_config
 from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.gradient_sync import local
 
-LAYOUTS = [name for name in CUT if CONFIGS[name].pp == 1]
 GPT = [
     "model.norm=layernorm", "model.bias=true", "model.position=learned", "model.activation=gelu",
     "model.tie_embeddings=true", "model.init=gpt2",
@@ -31,33 +32,6 @@ FEW = ["fp32", "bf16", "nvfp4"]
 """Precisions that `make test` covers; NVFP4 has scales of a tensor and of 16 elements, rotations and random bits."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Largest relative differences: of losses and norms over 6 steps, of gradients in two steps, of parameters.
-
-    `first`: of gradients in the first step where its losses are equal to `SAME_START`, so that no cast of the forward
-    pass fell the other way: what differs then is the backward pass.
-    """
-
-    loss: float
-    norm: float
-    first: float
-    gradient: float
-    parameter: float
-
-
-# Measured (loss, norm, gradient, parameter): fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes
-# compute in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4
-# bits one element of 16,384 that does so (its input was 6e-8 off) moves a token's loss, then the draws of stochastic
-# rounding behind it: 5e-4, 4e-3, 0.24, 0.09 in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. Where none did so in
-# the first forward pass, the first gradients are 5e-4 off at most, mostly 1e-7, and 0.13 with one operand out of its
-# place. That operands are right is shown in test_shard_operands.py.
-SAME_START = 5e-7
-FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5, 1e-5)
-LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 5e-2, 1e-1)}
-CAST = Limits(1e-4, 1e-3, 2e-3, 5e-2, 2e-2)
-FOUR_BITS = Limits(1e-3, 1e-2, 2e-3, 0.5, 0.2)
-LIMITS |= dict.fromkeys(("nvfp4", "mxfp4_sr", "quartet"), FOUR_BITS)
 WIDER = {
     ("gpt", "fp8_delayed"): Limits(1.5e-4, 1e-3, 2e-3, 0.25, 0.1),
     ("gpt", "quartet"): Limits(1e-3, 4e-2, 2e-3, 0.5, 0.2),
@@ -117,7 +91,7 @@ class Case:
 
 
 def cases_on(precisions: list[str], world_of: Callable[[str], int]) -> list[Case]:
-    places = [(layout, world_of(layout)) for layout in LAYOUTS]
+    places = [(layout, world_of(layout)) for layout in CUT]
     values = (MODELS, precisions, ("none", "full", "selective"), (True, False), ("tree", "native"))
     cells = product(places, *values, (False, True))
     return [Case(layout, world, *rest) for (layout, world), *rest in cells]
@@ -128,13 +102,8 @@ def small(layout: str) -> int:
     return 4 if "_" in layout else 2
 
 
-def large(layout: str) -> int:
-    """Return the fewest ranks that give every axis two."""
-    return 2 ** (1 + layout.count("_") + layout.count("hsdp"))
-
-
 COVERING = covering([case for case in cases_on(FEW, small) if not case.layout.startswith("hsdp")], strength=2)
-FULL = [case for case in covering(cases_on(["fp32", "bf16", *CASTS], large), strength=2) if case not in COVERING]
+FULL = [case for case in covering(cases_on(["fp32", "bf16", *CASTS], fewest_ranks), strength=2) if case not in COVERING]
 
 
 @pytest.fixture(scope="module")
@@ -169,48 +138,10 @@ def alone(run):
     return trace
 
 
-def off(ours: Trace, alone: Trace) -> dict[str, float]:
-    """Return the largest relative differences: of losses, gradient norms, gradients, and parameters by tensor.
-
-    Gradients whose norm is below 1e-6 of the whole's are noise around zero (keys' biases), and so is what Adam makes
-    of them.
-    """
-    found = {"loss": 0.0, "norm": 0.0, "first": 0.0, "gradient": 0.0, "parameter": 0.0}
-    for one, other in zip(ours["curve"], alone["curve"], strict=True):
-        assert one[:2] == other[:2]
-        for column, kind in ((2, "loss"), (3, "norm"), (5, "loss"), (6, "loss")):
-            if other[column] is not None:
-                found[kind] = max(found[kind], abs(one[column] - other[column]) / abs(other[column]))
-    noise = set()
-    start, expected = ours["curve"][0][2], alone["curve"][0][2]
-    same_start = abs(start - expected) <= SAME_START * expected
-    kinds = ("first" if same_start else "gradient", "gradient")
-    for kind, one, other in zip(kinds, ours["gradients"], alone["gradients"], strict=True):
-        whole = torch.stack([gradient.norm() for gradient in other.values()]).norm()
-        for name, gradient in other.items():
-            if gradient.norm() < 1e-6 * whole:
-                noise.add(name)
-            else:
-                found[kind] = max(found[kind], _relative(one[name], gradient))
-    for name, parameter in alone["parameters"].items():
-        if name not in noise:
-            found["parameter"] = max(found["parameter"], _relative(ours["parameters"][name], parameter))
-    assert len(noise) < len(alone["parameters"]) / 4
-    return found
-
-
-def _relative(one: Any, other: Any) -> float:
-    return ((one - other).norm() / other.norm()).item()
-
-
-def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
-    return [f"{kind} {value:.2g}" for kind, value in found.items() if not value <= getattr(limits, kind)]
-
-
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
     ours, reference = run(case.world, *case.words()), alone(case.shape())
-    limits = WIDER.get((case.model, case.precision), LIMITS.get(case.precision, CAST))
+    limits = WIDER.get((case.model, case.precision), limits_of(case.precision))
     assert exceeded(off(ours, reference), limits) == []
 
 
@@ -232,11 +163,49 @@ def test_other_products_train_as_one_rank_does(layout, world, words, run, alone)
     assert exceeded(off(ours, alone(model)), FP32) == []
 
 
+RECIPES = [
+    ("tp", "llama", "mxfp8"),
+    *(
+        pytest.param(layout, model, precision, marks=pytest.mark.full)
+        for layout, model, precision in [
+            ("tp", "gpt", "fp16"),
+            ("tp", "gpt", "mxfp8"),
+            ("tp", "llama", "fp8_current"),
+            ("tp", "llama", "fp8_subchannel"),
+            ("tp", "llama", "nvfp4"),
+            ("cp", "llama", "mxfp8"),
+            ("pp_tp", "llama", "fp8_current"),
+            ("pp_tp", "llama", "fp8_subchannel"),
+            ("pp_tp", "gpt", "mxfp8"),
+            ("pp_tp", "llama", "nvfp4"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "precision"), RECIPES)
+def test_recipes_as_shipped_train_as_one_rank_does(layout, model, precision, run, alone):
+    """Computing in 16 bits beside their casts, whose inputs then differ by a rounding of 16 bits here and there."""
+    words = [*SHAPES.get(precision, []), *MODELS[model], f"precision={precision}", "precision.casts=eager"]
+    world = fewest_ranks(layout)
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *words)
+    assert exceeded(off(ours, alone(words)), SHIPPED[precision]) == []
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "world"), [("tp", 2), ("cp", 2), ("fsdp_tp", 4), ("fsdp_cp_tp", 4)])
-def test_compiled_blocks_train_as_one_rank_does(layout, world, run, alone):
+@pytest.mark.parametrize(
+    ("layout", "world", "checkpointing"),
+    [
+        ("tp", 2, "full"),
+        ("cp", 2, "full"),
+        ("fsdp_tp", 4, "full"),
+        ("fsdp_cp_tp", 4, "full"),
+        ("fsdp_tp", 4, "selective"),
+    ],
+)
+def test_compiled_blocks_train_as_one_rank_does(layout, world, checkpointing, run, alone):
     """Graphs end where something crosses the group; one rank is not compiled."""
-    words = ["model.num_layers=1", "parallel.activation_checkpoint=full"]
+    words = ["model.num_layers=1", f"parallel.activation_checkpoint={checkpointing}"]
     ours = run(world, f"parallel={layout}", f"trainer.devices={world}", "parallel.compile=true", *words)
     assert exceeded(off(ours, alone(words[:1])), FP32) == []
 

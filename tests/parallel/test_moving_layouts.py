@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from curve_limits import SHIPPED, exceeded, off
 from traced_run import leave_groups, traced_run
 
 from lightning_llm.compose import compose_config
@@ -65,23 +66,38 @@ def test_a_run_moves_between_cut_and_data_parallel_layouts(precision, chain, tol
 
 
 class InfinityOn(pl.Callback):
-    """Puts Inf into one element of one rank's part of a gradient, in one step."""
+    """Puts Inf into one element of one rank's part of a gradient, in one step, before ranks sum theirs."""
 
     def __init__(self, rank: int, step: int):
         self.rank, self.step = rank, step
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.global_rank == self.rank and pl_module.completed_steps == self.step:
-            weight = dict(pl_module.model.named_parameters())["layers.0.feed_forward.down_proj.weight"]
-            local(weight.grad)[0, 0] = float("inf")
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_rank != self.rank:
+            return
+        weight = dict(pl_module.model.named_parameters())["layers.1.feed_forward.down_proj.weight"]
+        sync = pl_module.gradient_syncs[-1]
+        finish = sync.finish
+
+        def overflowing() -> None:
+            if pl_module.completed_steps == self.step:
+                local(weight.grad)[0, 0] = float("inf")
+            finish()
+
+        sync.finish = overflowing
 
 
 def overflowing_run(config: Any) -> dict[str, Any]:
-    return traced_run(config, InfinityOn(rank=1, step=2))
+    return traced_run(config, InfinityOn(rank=config.trainer.devices - 1, step=2))  # which has the last layers
 
 
-def test_an_overflow_in_one_shard_skips_the_step_on_all(run, tmp_path):
-    run("over", "tp", 2, "precision=fp16", "precision.casts=eager", "trainer.max_steps=4", function=overflowing_run)
+@pytest.mark.parametrize(
+    ("layout", "world"), [("tp", 2), pytest.param("cp", 2, marks=FULL), pytest.param("pp_tp", 4, marks=FULL)]
+)
+def test_an_overflow_in_one_shard_skips_the_step_on_all(layout, world, run, tmp_path):
+    words = ["precision=fp16", "precision.casts=eager", "trainer.max_steps=4"]
+    ours = run("over", layout, world, *words, function=overflowing_run)
+    alone = run("alone", "single", 1, *words, function=overflowing_run)
+    assert exceeded(off(ours, alone), SHIPPED["fp16"]) == []
     records = [json.loads(line) for line in Path(tmp_path / "over/run/metrics.jsonl").read_text().splitlines()]
     steps = {record["step"]: record for record in records if "loss_scale" in record}
     assert [step for step, record in steps.items() if record.get("skipped")] == [3]

@@ -1,6 +1,7 @@
 """What a pipeline adds: a schedule's order and its bubble, an overflow on one stage, a loss on the last, a sample."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -161,18 +162,47 @@ class OverflowOnOneStage(pl.Callback):
             weight.grad[0, 0] = float("inf")
 
 
-def overflowing_run(config: Any) -> dict[str, Any]:
-    return traced_run(config, OverflowOnOneStage())
+class InfiniteOperand(pl.Callback):
+    """Makes an element of the gradient that the first block's q_proj is given infinite, in one step.
+
+    Saturating casts make a number of it: no parameter's gradient shows it, and no other stage is given it.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        def spoiled(dy: torch.Tensor) -> torch.Tensor:
+            dy = dy.clone()
+            dy[0, 0, 0] = float("inf")
+            return dy
+
+        def after_forward(layer: Any, inputs: Any, y: torch.Tensor) -> None:
+            if pl_module.completed_steps == 3 and y.requires_grad:
+                y.register_hook(spoiled)
+
+        if (layer := dict(pl_module.model.named_modules()).get("layers.0.attention.q_proj")) is not None:
+            layer.register_forward_hook(after_forward, prepend=True)  # before the one that looks for it
 
 
-def test_an_overflow_on_one_stage_skips_the_step_on_all(ranks, words, tmp_path):
-    ours = ranks(2).call(
-        overflowing_run, compose_config(words("ours", "parallel=pp", "trainer.devices=2", "precision=fp16"))
-    )
-    alone = ranks(1).call(overflowing_run, compose_config(words("alone", "precision=fp16")))
+def overflowing_run(config: Any, fault: type[pl.Callback]) -> dict[str, Any]:
+    return traced_run(config, fault())
+
+
+SATURATING = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for key in ("block=tensor", "scale=fp32")]
+"""A scale per tensor, which is 1 where there is Inf: MXFP8's would be so large that products overflow again."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "precision"),
+    [(OverflowOnOneStage, ["precision=fp16"]), (InfiniteOperand, ["precision=fp16_mxfp8", *SATURATING])],
+)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(fault, precision, ranks, words, tmp_path):
+    pipeline = compose_config(words("ours", "parallel=pp", "trainer.devices=2", *precision))
+    ours = ranks(2).call(overflowing_run, pipeline, fault)
+    alone = ranks(1).call(overflowing_run, compose_config(words("alone", *precision)), fault)
     assert difference(ours, alone) is None
     records = [json.loads(line) for line in Path(tmp_path / "ours/run/metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record.get("skipped")] == [4]
+    (skipped,) = [record for record in records if record.get("skipped")]
+    assert skipped["step"] == 4
+    assert math.isfinite(float(skipped["grad_norm"])) == (fault is InfiniteOperand)
 
 
 class InfiniteLoss(pl.Callback):

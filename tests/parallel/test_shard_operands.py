@@ -21,6 +21,8 @@ from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.divisibility import CONTRACTION, cut_problems
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.quantised import place_shards
+from lightning_llm.precision import inductor
+from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan, _Call
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
@@ -62,21 +64,21 @@ def whole_tensors(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def differing_slots(configs: list[Config], scope: str) -> list[str]:
-    """Return "recipe role slot rank" of every operand that is not the whole's part; all ranks must call it."""
+def differing_slots(configs: list[Config], scope: str, backend: Backend = "eager") -> list[str]:
+    """Return "recipe role slot" of every rank's operands that are not the whole's part; all ranks must call it."""
     layout = Layout.of(configs[0].parallel, torch.device("cpu"))
-    found = [each for config in configs for each in _differing(config, layout, scope)]
+    found = [each for config in configs for each in _differing(config, layout, scope, backend)]
     everyone: list[Any] = [None] * layout.degrees.world
     torch.distributed.all_gather_object(everyone, found)
     leave_groups(layout)
     return [each for rank in everyone for each in rank]
 
 
-def _differing(config: Config, layout: Layout, scope: str) -> list[str]:
+def _differing(config: Config, layout: Layout, scope: str, backend: Backend) -> list[str]:
     dtype = torch.float16 if config.precision.compute_dtype == "fp16" else torch.bfloat16
     with torch.device("meta"):
         model = Decoder(config.model)
-    swap_linears(model, config.precision, config.model.num_layers, "cpu", backend="eager")
+    swap_linears(model, config.precision, config.model.num_layers, "cpu", backend)
     length = config.data.sequence_length
     place_shards(model, layout, length, torch.device("cpu"))
     set_step_key(model.to_empty(device="cpu"), StepKey(seed=1, step=2, micro_batch=3))
@@ -115,6 +117,21 @@ def test_operands_are_the_parts_of_one_process(ranks):
     degrees = Layout(configs[0].parallel, compose_degrees(configs[0])).degrees
     assert [str(problem) for config in configs for problem in cut_problems(config, degrees)] == []
     assert ranks(4).call(differing_slots, configs, "logical") == []
+
+
+@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
+def test_compiled_operands_are_the_parts_of_one_process(monkeypatch):
+    """Every rank's in turn, in one process: no slot of this recipe asks the other ranks for an amax."""
+    monkeypatch.setattr(Layout, "group", lambda layout, axis: axis)
+    config = compose_config(words_of("mxfp4_sr"))
+    layouts = [Layout(config.parallel, compose_degrees(config), rank) for rank in range(4)]
+    assert [_differing(config, layout, "logical", "compiled") for layout in layouts] == [[]] * 4
+
+
+@pytest.mark.full
+@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
+def test_compiled_operands_of_ranks_are_the_parts_of_one_process(ranks):
+    assert ranks(4).call(differing_slots, [compose_config(words_of("nvfp4"))], "logical", "compiled") == []
 
 
 def test_shard_scope_takes_the_scale_of_the_shard(ranks):

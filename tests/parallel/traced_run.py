@@ -22,7 +22,7 @@ Trace = dict[str, Any]
 
 
 class Gradients(pl.Callback):
-    """Keeps the first steps' clipped gradients, whole."""
+    """Keeps the first steps' gradients, whole, as the hook finds them: not yet clipped, and times the loss scale."""
 
     def __init__(self, steps: int):
         self.steps = steps

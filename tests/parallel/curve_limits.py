@@ -1,0 +1,87 @@
+"""How far a run may be from one rank's where sums are in another order, and how far it is."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from traced_run import Trace
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest relative differences: of losses and norms over 6 steps, of gradients in two steps, of parameters.
+
+    `first`: of gradients in the first step where its losses are equal to `SAME_START`, so that no cast of the forward
+    pass fell the other way: what differs then is the backward pass.
+    """
+
+    loss: float
+    norm: float
+    first: float
+    gradient: float
+    parameter: float
+
+
+# Measured (loss, norm, gradient, parameter): fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes
+# compute in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4
+# bits one element of 16,384 that does so (its input was 6e-8 off) moves a token's loss, then the draws of stochastic
+# rounding behind it: 5e-4, 4e-3, 0.24, 0.09 in the worst case, 5e-5, 3e-4, 1e-3, 5e-3 in most. Where none did so in
+# the first forward pass, the first gradients are 5e-4 off at most, mostly 1e-7, and 0.13 with one operand out of its
+# place. That operands are right is shown in test_shard_operands.py.
+SAME_START = 5e-7
+FP32 = Limits(2e-6, 1e-5, 1e-5, 1e-5, 1e-5)
+LIMITS = {"fp32": FP32, "bf16": Limits(2e-4, 5e-3, 5e-2, 5e-2, 1e-1)}
+CAST = Limits(1e-4, 1e-3, 2e-3, 5e-2, 2e-2)
+FOUR_BITS = Limits(1e-3, 1e-2, 2e-3, 0.5, 0.2)
+LIMITS |= dict.fromkeys(("nvfp4", "mxfp4_sr", "quartet"), FOUR_BITS)
+# Recipes as they are shipped compute in 16 bits, and no first losses are equal but in fp16. Measured over tp, cp and
+# pp_tp (loss, norm, gradient, parameter): fp16 6.6e-6, 4.1e-5, 2.3e-3 (6.7e-4 after equal losses), 2.6e-3; 8 bits
+# 1.7e-4, 9.6e-4, 5.7e-2, 3.7e-2; NVFP4 2.1e-4, 1e-3, 0.12, 4e-2.
+SHIPPED = dict.fromkeys(("mxfp8", "fp8_current", "fp8_subchannel"), Limits(3.5e-4, 2e-3, 0.12, 0.12, 8e-2))
+SHIPPED |= {"fp16": Limits(1.5e-5, 1e-4, 1.5e-3, 5e-3, 5e-3), "nvfp4": Limits(4.5e-4, 2e-3, 0.25, 0.25, 8e-2)}
+
+
+def limits_of(precision: str) -> Limits:
+    """Return the limits of a recipe that computes in fp32 beside its casts."""
+    return LIMITS.get(precision, CAST)
+
+
+def off(ours: Trace, alone: Trace) -> dict[str, float]:
+    """Return the largest relative differences: of losses, gradient norms, gradients, and parameters by tensor.
+
+    Gradients whose norm is below 1e-6 of the whole's are noise around zero (keys' biases), and so is what Adam makes
+    of them.
+    """
+    found: dict[str, list[float]] = {field.name: [0.0] for field in fields(Limits)}
+    for one, other in zip(ours["curve"], alone["curve"], strict=True):
+        assert one[:2] == other[:2]
+        assert [value is None for value in one] == [value is None for value in other]
+        for column, kind in ((2, "loss"), (3, "norm"), (5, "loss"), (6, "loss")):
+            if other[column] not in (None, one[column]):  # "inf" of a skipped step equals another
+                value, expected = float(one[column]), float(other[column])
+                found[kind].append(abs(value - expected) / abs(expected))
+    noise = set()
+    start, expected = ours["curve"][0][2], alone["curve"][0][2]
+    same_start = abs(start - expected) <= SAME_START * expected
+    kinds = ("first" if same_start else "gradient", "gradient")
+    for kind, one, other in zip(kinds, ours["gradients"], alone["gradients"], strict=True):
+        whole = torch.stack([gradient.norm() for gradient in other.values()]).norm()
+        for name, gradient in other.items():
+            if gradient.norm() < 1e-6 * whole:
+                noise.add(name)
+            else:
+                found[kind].append(_relative(one[name], gradient))
+    for name, parameter in alone["parameters"].items():
+        if name not in noise:
+            found["parameter"].append(_relative(ours["parameters"][name], parameter))
+    assert len(noise) < len(alone["parameters"]) / 4
+    return {kind: torch.tensor(values).max().item() for kind, values in found.items()}  # Python's max passes over NaN
+
+
+def _relative(one: Any, other: Any) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+def exceeded(found: dict[str, float], limits: Limits) -> list[str]:
+    """Return what is above its limit; NaN is."""
+    return [f"{kind} {value:.2g}" for kind, value in found.items() if not value <= getattr(limits, kind)]
