@@ -67,7 +67,7 @@ def off(ours: Trace, alone: Trace) -> dict[str, float]:
     for kind, one, other in zip(kinds, ours["gradients"], alone["gradients"], strict=True):
         whole = torch.stack([gradient.norm() for gradient in other.values()]).norm()
         for name, gradient in other.items():
-            if gradient.norm() < 1e-6 * whole:
+            if gradient.norm() < 1e-6 * whole and not torch.equal(one[name], gradient):
                 noise.add(name)
             else:
                 found[kind].append(_relative(one[name], gradient))
@@ -79,6 +79,8 @@ def off(ours: Trace, alone: Trace) -> dict[str, float]:
 
 
 def _relative(one: Any, other: Any) -> float:
+    if torch.equal(one, other):  # zeros, too, where all of a gradient vanishes in a cast
+        return 0.0
     return ((one - other).norm() / other.norm()).item()
 
 
