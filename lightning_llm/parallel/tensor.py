@@ -127,8 +127,8 @@ def _column(linear: Any, edge: Edge | None, x: Tensor) -> Tensor:
 def _row(linear: Any, edge: Edge, x: Tensor) -> Tensor:
     y = edge.leave(linear.multiply(x, _local(linear.weight), None))
     bias = _local(linear.bias)
-    # Added in fp32, so that its gradient, a sum over all tokens, is one in fp32 as in a quantised linear of one rank.
-    return y if bias is None else (y.float() + bias.float()).to(y.dtype)
+    # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
+    return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:

@@ -45,7 +45,12 @@ class QuantisedLinear(nn.Linear):
         return self.multiply(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x weight^T + bias` through the plan's casts, for a shard of the weight."""
+        """Return `x weight^T + bias` through the plan's casts, for a shard of the weight.
+
+        The bias is added, and its gradient handed on, in the dtype of `x`, as FSDP2 gathers it and as a linear without
+        casts does: so every layout has the same bits.
+        """
+        bias = None if bias is None else bias.to(x.dtype)
         if self.bypass:
             return self._without_casts(x, weight, bias)
         plan = self.plan if self.observe is None else replace(self.plan, observe=self.observe)
@@ -59,7 +64,7 @@ class QuantisedLinear(nn.Linear):
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
             return quantised_linear(x, weight, bias, replace(self.plan, casts=HIGH_CASTS))
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return F.linear(x, weight.to(x.dtype), bias)
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

@@ -217,7 +217,7 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: bool) -
         if width % multiple
     ]
     if bias:
-        text = "is true, and a native linear's bias gradient would be rounded to 16 bits, which the recipe's is not."
+        text = "is true, and how a native linear's kernel sums the bias's gradient is not checked against the recipe's."
         problems.append(Problem("model.bias", text))
     return problems
 

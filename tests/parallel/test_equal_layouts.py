@@ -18,3 +18,9 @@ FULL = [case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS)
 def test_a_layout_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
     steps = f"trainer.max_steps={steps_of(case.precision)}"
     to_the_bits(case, "model.num_layers=3", steps, "trainer.validate_every_steps=4")
+
+
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("zero1", marks=pytest.mark.full)])
+def test_biases_of_quantised_linears_are_those_of_one_rank(layout, to_the_bits):
+    """FSDP2 gathers them in the dtype of the computation, in which one rank adds them."""
+    to_the_bits(Case(layout, 2, 4, "fp8_current"), "model.num_layers=3", "model.bias=true", "trainer.max_steps=3")
