@@ -204,15 +204,24 @@ def server(tmp_path: Path) -> Iterator[str]:
         "--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "kept"),
     ]  # fmt: skip
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                    break
-            except OSError:
-                time.sleep(0.3)
-        yield f"http://127.0.0.1:{port}"
-        process.terminate()
+        try:
+            url = f"http://127.0.0.1:{port}"
+            await_server(process, url)
+            yield url
+        finally:
+            process.terminate()
+
+
+def await_server(process: subprocess.Popen[bytes], url: str, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        assert process.poll() is None, "the server ended"
+        assert time.monotonic() < deadline, "the server did not start"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.3)
 
 
 @pytest.mark.full
