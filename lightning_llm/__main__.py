@@ -126,7 +126,12 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
     add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
     add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
-    add("--output", type=Path, metavar="DIR", help="for compare.json and report.html (compare/ beside the runs)")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for compare.json and report.html (compare/ beside the runs); leaves MLflow alone",
+    )
 
 
 def recipes(arguments: argparse.Namespace) -> int:

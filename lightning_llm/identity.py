@@ -44,8 +44,11 @@ def in_hash(key: str) -> bool:
 
 
 def config_hash(config: Config) -> str:
-    """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`."""
-    flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key)}
+    """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`.
+
+    What is null is left out, so that an optional key that is added later changes no hash.
+    """
+    flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key) and value is not None}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 

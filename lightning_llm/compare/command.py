@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
+from lightning_llm.compare.comparison import Comparison, compare_runs, lost_jobs, read_all
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
@@ -24,6 +24,8 @@ def compare(arguments: argparse.Namespace) -> int:
     terms = _terms(arguments)
     found = find_runs(arguments.runs)
     runs, problems = read_all(found.folders)
+    lost, without_kin = lost_jobs(found.sweeps, runs)
+    runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
         comparison = compare_runs(runs, terms, arguments.baseline)
     except ConfigError as error:
@@ -35,7 +37,7 @@ def compare(arguments: argparse.Namespace) -> int:
         print(_json(data))
     else:
         _print(comparison)
-    _write(comparison, data, folder, quiet=arguments.json)
+    _write(comparison, data, folder, quiet=arguments.json, log=arguments.output is None)
     if comparison.problems:
         raise ConfigError(comparison.problems)
     return 0
@@ -64,7 +66,7 @@ def _print(comparison: Comparison) -> None:
     print_comparison(comparison, console)
 
 
-def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet: bool) -> None:
+def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet: bool, log: bool) -> None:
     from lightning_llm.compare.report import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
@@ -78,7 +80,7 @@ def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet:
         comparison.problems.append(Problem("--output", text))
         return
     print(f"report {folder / 'report.html'}", file=say)
-    if note := log_verdicts(comparison, folder):
+    if log and (note := log_verdicts(comparison, folder)):
         print(note, file=say)
 
 

@@ -11,15 +11,21 @@ from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.workspace import default_outputs
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
+ARTIFACTS = "mlartifacts"
+"""MLflow's own folder, of copies of runs' files."""
 DEPTH = 3
 """How many folders deep runs lie below one that is named: outputs/EXPERIMENT/SWEEP/N."""
 
 
 @dataclass
 class Found:
-    """`folders` of runs, `problems` with what was asked for, and `home`: where a report on them belongs."""
+    """`folders` of runs, `problems` with what was asked for, and `home`: where a report on them belongs.
+
+    `sweeps`: folders of whole sweeps that were named, or lie below what was.
+    """
 
     folders: list[Path] = field(default_factory=list)
+    sweeps: list[Path] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     home: Path = Path()
 
@@ -45,6 +51,7 @@ def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
                 Problem(str(place), "there is no run in this folder. Give one that holds config.yaml.")
             )
         found.folders += below
+        found.sweeps += [file.parent.resolve() for depth in ("", "*/") for file in place.glob(f"{depth}sweep.json")]
     found.folders = list(dict.fromkeys(folder.resolve() for folder in found.folders))
     if not found.folders:
         raise ConfigError(found.problems)
@@ -107,7 +114,7 @@ def _places_of(word: str, root: Path) -> list[Path]:
         raise ConfigError(Problem(word, text))
     if sweeps or (sweeps := _experiment_in_mlflow(word, root)):
         return sweeps
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    folders = [path for path in root.iterdir() if path.is_dir() and path.name != ARTIFACTS] if root.is_dir() else []
     names = sorted(path.name for path in folders if any(_runs_below(path)))
     text = f"is no folder, no experiment or sweep in {root} or MLflow, and no MLflow run id.{did_you_mean(word, names)}"
     raise ConfigError(Problem(word, text))

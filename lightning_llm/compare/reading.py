@@ -56,8 +56,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the run ended, "running" where it has not, as far as its summary says; without one it never began."""
-        return str(self.summary.get("status", "running")) if self.summary or self.last_step else "never begun"
+        """How the run ended, "running" where it has not, as far as its summary says."""
+        if self.summary:
+            return str(self.summary.get("status", "running"))
+        return "it has no summary.json" if self.last_step else "never begun"
 
     @property
     def started_at(self) -> str:
@@ -142,7 +144,12 @@ def read_run(folder: Path) -> Run:
             raise ValueError("config.yaml holds no mapping")
         run = Run(folder, flatten(tree), summary_of(folder))
         _read_metrics(run, folder / "metrics.jsonl")
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        if run.finished and not run.last_step:
+            raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
+    except yaml.YAMLError as error:
+        why = " ".join(str(error).split())[:300]
+        raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is no YAML ({why})")) from error
+    except (OSError, ValueError) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: {why}")) from error
     try:

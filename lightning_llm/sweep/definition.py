@@ -16,6 +16,8 @@ from lightning_llm.schema import Config
 FILE = "sweep.json"
 CLAIMS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep hold."""
+BEGINNING = (CLAIMS, f"{FILE}.partial")
+"""What is there before `FILE` is, while another start writes it."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def _key_of(word: str) -> str:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    if not folder.exists() or (folder.is_dir() and all(path.name == CLAIMS for path in folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
         return {}
     try:
         return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))

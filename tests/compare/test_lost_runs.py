@@ -158,3 +158,27 @@ def test_an_update_left_out_at_the_last_step_is_no_divergence(tmp_path, capsys):
             file.write(json.dumps(last) + "\n")
     row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
     assert (row["diverged_seeds"], row["verdict"], row["skipped_steps"]) == ([], "lossless", 3)
+
+
+@pytest.mark.parametrize("loss", ["config.yaml", "metrics.jsonl", "summary.json", "all of it"])
+def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    levels = [(name, seed) for name in ("bf16", "mxfp8") for seed in range(3)]
+    jobs = [
+        {"number": number, "words": [f"precision={name}", f"seed={seed}"], "key": str(number)}
+        for number, (name, seed) in enumerate(levels)
+    ]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["verdict"] == "lossless"
+    if loss == "all of it":
+        shutil.rmtree(sweep / "4")
+    elif loss == "summary.json":
+        (sweep / "4" / loss).write_text('{"status": "fin')
+    else:
+        (sweep / "4" / loss).unlink()
+    found = verdicts(capsys, sweep, expect=2)
+    assert f"{sweep / '4'}" in found["stderr"]
+    row = found["by_name"]["mxfp8"]
+    assert (row["missing_seeds"], row["pairs"], row["verdict"]) == ([1], 2, "inconclusive")
+    some = [sweep / str(number) for number in (0, 2, 3, 5)]
+    assert verdicts(capsys, *some)["by_name"]["mxfp8"]["missing_seeds"] == []  # the sweep was not named

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -244,11 +245,8 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
     monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
     monkeypatch.setattr(sweep_run, "write_parent", slow_parent)
-    threads = [threading.Thread(target=sweep_run.sweep, args=(None,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [start.result() for start in [pool.submit(sweep_run.sweep, None) for _ in range(2)]] == [0, 0]
     assert made == ["parent0"]
     whole = define(composed, None)
     assert whole.parent_run_id == "parent0"
