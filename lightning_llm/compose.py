@@ -46,7 +46,11 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
             raise ConfigError(
                 Problem("recipe", "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it.")
             )
-        return _compose_one(parse_overrides(overrides), search)
+        parsed = parse_overrides(overrides)
+        if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
+            text = "has several values, which makes a sweep of several runs. Add -m, or give one."
+            raise ConfigError([Problem(key, text) for key in several])
+        return _compose_one(parsed, search)
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:

@@ -83,6 +83,10 @@ def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
         )
         raise ConfigError(Problem("resume", text))
     origin = checkpoint.folder.parent.parent
+    try:
+        summary_of(origin)  # what it says of the run's first part is kept
+    except ValueError as error:
+        raise ConfigError(Problem("resume", f"{error}. Remove that file to go on without what it says.")) from error
     if holds_run and origin != folder:
         text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.comparison import Comparison, compare_runs, lost_jobs, read_all
+from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
+from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import NOT_IDENTITY, below
 

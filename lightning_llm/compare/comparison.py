@@ -73,33 +73,6 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     return runs, problems
 
 
-def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
-    """Return the jobs of whole `sweeps` that none of `runs` is, as runs that never began; and those nothing is like.
-
-    What such a job was is known from a run whose words differ in the seed alone.
-    """
-    by_folder = {run.folder: run for run in runs}
-    lost, problems = [], []
-    for sweep in sweeps:
-        jobs = json.loads((sweep / "sweep.json").read_text(encoding="utf-8")).get("jobs", [])
-        here = {str(job["number"]): by_folder.get(sweep / str(job["number"])) for job in jobs}
-        for job in (job for job in jobs if here[str(job["number"])] is None):
-            folder, kind = sweep / str(job["number"]), _without_seed(job["words"])
-            alike = [here[str(other["number"])] for other in jobs if _without_seed(other["words"]) == kind]
-            sibling = next((run for run in alike if run is not None), None)
-            seed = next((word.partition("=")[2] for word in job["words"] if word.startswith("seed=")), "")
-            if sibling is None or not seed.isdigit():
-                text = f"this job of the sweep ({' '.join(job['words'])}) has no run that can be read."
-                problems.append(Problem(str(folder), text))
-            else:
-                lost.append(Run(folder, {**sibling.config, "seed": int(seed)}, {}, typed=sibling.typed))
-    return lost, problems
-
-
-def _without_seed(words: Sequence[str]) -> list[str]:
-    return [word for word in words if not word.startswith("seed=")]
-
-
 def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None) -> Comparison:
     """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
 
@@ -142,7 +115,8 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
         further = "" if run.status == "running" else "; resume=auto, or its sweep's command again, goes on with it"
-        text = f"is not finished: {run.status} after step {run.last_step}{why}. Left out{further}."
+        after = f" after step {run.last_step}" if run.last_step else ""
+        text = f"is not finished: {run.status}{after}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))
     return usable, unfinished, problems
 

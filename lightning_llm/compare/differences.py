@@ -82,7 +82,7 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
 def _foreign_callbacks(run: Run) -> set[str]:
     """Return the prefixes of the keys of callbacks that are not ours: they may do more than observe."""
     return {
-        f"{key.removesuffix('_target_')}"
+        key.removesuffix("_target_")
         for key, target in run.config.items()
         if key.startswith("callbacks.") and key.endswith("._target_") and not str(target).startswith(OBSERVERS)
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning_llm.callbacks.mlflow_store import existing_store
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.sweep.definition import FILE
 from lightning_llm.workspace import default_outputs
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -51,7 +52,7 @@ def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
                 Problem(str(place), "there is no run in this folder. Give one that holds config.yaml.")
             )
         found.folders += below
-        found.sweeps += [file.parent.resolve() for depth in ("", "*/") for file in place.glob(f"{depth}sweep.json")]
+        found.sweeps += [file.parent.resolve() for depth in range(DEPTH) for file in place.glob("*/" * depth + FILE)]
     found.folders = list(dict.fromkeys(folder.resolve() for folder in found.folders))
     if not found.folders:
         raise ConfigError(found.problems)

@@ -145,7 +145,7 @@ def test_a_run_that_failed_before_its_first_record_is_missed(tmp_path, capsys):
     assert verdicts(capsys, sweep)["by_name"]["mxfp8"]["missing_seeds"] == []  # config.yaml alone is no run
     (early / "tokenizer.json").write_text("{}")  # one began
     found = verdicts(capsys, sweep, expect=2)
-    assert "never begun after step 0" in found["stderr"]
+    assert "is not finished: never begun. Left out" in found["stderr"]
     row = found["by_name"]["mxfp8"]
     assert (row["missing_seeds"], row["verdict"]) == ([3], "inconclusive")
 
@@ -180,5 +180,8 @@ def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_pa
     assert f"{sweep / '4'}" in found["stderr"]
     row = found["by_name"]["mxfp8"]
     assert (row["missing_seeds"], row["pairs"], row["verdict"]) == ([1], 2, "inconclusive")
+    assert ("unreadable" in found["stderr"]) == (loss != "all of it")
+    (sweep / "sweep.json").write_text('{"jobs')
+    assert "a job may be missing unseen" in verdicts(capsys, sweep, expect=2)["stderr"]
     some = [sweep / str(number) for number in (0, 2, 3, 5)]
     assert verdicts(capsys, *some)["by_name"]["mxfp8"]["missing_seeds"] == []  # the sweep was not named

@@ -111,6 +111,11 @@ def test_arguments_of_an_observer_that_is_left_out_go_with_it(tmp_path):
         compose_config(["recipe=mine"], tmp_path)
 
 
+def test_several_values_without_m_are_said_to_be_a_sweep():
+    with pytest.raises(ConfigError, match=r"precision: has several values.*\n?seed: has several values"):
+        compose_config(["precision=bf16,mxfp8", "seed=0,1"])
+
+
 def test_types_and_ranges():
     assert "greater than 0" in problems_of("trainer.max_steps=0")["trainer.max_steps"]
     assert "integer" in problems_of("seed=1.5")["seed"]

@@ -1,5 +1,7 @@
 """Going on from a checkpoint gives the bits of a run that was never interrupted. 30 seconds."""
 
+import shutil
+
 import pytest
 from run_metrics import curve, same_weights, steps_saved
 
@@ -37,6 +39,14 @@ def test_what_earlier_parts_had_otherwise_is_kept(tmp_path, small_run):
     assert summary_of(run)["earlier"] == {
         "trainer.max_steps": [3, 6], "data.micro_batch_size": [2, 1], "code_hash": ["another"],
     }  # fmt: skip
+
+
+def test_a_damaged_summary_of_the_first_part_is_named(whole, tmp_path, small_run, capsys):
+    shutil.copytree(whole, tmp_path / "first")
+    (tmp_path / "first" / "summary.json").write_text('{"status": "fin')
+    step = tmp_path / "first" / "checkpoints" / "step=4"
+    assert main(["train", *small_run(tmp_path, f"resume={step}")]) == 2
+    assert f"{tmp_path / 'first' / 'summary.json'} is damaged" in capsys.readouterr().err
 
 
 def test_a_longer_run_that_changes_no_step_it_has_made_is_in_one_piece(tmp_path, small_run):
