@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import health, loader, parallel, peers, precision, startup, trainer_overhead
+from benchmarks import health, loader, parallel, peers, precision, startup, tracking, trainer_overhead
 from benchmarks.rotation import Row
 
 BENCHMARKS = {
     "startup": startup.measure,
     "loader": loader.measure,
     "trainer_overhead": trainer_overhead.measure,
+    "tracking": tracking.measure,
     "parallel": parallel.measure,
     "peers": peers.measure,
     "precision": precision.measure,

@@ -1,10 +1,8 @@
 """Our Trainer, callbacks and logging on, against a hand-written loop over the same model and batches."""
 
 import threading
-import time
 from collections.abc import Iterator
 from queue import Queue
-from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,8 +16,6 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.run import open_layout, prepare_folder, quiet_lightning, tracking_sinks
 from lightning_llm.run_state import Start
 from lightning_llm.train.datamodule import CorpusDataModule
-
-PAUSE_SECONDS = 3.0
 
 
 class Turnstile(pl.Callback):
@@ -63,35 +59,8 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
     return stepping(step), turnstile, thread
 
 
-def mlflow_share(corpus: Any, turns: int = 10, steps: int = 40) -> float:
-    """Return by what share a step takes longer with MLflow than without, the median over pairs of turns.
-
-    Every step counts and not the fastest: the writing process takes its time from the cores in between, every 5 s. So a
-    turn lasts longer than that, and before the next one the writer may catch up.
-    """
-    runs = [config(f"logger={name}") for name in ("mlflow", "none")]
-    trainers = [trainer_steps(run, corpus) for run in runs]
-    for steps_of, _, _ in trainers:
-        for _ in range(3):
-            next(steps_of)
-    ratios = []
-    for turn in range(turns):
-        seconds = [0.0, 0.0]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            time.sleep(PAUSE_SECONDS)
-            began = time.perf_counter()
-            for _ in range(steps):
-                next(trainers[which][0])
-            seconds[which] = time.perf_counter() - began
-        ratios.append(seconds[0] / seconds[1])
-    for _, turnstile, thread in trainers:
-        turnstile.go.put(False)
-        thread.join(timeout=60)
-    return median(ratios) - 1
-
-
 def measure() -> Iterator[Row]:
-    """Yield the ratio of fastest steps, and what MLflow takes of all steps."""
+    """Yield the ratio of fastest steps."""
     quiet_lightning()
     run = config()
     corpus = open_corpus(run.data, run.seed, run.model.vocab_size)
@@ -102,4 +71,3 @@ def measure() -> Iterator[Row]:
     thread.join(timeout=60)
     yield "hand-written loop, seconds per step", best["loop"], ""
     yield "our Trainer with callbacks and MLflow, ratio to it", best["trainer"] / best["loop"], "<= 1.02"
-    yield "a step with MLflow over one without, less 1", mlflow_share(corpus), "< 0.01"

@@ -89,12 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "compare":
             _add_compare(child)
         if verb == "diff":
-            child.add_argument("run", metavar="RUN", help="a run's folder or MLflow id")
+            child.add_argument("run", metavar="RUN", help="a run's folder, SWEEP/N or MLflow id")
             child.add_argument("other", metavar="RUN", help="another")
             child.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
         if verb == "sync":
-            text = "run folders, sweeps or folders of them; none: every run of the outputs folder"
-            child.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=text)
+            text = "folders of runs or above runs, experiments, SWEEP or SWEEP/N; none: every run of the outputs folder"
+            child.add_argument("folders", nargs="*", metavar="FOLDER", help=text)
             child.add_argument(
                 "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
             )
@@ -119,7 +119,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="folders of runs or sweeps, experiments, MLflow ids; none: the last sweep",
+        help="folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: the last sweep",
     )
     add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
     add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")

@@ -20,7 +20,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
 from lightning_llm.sweep.definition import FILE
 from lightning_llm.sweep.state import state_of
-from lightning_llm.workspace import default_outputs
+from lightning_llm.workspace import default_outputs, folders_named
 
 
 def sync(arguments: argparse.Namespace) -> int:
@@ -29,9 +29,9 @@ def sync(arguments: argparse.Namespace) -> int:
     A run whose process died without a word is marked KILLED (and "stopped" in its summary). One that is running is
     brought up to date and left running. No point is logged twice.
     """
-    folders = list(_run_folders(arguments.folders or [Path(default_outputs())]))
+    folders = list(_run_folders(arguments.folders or [default_outputs()]))
     if not folders:
-        where = ", ".join(map(str, arguments.folders)) or default_outputs()
+        where = ", ".join(arguments.folders) or default_outputs()
         raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
     failed = 0
     with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
@@ -40,7 +40,8 @@ def sync(arguments: argparse.Namespace) -> int:
                 print(f"{folder}: {_sync_one(folder, arguments.tracking_uri)}", flush=True)
             except Exception as error:  # whatever MLflow raises, the other runs are tried
                 failed += 1
-                print(f"{folder}: not logged: {type(error).__name__}: {error}".splitlines()[0][:500], file=sys.stderr)
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # that of a damaged file
+                print(f"{folder}: not logged: {kind}{error}".splitlines()[0][:500], file=sys.stderr)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
     return 1 if failed else 0
 
@@ -71,12 +72,14 @@ def _is_behind(folder: Path) -> bool:
         return False
 
 
-def _run_folders(given: Sequence[Path]) -> Iterator[Path]:
-    seen = set()
-    missing = [Problem("FOLDER", f"{path} does not exist.") for path in given if not path.is_dir()]
+def _run_folders(given: Sequence[str]) -> Iterator[Path]:
+    seen, outputs = set(), Path(default_outputs())
+    named = {word: folders_named(word, outputs) for word in given}
+    text = "is no folder, and no experiment, SWEEP or SWEEP/N in {}."
+    missing = [Problem(word, text.format(outputs)) for word, folders in named.items() if not folders]
     if missing:
         raise ConfigError(missing)
-    for root in given:
+    for root in (folder for folders in named.values() for folder in folders):
         for file in sorted(root.absolute().rglob("metrics.jsonl")):
             if (file.parent / "config.yaml").is_file() and file.parent not in seen:
                 seen.add(file.parent)

@@ -20,3 +20,11 @@ def default_outputs() -> str:
         return str(Path(os.environ[OUTPUTS_VARIABLE]).expanduser().absolute())
     root = checkout()
     return str(root / "outputs" if root else Path.home() / "lightning-llm" / "outputs")
+
+
+def folders_named(word: str, root: Path) -> list[Path]:
+    """Return the folders that `word` names: a path, an experiment of `root`, else SWEEP or SWEEP/N in any of them."""
+    for path in (Path(word).expanduser(), root / word):
+        if path.is_dir():
+            return [path]
+    return [path for each in sorted(root.iterdir()) if (path := each / word).is_dir()] if root.is_dir() else []

@@ -83,6 +83,10 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
     if len(usable) < 2:
         text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
         raise ConfigError([*problems, Problem("RUN", text)])
+    if not any(terms.metric in run.validations for run in usable):
+        known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
+        text = f"no run has a validation of '{terms.metric}'. These runs' validations have: {known}."
+        raise ConfigError([*problems, Problem("--metric", text)])
     usable, notes = _newest_of_same(usable)
     try:
         factor = choose_factor(usable, baseline)

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_llm.callbacks.mlflow_store import existing_store
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.sweep.definition import FILE
-from lightning_llm.workspace import default_outputs
+from lightning_llm.workspace import default_outputs, folders_named
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ARTIFACTS = "mlartifacts"
@@ -32,7 +32,9 @@ class Found:
 
 
 def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
-    """Return the runs that `words` name: folders of runs or above runs, experiments, MLflow ids; none: the last sweep.
+    """Return the runs that `words` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
+
+    Without words, those of the last sweep.
 
     Raises:
         ConfigError: nothing was found at all.
@@ -103,18 +105,17 @@ def _places_of(word: str, root: Path) -> list[Path]:
     Raises:
         ConfigError: it names none, or MLflow, which would have to know, does not answer.
     """
-    for path in (Path(word).expanduser(), root / word):
-        if path.is_dir():
-            return [path]
-    if RUN_ID.fullmatch(word):
+    if RUN_ID.fullmatch(word) and not Path(word).is_dir():  # MLflow names folders of its own so, below its artifacts
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
         return known or _ask_mlflow(word, root)
-    sweeps = [path for path in root.glob("*/*") if path.name == word and any(_runs_below(path))]
-    if len(sweeps) > 1:
-        text = f"is the name of {len(sweeps)}. Say which: {', '.join(str(each.relative_to(root)) for each in sweeps)}."
+    places = folders_named(word, root)
+    if len(places) == 1:
+        return places
+    if len(places) > 1:
+        text = f"is the name of {len(places)}. Say which: {', '.join(str(each.relative_to(root)) for each in places)}."
         raise ConfigError(Problem(word, text))
-    if sweeps or (sweeps := _experiment_in_mlflow(word, root)):
-        return sweeps
+    if known := _experiment_in_mlflow(word, root):
+        return known
     folders = [path for path in root.iterdir() if path.is_dir() and path.name != ARTIFACTS] if root.is_dir() else []
     names = sorted(path.name for path in folders if any(_runs_below(path)))
     text = f"is no folder, no experiment or sweep in {root} or MLflow, and no MLflow run id.{did_you_mean(word, names)}"

@@ -146,6 +146,11 @@ def read_run(folder: Path) -> Run:
         _read_metrics(run, folder / "metrics.jsonl")
         if run.finished and not run.last_step:
             raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
+        steps = run.config.get("trainer.max_steps")
+        if run.finished and isinstance(steps, int) and run.last_step < steps:
+            raise ValueError(
+                f"its summary says that it finished, and metrics.jsonl ends at step {run.last_step} of {steps}"
+            )
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())[:300]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is no YAML ({why})")) from error

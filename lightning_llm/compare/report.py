@@ -83,15 +83,16 @@ def _image(svg: str, text: str) -> str:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     header = ["recipe", "setting", "verdict", "gap", "CI", "pairs", "A/A floor", "time to the baseline's loss"]
-    header += ["tokens/s", "peak memory", "spikes", "skipped steps", "gap, high precision"]
+    header += ["tokens/s", "peak memory", "spikes", "skipped steps", "SD of a pair", "gap, high precision"]
     lines = []
     for row in rows:
         setting = ", ".join(f"{key}={value}" for key, value in row["setting"].items())
         high = "" if row["gap_high_precision"] is None else f"{row['gap_high_precision']:+.4f}"
+        spread = "" if row["sd"] is None else f"{row['sd']:.4f}"
         verdict = (
             f"<span class='{row['verdict']}'>{row['verdict']}</span>{'' if row['controlled'] else ' (not controlled)'}"
         )
-        numbers = "".join(f"<td class='number'>{escape(cell)}</td>" for cell in [*cells(row), high])
+        numbers = "".join(f"<td class='number'>{escape(cell)}</td>" for cell in [*cells(row), spread, high])
         lines.append(f"<tr><td>{escape(row['name'])}</td><td>{escape(setting)}</td><td>{verdict}</td>{numbers}</tr>")
     head = "".join(f"<th>{name}</th>" for name in header)
     about = (

@@ -20,7 +20,8 @@ def line_of(row: dict[str, Any]) -> str:
         numbers.append(f"A/A floor {row['aa_floor']:.4f}")
     scale = f"{short(row['parameters'])} parameters, {short(row['tokens'])} tokens"
     reason = f", {row['reason']}" if row["reason"] else ""
-    text = f"{row['name']} at {scale}: {row['verdict']} at margin {row['margin']:g} ({', '.join(numbers)}){reason}"
+    verdict = f"{row['verdict']} against {row['baseline']} at margin {row['margin']:g}"
+    text = f"{row['name']} at {scale}: {verdict} ({', '.join(numbers)}){reason}"
     if not row["controlled"]:
         keys = [each["key"] for each in row["confounders"]]
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""

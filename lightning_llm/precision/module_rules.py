@@ -67,4 +67,4 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))

@@ -3,8 +3,10 @@
 import argparse
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.records import summary_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
@@ -54,7 +56,7 @@ def _job_facts(job: Job) -> dict[str, Any]:
     return {
         "number": job.number,
         "words": list(job.words),
-        "state": state_of(job.folder),
+        "state": _state(job.folder),
         "parameters": count_parameters(config.model).total,
         "tokens": tokens,
         "flops": flops_per_token(config.model, config.data.sequence_length) * tokens,
@@ -62,20 +64,30 @@ def _job_facts(job: Job) -> dict[str, Any]:
     }
 
 
+def _state(folder: Path) -> str:
+    """Return `state_of`, and "damaged" where the summary cannot be read: that job needs a look."""
+    try:
+        summary_of(folder)
+    except ValueError:
+        return "damaged"
+    return state_of(folder)
+
+
 def render(facts: dict[str, Any]) -> str:
     """Return `sweep_facts` as lines for a terminal."""
     states = Counter(job["state"] for job in facts["jobs"])
     left = facts["left"]
+    count = f"{left['jobs']} job{'' if left['jobs'] == 1 else 's'}"
     where = f"{facts['launcher']}, {facts['at_once']} at once"
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
     rows += [
         ("jobs", f"{len(facts['jobs'])} ({where}): {', '.join(f'{states[state]} {state}' for state in states)}"),
-        ("left", f"{left['jobs']} jobs, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
+        ("left", f"{count}, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
     ]
     width = max(17, *(len(name) for name, _ in rows))
     lines = [f"{name:<{width}} {text}" for name, text in rows]
     for job in facts["jobs"]:
         size = f"{job['parameters']:,} parameters, {job['tokens']:,} tokens"
-        lines.append(f"job {job['number']:<{width - 4}} {' '.join(job['words'])}: {size}, {job['state']}")
+        lines.append(f"job {job['number']:<{width - 4}} {' '.join(job['words']) or 'as it is'}: {size}, {job['state']}")
     return "\n".join(lines)

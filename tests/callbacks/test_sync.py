@@ -174,11 +174,26 @@ def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, t
     assert catch_up([late, done]) == ""  # nothing to do, and nothing starts
 
 
+def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_rest(
+    store: MlflowClient, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    done, damaged = recorded(tmp_path, "sweep/0"), recorded(tmp_path, "sweep/1")
+    recorded(tmp_path, "other")
+    (damaged / "summary.json").write_text('{"stat')
+    assert main(["sync", "sweep/0"]) == 0
+    assert f"{done}: finished" in capsys.readouterr().out
+    assert main(["sync", "sweep"]) == 1
+    told = capsys.readouterr()
+    assert "1 of 2 runs are in MLflow" in told.out
+    assert f"{damaged}: not logged: {damaged / 'summary.json'} is damaged" in told.err
+
+
 def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sync", str(tmp_path)]) == 2
     assert "there is no run" in capsys.readouterr().err
     assert main(["sync", str(tmp_path / "nowhere")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "is no folder, and no experiment, SWEEP or SWEEP/N" in capsys.readouterr().err
 
 
 def test_an_unreachable_server_fails_each_run_and_changes_none(

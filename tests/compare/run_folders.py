@@ -40,10 +40,11 @@ def make_run(
 ) -> Path:
     """Write a run whose validation loss falls from 6 to 3 + `noise`, and by `gap` more slowly; return its folder."""
     config = config_of(*words)
+    losses = losses or {step: curve(step) + gap * step / STEPS + noise for step in range(EVERY, steps + 1, EVERY)}
+    if (summary or {}).get("status", "finished") == "finished":
+        config["trainer"]["max_steps"] = max(losses)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.dump(config, Dumper=yaml.CSafeDumper))
-
-    losses = losses or {step: curve(step) + gap * step / STEPS + noise for step in range(EVERY, steps + 1, EVERY)}
     lines = [] if records is None else list(records)
     for step in range(1, max(losses) + 1):
         common = {"step": step, "tokens": step * STEP_TOKENS, "time": 1000.0 + step}

@@ -39,7 +39,7 @@ def test_each_kind_of_verdict_with_what_the_contract_names(sweep, capsys):
     assert row["parameters"] == 2_164_416
     assert row["tokens"] == STEPS * 2048
     assert row["ci"][0] < row["gap"] < row["ci"][1] < 0.01
-    assert "lossless at margin 0.01" in row["line"]
+    assert "lossless against bf16 at margin 0.01" in row["line"]
     assert "2.16M parameters, 205K tokens" in row["line"]
     assert rows["fp8_current"]["more_seeds"] is None  # told to 0.001, and 0.0003 from the margin
     assert "the gap is likely near the margin" in rows["fp8_current"]["line"]
@@ -310,7 +310,20 @@ def test_nothing_to_compare_is_said(tmp_path, capsys, monkeypatch):
     assert "could not be asked" in say(capsys, "0" * 32)
 
 
-def test_diff_says_what_differs(tmp_path, capsys):
+def test_metrics_that_end_early_and_a_metric_that_no_run_has_are_named(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.001})
+    told = say(capsys, sweep, "--metric", "nosuch")
+    assert (
+        "--metric: no run has a validation of 'nosuch'. These runs' validations have: val_loss, val_loss/code" in told
+    )
+    lines = (sweep / "4" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (sweep / "4" / "metrics.jsonl").write_text("".join(lines[:60]))
+    found = verdicts(capsys, sweep, expect=2)
+    assert "metrics.jsonl ends at step 50 of 100" in found["stderr"]
+    assert [row["pairs"] for row in found["verdicts"]] == [2]
+
+
+def test_diff_says_what_differs(tmp_path, capsys, monkeypatch):
     one = make_run(tmp_path / "one", "precision=bf16", "optim.eps=1e-8")
     other = make_run(tmp_path / "other", "precision=bf16", "optim.eps=1e-6", summary={"device": "NVIDIA H100, 80 GiB"})
     assert main(["diff", "--json", str(one), str(other)]) == 0
@@ -323,6 +336,14 @@ def test_diff_says_what_differs(tmp_path, capsys):
     assert "no difference" in capsys.readouterr().out
     assert main(["diff", str(one), str(tmp_path)]) == 2
     assert "holds 2 runs; name one" in capsys.readouterr().err
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path / "outputs"))
+    for number in (0, 1):
+        make_run(tmp_path / "outputs" / "study" / "20261121-170000" / str(number), f"seed={number}")
+    assert main(["diff", "20261121-170000/0", "20261121-170000/1"]) == 0  # as verdicts and `diff` call them
+    assert "seed  0 | 1" in capsys.readouterr().out
+    make_run(tmp_path / "outputs" / "other" / "20261121-170000" / "0", "seed=0")
+    assert main(["diff", "20261121-170000/0", "study"]) == 2
+    assert "is the name of 2. Say which: other/20261121-170000/0, study/20261121-170000/0." in capsys.readouterr().err
 
 
 def test_the_report_holds_everything_itself(sweep, capsys):
@@ -333,6 +354,8 @@ def test_the_report_holds_everything_itself(sweep, capsys):
     assert html.count("src='data:image/svg+xml;base64,") == html.count("<img") == 3
     assert "http" not in html.replace("http://www.w3.org", "")
     assert all(word in html for word in ("Dunnett", "ICH E9", "inconclusive", "mxfp4_rne at"))
+    spreads = [row["sd"] for row in json.loads((sweep / "compare" / "compare.json").read_text())["verdicts"]]
+    assert all(f"<td class='number'>{spread:.4f}</td>" in html for spread in spreads)
 
 
 def test_every_key_of_a_verdict_is_in_the_document(sweep, capsys):

@@ -108,7 +108,7 @@ def test_a_glob_that_matches_nothing_is_a_typo(capsys):
     assert main(["plan", "precision=mxfp8", 'precision.modules.exclude=["*.down_prj"]']) == 2
     told = capsys.readouterr().err
     assert "precision.modules.exclude: has '*.down_prj', which matches no linear layer" in told
-    assert "layers.N.feed_forward.down_proj" in told
+    assert "layers.*.feed_forward.down_proj" in told
 
 
 def test_a_group_file_without_a_name_is_told_so(tmp_path, capsys):

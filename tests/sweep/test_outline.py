@@ -34,6 +34,9 @@ def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, ca
     printed = capsys.readouterr().out
     assert "4 (local, 1 at once): 3 new, 1 finished" in printed
     assert f"3 jobs, at most {3 * alone['total_tokens']:,} tokens" in printed
+    (done / "summary.json").write_text('{"stat')
+    assert main(["plan", "-m", *words]) == 0
+    assert "3 new, 1 damaged" in capsys.readouterr().out
     assert main(["plan", "-m", "--matrix", *words]) == 2
     assert main(["plan", "-m", *words, "trainer.max_step=3"]) == 2
     assert "Did you mean 'max_steps'" in capsys.readouterr().err
