@@ -43,10 +43,10 @@ ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
 	$(BIN)/mlflow ui --workers 1 --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
 
 test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)
 
 test-full: setup  ## all tests
-	LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)

@@ -204,7 +204,7 @@ class MLflowTracker:
             about["problem"] = self._problem
         about["blocked_seconds"] = round(self.blocked_seconds, 6)
         if self._ended:
-            about["writer_cpu_seconds"] = round(self._ended["cpu_seconds"], 3)
+            about |= {f"writer_{key}": round(self._ended[key], 3) for key in ("start_cpu_seconds", "cpu_seconds")}
         return {"mlflow_run_id": path.read_text().strip() if path.exists() else None, "mlflow": about}
 
     def _working_folder(self) -> Path:

@@ -12,6 +12,13 @@ settings.load_profile("shared machine")
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he"]
 
+SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of few tests that take long: of two workers, one would be left with them at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in SLOW_FOLDERS)
+
 
 @pytest.fixture(scope="session")
 def corpus_folder(tmp_path_factory) -> Path:

@@ -45,6 +45,7 @@ def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     told = summary(config)
     assert told["mlflow"]["synced"] is True
     assert told["mlflow"]["blocked_seconds"] < 0.1
+    assert told["mlflow"]["writer_start_cpu_seconds"] > told["mlflow"]["writer_cpu_seconds"] > 0
     run = store.get_run(told["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.params["parameters"] == "123456"

@@ -102,6 +102,7 @@ def test_one_rank_that_fails_ends_the_run_and_is_named_first(small_run, tmp_path
     assert "rank 1 failed first" in summary["detail"]
 
 
+@pytest.mark.full
 def test_torchrun_on_two_nodes_is_recognised(small_run, tmp_path):
     words = small_run(tmp_path / "nodes", *TIMES, "trainer.max_steps=4", "parallel=zero2")
     port = free_port()

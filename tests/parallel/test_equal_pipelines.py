@@ -79,14 +79,16 @@ PLACES = [
     pytest.param("pp", 2, "parallel.compile=true", marks=pytest.mark.full),
     pytest.param("pp_interleaved", 2, "parallel.compile=true", marks=pytest.mark.full),
     pytest.param("fsdp_pp", 4, "parallel.compile=true", marks=pytest.mark.full),
+    pytest.param("ddp_pp", 4, "parallel.compile=true", marks=pytest.mark.full),
+    pytest.param("pp", 2, "parallel.schedule=gpipe parallel.compile=true", marks=pytest.mark.full),
     pytest.param("fsdp_pp", 4, "parallel.activation_checkpoint=full", marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize(("layout", "world", "key"), PLACES)
-def test_other_points_of_the_same_keys_are_equal(layout, world, key, ranks, matrix_run, alone):
-    compiled = ["parallel.compile=true"] if "compile" in key else []
-    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, "fp32", *SHAPE, key))
+@pytest.mark.parametrize(("layout", "world", "keys"), PLACES)
+def test_other_points_of_the_same_keys_are_equal(layout, world, keys, ranks, matrix_run, alone):
+    compiled = ["parallel.compile=true"] if "compile" in keys else []
+    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, "fp32", *SHAPE, *keys.split()))
     assert difference(ours, alone(8, "fp32", *SHAPE, *compiled)) is None
 
 

@@ -201,13 +201,16 @@ def test_recipes_as_shipped_train_as_one_rank_does(layout, model, precision, run
         ("fsdp_tp", 4, "full"),
         ("fsdp_cp_tp", 4, "full"),
         ("fsdp_tp", 4, "selective"),
+        ("fsdp_cp", 4, "none"),
+        ("hsdp_tp", 8, "none"),
     ],
 )
 def test_compiled_blocks_train_as_one_rank_does(layout, world, checkpointing, run, alone):
     """Graphs end where something crosses the group; one rank is not compiled."""
-    words = ["model.num_layers=1", f"parallel.activation_checkpoint={checkpointing}"]
-    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", "parallel.compile=true", *words)
-    assert exceeded(off(ours, alone(words[:1])), FP32) == []
+    shape = ["model.num_layers=1", *(["data.global_batch_size=8"] if world == 8 else [])]
+    how = ["parallel.compile=true", f"parallel.activation_checkpoint={checkpointing}"]
+    ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *how, *shape)
+    assert exceeded(off(ours, alone(shape)), FP32) == []
 
 
 class Planted(pl.Callback):
