@@ -59,10 +59,13 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
         if summary.get(key) is not None:
             found[key] = summary[key]
+    return found if "code_hash" in found else found | git_of(summary)
+
+
+def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the commit that `summary.json` names and whether files were changed, flat; {} where it says nothing."""
     git = summary.get("git") or {}
-    if "code_hash" not in found:
-        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
-    return found
+    return {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
 
 
 def process_mark() -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_llm.callbacks.provenance import git_of
 from lightning_llm.compare.reading import EARLIER, Run, facts
 from lightning_llm.identity import NOT_IDENTITY, below
 
@@ -122,6 +123,5 @@ def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
         found.pop(f"{EARLIER}backend", None)
     if "code_hash" in found and "code_hash" not in others:
         del found["code_hash"]
-        git = run.summary.get("git") or {}
-        found |= {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+        found |= git_of(run.summary)
     return found
