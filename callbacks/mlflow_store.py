@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from lightning_llm.callbacks.records import summary_of
 from lightning_llm.workspace import checkout
 
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
+STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+"""MLflow's words for how a run ended."""
 ORPHANED = "its process died without saying how it ended"
 PATIENCE = {
     # Without these an unreachable server is tried for minutes before anyone hears of it.
@@ -96,29 +98,50 @@ def known_run(client: Any, run_id: str | None) -> Any:
     return run if run.info.lifecycle_stage == "active" else None
 
 
+def all_runs(client: Any, experiment_id: str, condition: str = "") -> Iterator[Any]:
+    """Yield every run of an experiment that `condition` holds for, over all pages."""
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], condition, max_results=1000, page_token=token)
+        yield from page
+        if not (token := page.token):
+            return
+
+
 def mark_orphans(client: Any, experiment_id: str, but: str) -> list[str]:
-    """Mark runs KILLED that say RUNNING and whose process is gone; return their ids. Run `but` stays.
+    """Mark runs that say RUNNING and whose process is gone; return their ids. Run `but` stays.
+
+    They are KILLED, unless their folder says how they ended.
 
     A process of another machine is known to be gone where its run's folder can be seen from here. So ends what went
     down with its machine, or was killed together with its writer.
     """
     marked = []
-    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'", max_results=1000):
-        if run.info.run_id != but and _is_orphan(run.data.tags):
-            client.set_tag(run.info.run_id, "status_detail", ORPHANED)
-            client.set_terminated(run.info.run_id, "KILLED")
+    for run in list(all_runs(client, experiment_id, "attributes.status = 'RUNNING'")):
+        if run.info.run_id != but and (fate := _fate(run.data.tags)):
+            status, detail = fate
+            client.set_tag(run.info.run_id, "status_detail", detail)
+            client.set_terminated(run.info.run_id, status)
             marked.append(run.info.run_id)
     return marked
 
 
-def _is_orphan(tags: Mapping[str, str]) -> bool:
+def _fate(tags: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return MLflow's status of a run whose process is gone, and why; None of one that may live.
+
+    A process may have ended its run and not its writer: then the folder says how.
+    """
     mark, folder = tags.get("process", ""), Path(tags.get("run_dir", ""))
-    if has_ended(mark):
-        return True
     try:  # two machines may have folders of one name: this one is asked where it is that process's
-        return bool(mark) and summary_of(folder).get("process") == mark and has_died(folder, mark)
+        summary = summary_of(folder)
     except ValueError:
-        return False
+        summary = {}
+    here = bool(mark) and summary.get("process") == mark
+    if not (has_ended(mark) or (here and has_died(folder, mark))):
+        return None
+    if here and summary.get("status") in STATUSES:
+        return STATUSES[summary["status"]], str(summary.get("detail", ""))
+    return "KILLED", ORPHANED
 
 
 def fit(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:

@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store
+from lightning_llm.callbacks.mlflow_store import STATUSES, fit, known_run, mark_orphans, open_store
 from lightning_llm.callbacks.records import decode
 
 RUN_ID_FILE = "mlflow_run_id"
-STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
 LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "events")
@@ -85,7 +84,7 @@ class RunWriter:
         self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in final])
         self._set_tags({"status_detail": detail})
         self._log_artifacts(self._client, LAST_ARTIFACTS)
-        self._client.set_terminated(self.run_id, STATUSES[status])
+        self._client.set_terminated(self.run_id, STATUSES[status], self.job.get("ended_milliseconds"))
 
     def _new_batches(self) -> Iterator[tuple[list[Point], int]]:
         """Yield (points, file offset after them); a line still being written waits for the next call."""
@@ -113,14 +112,15 @@ class RunWriter:
         if self._client is not None:
             return False
         client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
-        id_file = self.run_dir / RUN_ID_FILE
+        id_file = self.run_dir / self.job.get("id_file", RUN_ID_FILE)
         run = known_run(client, id_file.read_text().strip() if id_file.exists() else None)
         if run is None:
             run = client.create_run(experiment_id, run_name=self.job["run_name"])
             id_file.write_text(run.info.run_id + "\n")
         self.run_id = run.info.run_id
         self._describe(client, run)  # with its process, by which another run's start knows that it lives
-        client.update_run(run.info.run_id, status="RUNNING")
+        if self.job.get("ended_milliseconds") is None:
+            client.update_run(run.info.run_id, status="RUNNING")
         self._log_datasets(client)
         self._log_artifacts(client, FIRST_ARTIFACTS)
         mark_orphans(client, experiment_id, but=self.run_id)  # its own process may have died by now: `finish` says so

@@ -109,6 +109,8 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
         tree.run.dir = (
             "${run.root}/${run.experiment}/${run.name}"  # a file keeps it resolved, where it was made of these
         )
+    if "trainer.compile" in changed and "parallel.compile" not in changed:
+        tree.parallel.compile = tree.trainer.compile  # resolved, too
     return _checked(tree)
 
 

@@ -126,8 +126,11 @@ def start_ranks(config: Config) -> int:
 def _first_failure(error: Any, folder: Path) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
     rank, failure = error.get_first_failure()
+    if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
+        # What is wrong with the data, say, is found by the rank that reads them first; rank 0 may not get to it.
+        print(f"error: rank {rank}: {failure.message['message'].removeprefix('ConfigError: ')}", file=sys.stderr)
     if failure.exitcode in (2, 130, 143):
-        return int(failure.exitcode)  # rank 0 has said why
+        return int(failure.exitcode)  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0:
         known = summary_of(folder)
         if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say

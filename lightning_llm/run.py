@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from lightning_llm.build import build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
@@ -30,7 +31,7 @@ from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
-from lightning_llm.run_state import Start, decide_start
+from lightning_llm.run_state import Start, claim, decide_start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
@@ -43,6 +44,7 @@ def run(config: Config) -> int:
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
+    claims: list[FileLock] = []
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_training)
@@ -58,7 +60,7 @@ def run(config: Config) -> int:
             choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
-        start = decide_together(config)
+        start = decide_together(config, claims)
         if start.finished:
             say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
             return 0
@@ -80,6 +82,9 @@ def run(config: Config) -> int:
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
         return 1
+    finally:
+        for each in claims:
+            each.release()
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
@@ -125,17 +130,21 @@ def agree_on_config(config: Config) -> Config:
     return first[0]
 
 
-def decide_together(config: Config) -> Start:
+def decide_together(config: Config, claims: list[FileLock]) -> Start:
     """Return how the run starts, as rank 0 finds its folder: the others must not look while rank 0 writes there.
+
+    Rank 0 adds its claim on the folder to `claims`, to be released when the run has ended.
 
     Raises:
         ConfigError: on every rank, what rank 0 found wrong.
     """
     if not dist.is_initialized():
+        claims.append(claim(Path(config.run.dir)))
         return decide_start(config)
     found: list[Start | ConfigError | None] = [None]
     if is_first_rank():
         try:
+            claims.append(claim(Path(config.run.dir)))
             found = [decide_start(config)]
         except ConfigError as error:
             found = [error]
@@ -158,6 +167,11 @@ def resume_lines(config: Config, start: Start) -> list[str]:
         lines.append(
             f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
             f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
+        )
+    if config.precision.phases and before != now:
+        lines.append(
+            f"note   precision.phases are shares of trainer.max_steps, which was {before} and is {now}: they begin and "
+            "end at other steps than before"
         )
     return lines
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from lightning_llm.callbacks.heartbeat import whose
 from lightning_llm.callbacks.records import summary_of
 from lightning_llm.compose import load_config
@@ -15,15 +17,19 @@ from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpo
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do."""
+    """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do.
+
+    `made_steps`: those of a finished run whose checkpoints are gone.
+    """
 
     checkpoint: Checkpoint | None = None
     finished: bool = False
+    made_steps: int = 0
 
     @property
     def step(self) -> int:
         """Optimizer steps made before the start."""
-        return self.checkpoint.step if self.checkpoint else 0
+        return self.checkpoint.step if self.checkpoint else self.made_steps
 
 
 def decide_start(config: Config) -> Start:
@@ -53,6 +59,8 @@ def decide_start(config: Config) -> Start:
             return Start()
         checkpoint = last_checkpoint(folder / "checkpoints")
         _must_match(config, folder, checkpoint)
+        if checkpoint is None and state_of(folder) == "finished":
+            return _finished_without_checkpoint(config, folder)
     else:
         checkpoint = _at_path(config, folder, holds_run)
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
@@ -60,6 +68,43 @@ def decide_start(config: Config) -> Start:
         raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     return Start(checkpoint, done)
+
+
+def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
+    """Return that nothing is left to do. To begin afresh would wipe the run.
+
+    Raises:
+        ConfigError: another number of steps is asked for.
+    """
+    steps = load_config(folder / "config.yaml", []).trainer.max_steps
+    if config.trainer.max_steps != steps:
+        text = (
+            f"{folder} is finished at step {steps} and its checkpoints are gone, so nothing can go on to "
+            f"trainer.max_steps={config.trainer.max_steps}. Choose another run.name, or bring them back."
+        )
+        raise ConfigError(Problem("resume", text))
+    return Start(None, finished=True, made_steps=steps)
+
+
+def claim(folder: Path) -> FileLock:
+    """Return the lock of a run's folder, beside it and taken: it is held until its process ends, or it is released.
+
+    `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be made.
+    """
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        text = f"{folder} is being trained right now, by another process. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text)) from error
+    except OSError as error:
+        text = f"{folder} cannot be written ({error.strerror}). Choose a folder that can."
+        raise ConfigError(Problem("run.dir", text)) from error
+    return lock
 
 
 def _refuse_running(folder: Path, wait: bool) -> None:

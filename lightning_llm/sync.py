@@ -5,15 +5,18 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.callbacks.figures import final_figures
 from lightning_llm.callbacks.mlflow import tracking_uri, writer_job
 from lightning_llm.callbacks.mlflow_store import ORPHANED, own_process
 from lightning_llm.callbacks.mlflow_sweep import TIMEOUT_SECONDS, parent_job, update
-from lightning_llm.callbacks.mlflow_writer import RunWriter
+from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE, RunWriter
 from lightning_llm.callbacks.records import read_records, summary_of, write_json
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
@@ -88,13 +91,20 @@ def _run_folders(given: Sequence[str]) -> Iterator[Path]:
 
 def _sync_one(folder: Path, uri: str | None) -> str:
     """Log one run; return a word on what was done. Raises whatever MLflow raises."""
+    own = load_config(folder / "config.yaml", [])
     config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"] if uri else [])
+    # The folder stays with the MLflow of its run, which later starts and verdicts go to.
+    elsewhere = tracking_uri(config) != tracking_uri(own)
+    id_file = f"{RUN_ID_FILE}-{sha256(tracking_uri(config).encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
-    config = _with_parent(config, folder)
+    config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":
         summary |= {"status": "stopped", "detail": ORPHANED}
-    writer = RunWriter({**writer_job(config, folder, summary), "late": True})
+    job = {**writer_job(config, folder, summary), "late": True, "id_file": id_file}
+    if state != "running":
+        job["ended_milliseconds"] = _ended_milliseconds(folder, summary)
+    writer = RunWriter(job)
     if state == "running":
         writer.sync()
     else:
@@ -103,23 +113,38 @@ def _sync_one(folder: Path, uri: str | None) -> str:
         )
     about = {**summary.get("mlflow", {}), "synced": state != "running"}
     about.pop("problem", None)
-    if state != "running":  # its own process writes its summary
+    if state != "running" and not elsewhere:  # its own process writes its summary
         write_json(folder / "summary.json", {**summary, "mlflow_run_id": writer.run_id, "mlflow": about})
     return f"{state}, run {writer.run_id}"
 
 
-def _with_parent(config: Config, folder: Path) -> Config:
-    """Return the config with its sweep's parent run in the tags; one that could not be made then is made now."""
+def _ended_milliseconds(folder: Path, summary: Mapping[str, Any]) -> int:
+    """Return when the run ended; one that could not say so did with its last record, as far as is known."""
+    if "ended_at" in summary:
+        return round(1000 * datetime.fromisoformat(summary["ended_at"]).timestamp())
+    return round(1000 * (folder / "metrics.jsonl").stat().st_mtime)
+
+
+def _with_parent(config: Config, folder: Path, id_file: str | None) -> Config:
+    """Return the config with its sweep's parent run in the tags; one that could not be made then is made now.
+
+    `id_file`: beside the sweep's file, where its parent's id in another MLflow than its own is kept.
+    """
     file = folder.parent / FILE
     if not file.is_file():
         return config
     about = json.loads(file.read_text(encoding="utf-8"))
+    kept = folder.parent / id_file if id_file else None
+    if kept:
+        about["mlflow_run_id"] = kept.read_text(encoding="utf-8").strip() if kept.exists() else None
     job = parent_job(folder.parent, about, tracking_uri(config), runs_it=False)
     states = [state_of(folder.parent / str(each["number"])) for each in about["jobs"]]
     if "running" not in states:
         job["status"] = "FINISHED" if set(states) == {"finished"} else "FAILED" if "failed" in states else "KILLED"
     parent = update(job)
-    if parent != about["mlflow_run_id"]:
+    if kept:
+        kept.write_text(parent + "\n", encoding="utf-8")
+    elif parent != about["mlflow_run_id"]:
         write_json(file, {**about, "mlflow_run_id": parent})
     tags = {**config.logger.tags, "mlflow.parentRunId": parent}
     return config.model_copy(update={"logger": config.logger.model_copy(update={"tags": tags})})

@@ -173,13 +173,19 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(power_statement())
     if any(row["comparisons"] > 1 for row in verdicts):
         notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
-    runs = {id(run): run for family in comparison.families for run in family.runs}.values()
+    runs = list({id(run): run for family in comparison.families for run in family.runs}.values())
     if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
         notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
     if any(run.summary.get("data_hash") is None for run in runs):
         notes.append(
             "Some runs do not name their data by a hash: that it was the same is known from the configs alone."
         )
+    notes += [
+        f"{run.name} went on from another folder at step {run.first_step}: its time to loss, spikes and skipped steps "
+        "before that are not known."
+        for run in runs
+        if run.first_step > 1
+    ]
     notes += _short_tails(verdicts)
     if any(row["speed_confounders"] for row in verdicts):
         keys = sorted({key for row in verdicts for key in row["speed_confounders"]})

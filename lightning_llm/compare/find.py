@@ -5,13 +5,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import existing_store
+from lightning_llm.callbacks.mlflow_store import all_runs, existing_store
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.sweep.definition import FILE
 from lightning_llm.workspace import default_outputs, folders_named
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
+FOLDER_TAGS = ("sweep_folder", "run_dir")
+"""In MLflow: of a sweep's parent, all of whose jobs are then looked at, and of a run."""
 ARTIFACTS = "mlartifacts"
 """MLflow's own folder, of copies of runs' files."""
 DEPTH = 3
@@ -44,7 +47,7 @@ def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
     places: list[Path] = []
     for word in words or [str(_newest_sweep(root))]:
         try:
-            places += _places_of(word, root)
+            places += _places_of(word, root, found)
         except ConfigError as error:
             found.problems += error.problems
     for place in places:
@@ -99,22 +102,22 @@ def _newest_sweep(root: Path) -> Path:
     return max(sweeps, key=lambda sweep: max(file.stat().st_mtime for file in sweep.glob("*/config.yaml")))
 
 
-def _places_of(word: str, root: Path) -> list[Path]:
-    """Return the folders that one word names.
+def _places_of(word: str, root: Path, found: Found) -> list[Path]:
+    """Return the folders that one word names; `found` gets the problem of each that is gone.
 
     Raises:
         ConfigError: it names none, or MLflow, which would have to know, does not answer.
     """
     if RUN_ID.fullmatch(word) and not Path(word).is_dir():  # MLflow names folders of its own so, below its artifacts
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
-        return known or _ask_mlflow(word, root)
+        return known or _ask_mlflow(word, root, found)
     places = folders_named(word, root)
     if len(places) == 1:
         return places
     if len(places) > 1:
         text = f"is the name of {len(places)}. Say which: {', '.join(str(each.relative_to(root)) for each in places)}."
         raise ConfigError(Problem(word, text))
-    if known := _experiment_in_mlflow(word, root):
+    if known := _experiment_in_mlflow(word, root, found):
         return known
     folders = [path for path in root.iterdir() if path.is_dir() and path.name != ARTIFACTS] if root.is_dir() else []
     names = sorted(path.name for path in folders if any(_runs_below(path)))
@@ -131,38 +134,49 @@ def _store_of(root: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(root / 'mlflow.db').absolute()}"
 
 
-def _experiment_in_mlflow(name: str, root: Path) -> list[Path]:
+def _experiment_in_mlflow(name: str, root: Path, found: Found) -> list[Path]:
     """Return the folders, as far as they are here, of the runs of MLflow's experiment `name`; [] where it has none."""
     try:
         client = existing_store(_store_of(root))
         experiment = client.get_experiment_by_name(name)
-        runs = client.search_runs([experiment.experiment_id]) if experiment else []
+        runs = list(all_runs(client, experiment.experiment_id)) if experiment else []
     except FileNotFoundError:
         return []
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         text = f"is no folder and no experiment or sweep in {root}, and MLflow could not be asked for it ({why})."
         raise ConfigError(Problem(name, text)) from error
-    folders = [Path(run.data.tags["run_dir"]) for run in runs if "run_dir" in run.data.tags]
-    return [folder for folder in folders if folder.is_dir()]
+    return _folders_of(runs, found)
 
 
-def _ask_mlflow(run_id: str, root: Path) -> list[Path]:
+def _ask_mlflow(run_id: str, root: Path, found: Found) -> list[Path]:
     """Return the folder that MLflow has as the run's tag `run_dir`; of a parent run, those of its children."""
     uri = _store_of(root)
     try:
         client = existing_store(uri)
         run = client.get_run(run_id)
-        children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}'")
+        children = list(all_runs(client, run.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'"))
     except FileNotFoundError:
         raise ConfigError(Problem(run_id, f"is no run in {root}, and there is no MLflow database {uri}.")) from None
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         text = f"MLflow at {uri} could not be asked for this run ({why}). Check it, or name the run's folder."
         raise ConfigError(Problem(run_id, text)) from error
-    folders = [Path(each.data.tags["run_dir"]) for each in children or [run] if "run_dir" in each.data.tags]
-    gone = [folder for folder in folders if not folder.is_dir()]
-    if gone or not folders:
-        text = f"its folder {gone[0]} is gone or on another machine" if gone else "MLflow has no folder for it"
-        raise ConfigError(Problem(run_id, f"{text}; metrics.jsonl there is what a verdict is made from."))
+    named = [run, *children]
+    if not any(tag in each.data.tags for each in named for tag in FOLDER_TAGS):
+        text = "MLflow has no folder for it; metrics.jsonl there is what a verdict is made from."
+        raise ConfigError(Problem(run_id, text))
+    return _folders_of(named, found)
+
+
+def _folders_of(runs: Iterable[Any], found: Found) -> list[Path]:
+    """Return the folders that the tags of runs, and of sweeps' parents, name; `found` gets those that are gone."""
+    folders = []
+    for run in runs:
+        for folder in (Path(run.data.tags[tag]) for tag in FOLDER_TAGS if tag in run.data.tags):
+            if folder.is_dir():
+                folders.append(folder)
+                continue
+            text = f"its folder {folder} is gone or on another machine; verdicts are made from what lies there."
+            found.problems.append(Problem(run.info.run_id, text))
     return folders

@@ -69,8 +69,10 @@ def time_to_loss(pair: Pair, tail: Tail) -> dict[str, float] | None:
 
     `seconds` of training (validations left out) and `tokens`, straight lines between validations, and the ratio of each
     to the baseline's own. Validations that are not finite are passed over. The run may have gone on for longer than the
-    baseline.
+    baseline. None, too, where the records of one of the two do not begin at the first step.
     """
+    if pair.run.first_step > 1 or pair.baseline.first_step > 1:
+        return None
     last = tail.steps[-1]
     target = pair.baseline.validations[tail.metric][last]
     losses = {step: loss for step, loss in pair.run.validations[tail.metric].items() if math.isfinite(loss)}

@@ -1,8 +1,9 @@
 """Jobs that a whole sweep should have and that no run can be read of."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.compare.reading import Run
 from lightning_llm.errors import Problem
@@ -12,7 +13,7 @@ from lightning_llm.sweep.definition import FILE
 def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
     """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what nothing is known of.
 
-    What such a job was is known from a run whose words differ in the seed alone.
+    What such a job was is known from a run that differs in the seed alone, as the sweep's file says.
     """
     by_folder = {run.folder: run for run in runs}
     lost, problems = [], []
@@ -26,18 +27,22 @@ def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], l
         for job in jobs:
             if here[job["number"]] is not None:
                 continue
-            folder, kind = sweep / str(job["number"]), _without_seed(job["words"])
-            alike = [here[other["number"]] for other in jobs if _without_seed(other["words"]) == kind]
+            folder, (kind, seed) = sweep / str(job["number"]), _kind_and_seed(job)
+            alike = [here[other["number"]] for other in jobs if _kind_and_seed(other)[0] == kind]
             sibling = next((run for run in alike if run is not None), None)
-            seed = next((word.partition("=")[2] for word in job["words"] if word.startswith("seed=")), "")
-            if sibling is None or not seed.isdigit():
+            if sibling is None or seed is None:
                 text = f"this job of the sweep ({' '.join(job['words'])}) has no run that can be read."
                 problems.append(Problem(str(folder), text))
                 continue
             summary = {"status": "unreadable"} if folder.exists() else {}
-            lost.append(Run(folder, {**sibling.config, "seed": int(seed)}, summary, typed=sibling.typed))
+            lost.append(Run(folder, {**sibling.config, "seed": seed}, summary, typed=sibling.typed))
     return lost, problems
 
 
-def _without_seed(words: Sequence[str]) -> list[str]:
-    return [word for word in words if not word.startswith("seed=")]
+def _kind_and_seed(job: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return what the job shares with those of other seeds, and its seed; earlier versions noted words alone."""
+    if "kind" in job:
+        return job["kind"], job["seed"]
+    seeds = [word.partition("=")[2] for word in job["words"] if word.startswith("seed=")]
+    kind = " ".join(word for word in job["words"] if not word.startswith("seed="))
+    return kind, int(seeds[0]) if seeds and seeds[0].isdigit() else None

@@ -54,8 +54,9 @@ def measure_floor(family: Family, metric: str, tail_share: float) -> Floor:
     """Return the family's noise floor over the tails of `metric`; runs that diverged are left out."""
     losses, identical, keys = [], 0, set()
     for group in family.aa_groups:
-        tail = tail_of(group, metric, tail_share)
-        kept = [run for run in group if tail is not None and not diverged(run, tail)]
+        whole = [run for run in group if not run.lost_its_loss]  # one that ended early has few steps in common
+        tail = tail_of(whole, metric, tail_share) if whole else None
+        kept = [run for run in whole if tail is not None and not diverged(run, tail)]
         distinct: list[Run] = []
         for run in kept:
             if any(run.validations[metric] == other.validations[metric] for other in distinct):

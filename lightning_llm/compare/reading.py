@@ -36,6 +36,8 @@ class Run:
     validations: dict[str, dict[int, float]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     train_seconds: dict[int, float] = field(default_factory=dict)
+    first_step: int = 0
+    """Of its records, above 1 where an earlier part lies in another folder (resume=PATH); 0 where there are none."""
     last_step: int = 0
     last_loss: float = math.nan
     skipped_steps: int = 0
@@ -181,7 +183,7 @@ def _read_metrics(run: Run, path: Path) -> None:
             run.stopping_event = record["event"]
             continue
         seconds += record.get("step_seconds", 0.0)
-        run.last_step = step
+        run.first_step, run.last_step = run.first_step or step, step
         run.skipped_steps += bool(record.get("skipped"))
         if not record.get("skipped"):  # what was left out did not reach the weights
             run.last_loss = float(record.get("loss", math.nan))

@@ -14,7 +14,7 @@ from lightning_llm.compare.statistics import Verdict, verdict_of
 from lightning_llm.compare.wording import line_of, reason_of
 from lightning_llm.errors import Problem
 
-HIGH_PRECISION = "val_loss_high_precision"
+OWN, HIGH_PRECISION = "val_loss", "val_loss_high_precision"
 
 
 def judge(
@@ -140,17 +140,15 @@ def _mean(recipe: Recipe, runs: list[Run]) -> float | None:
 
 def _high_precision_gap(recipe: Recipe) -> float | None:
     """Return the gap of the same weights without casts in the forward pass; None where the recipe quantises nothing."""
-    if recipe.tail is None:
+    if recipe.tail is None or not (recipe.tail.metric == OWN or recipe.tail.metric.startswith(f"{OWN}/")):
         return None
-    high = Tail(HIGH_PRECISION, recipe.tail.steps)
+    high = Tail(recipe.tail.metric.replace(OWN, HIGH_PRECISION, 1), recipe.tail.steps)
     pairs = [pair for pair in recipe.pairs if pair.run.seed in recipe.differences]
-    if not pairs or any(set(high.steps) - set(pair.run.validations.get(HIGH_PRECISION, {})) for pair in pairs):
+    if not pairs or any(set(high.steps) - set(pair.run.validations.get(high.metric, {})) for pair in pairs):
         return None
-    return math.fsum(high.of(pair.run) - _own_high_precision(pair.baseline, recipe.tail) for pair in pairs) / len(pairs)
-
-
-def _own_high_precision(run: Run, tail: Tail) -> float:
-    return Tail(HIGH_PRECISION if HIGH_PRECISION in run.validations else tail.metric, tail.steps).of(run)
+    base = [high if high.metric in pair.baseline.validations else recipe.tail for pair in pairs]
+    gaps = (high.of(pair.run) - tail.of(pair.baseline) for pair, tail in zip(pairs, base, strict=True))
+    return math.fsum(gaps) / len(pairs)
 
 
 def _gap_by_source(recipe: Recipe) -> dict[str, float]:

@@ -157,12 +157,15 @@ class Decoder(nn.Module):
 
 
 def mask_padding(logits: Tensor, vocab_size: int, first_id: int = 0) -> Tensor:
-    """Return `logits` `[..., V]` with those of ids >= `vocab_size` at the dtype's lowest finite number, in place.
+    """Return `logits` `[..., V]` with those of ids >= `vocab_size` at the dtype's lowest finite number.
+
+    In place, but for a view, which FSDP2's hooks on what a module returns would lose sight of.
 
     `first_id` is the token id of the first column, for a shard of the vocabulary. A softmax gives the padding exactly
     zero, so losses and gradients are those of the unpadded model.
     """
     real = max(vocab_size - first_id, 0)
     if real < logits.shape[-1]:
+        logits = logits.clone() if logits._is_view() else logits
         logits[..., real:] = torch.finfo(logits.dtype).min
     return logits

@@ -32,7 +32,7 @@ class LossScale:
             patience = self.patience - 1
             scale = self.scale
             if patience <= 0:
-                scale = max(self.scale * config.backoff_factor, config.min_scale or 0.0)
+                scale = max(self.scale * config.backoff_factor, config.floor)
             return LossScale(scale, 0, patience)
         if self.good_steps + 1 < config.growth_interval:
             return replace(self, good_steps=self.good_steps + 1)

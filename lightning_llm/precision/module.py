@@ -212,20 +212,23 @@ def delayed_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> list[str]:
     """Restore what `delayed_state` returned; return the layers it held nothing for, which start from scale 1.
 
-    A history of another length keeps its newest rows. Layers that are not delayed here are passed over.
+    A history of another length keeps its newest rows. Layers that are not delayed here, in a phase that is high, say,
+    keep what there is for the next phase, and are not missing anything.
     """
     missing = []
     for layer in quantised_layers(model):
         layer.reset_delayed()
-        if not layer.plan.delayed_casts():
-            continue
+        delayed_now = bool(layer.plan.delayed_casts())
         if layer.name not in state:
-            missing.append(layer.name)
+            missing += [layer.name] if delayed_now else []
             continue
         device = layer.weight.device
-        layer._materialise_state(device)
-        layer.scale = state[layer.name]["scale"].to(device).clone()
         old = state[layer.name]["amax_history"].to(device)
+        if delayed_now:
+            layer._materialise_state(device)
+        else:
+            layer.amax_history = torch.zeros_like(old)
+        layer.scale = state[layer.name]["scale"].to(device).clone()
         if layer.amax_history is not None:
             kept = min(len(old), len(layer.amax_history)) - 1
             layer.amax_history[0] = old[0]

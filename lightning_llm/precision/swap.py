@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from lightning_llm.errors import ConfigError, Problem
@@ -28,6 +29,15 @@ class SwapReport:
     backend: Backend
     note: str | None
     decision: Decision
+
+
+def sum_in_fp32() -> None:
+    """Have CUDA's 16-bit GEMMs sum in fp32 over split axes, too, as emulated ones do: for every recipe alike.
+
+    Otherwise the layers that a recipe leaves high would differ from the baseline's.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, str | None]:

@@ -20,7 +20,7 @@ from lightning_llm.precision.module import (
     set_step_key,
     update_delayed,
 )
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.precision.swap import sum_in_fp32, swap_linears
 from lightning_llm.schema import ModelConfig, PrecisionConfig
 from lightning_llm.schema.precision import CastConfig, slots_of
 
@@ -75,8 +75,7 @@ class ProbedModel:
         seed: int,
     ):
         """Raises ConfigError where the recipe converts nothing, or its casts are to be compiled and cannot be."""
-        # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        sum_in_fp32()
         self.recipe, self.seed, self.device = recipe, seed, device
         self.batches = [batch.to(device) for batch in batches]
         self.targets = sum(int((batch.labels != -100).sum()) for batch in self.batches)

@@ -161,6 +161,17 @@ class LossScalingConfig(Group):
         "gradients", description="operands: also look for Inf and NaN in what is cast, before saturation hides them"
     )
 
+    @property
+    def floor(self) -> float:
+        """The least scale: `min_scale`, or the least normal fp32 number, by which can still be divided."""
+        return self.min_scale or 2.0**-126
+
+    @model_validator(mode="after")
+    def _begins_above_its_floor(self) -> Self:
+        if self.min_scale is not None and self.init_scale < self.min_scale:
+            raise ValueError(f"init_scale {self.init_scale:g} is below min_scale {self.min_scale:g}")
+        return self
+
 
 class OptimizerHints(Group):
     """Optimizer settings that belong to the recipe, so that a comparison of recipes stays controlled; null: keep."""

@@ -1,8 +1,8 @@
 """The keys every run knows beside the groups of model, data, optimizer and precision."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt
 
@@ -69,6 +69,15 @@ class SpikesConfig(Group):
     shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
     divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
     max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
+
+    @model_validator(mode="after")
+    def _window_holds_levels(self) -> Self:
+        if 2 * self.level_steps > self.window_steps:
+            raise ValueError(
+                f"window_steps {self.window_steps} must be at least twice level_steps {self.level_steps}: nothing is "
+                "judged before"
+            )
+        return self
 
 
 class CheckpointConfig(Group):

@@ -10,12 +10,14 @@ from typing import Any
 
 from lightning_llm.callbacks.records import write_json
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import config_hash, in_hash
+from lightning_llm.identity import below, config_hash, flatten, in_hash
 from lightning_llm.schema import Config
 
 FILE = "sweep.json"
 CLAIMS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep hold."""
+PLACE = ("run.", "logger.", "launcher.", "resume", "recipe")
+"""Keys that say how and where a job was started, and nothing of what it is."""
 BEGINNING = (CLAIMS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
@@ -97,7 +99,7 @@ def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
 def write(sweep: Sweep) -> dict[str, Any]:
     """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
     known = {each["key"]: each for each in _read(sweep.folder).get("jobs", [])}
-    known |= {job.key: {"number": job.number, "words": list(job.words), "key": job.key} for job in sweep.jobs}
+    known |= {job.key: _described(job) for job in sweep.jobs}
     sweep.folder.mkdir(parents=True, exist_ok=True)
     about = {
         "hash": sweep.hash,
@@ -109,6 +111,17 @@ def write(sweep: Sweep) -> dict[str, Any]:
     }
     write_json(sweep.folder / FILE, about)
     return about
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """Return a job as `sweep.json` lists it; jobs of one `kind` differ in the seed alone, whatever their words."""
+    config = flatten(job.config.model_dump(mode="json"))
+    kind = {key: value for key, value in config.items() if value is not None and not below(key, PLACE)}
+    kind.pop("seed", None)
+    digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+    return {
+        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest
+    }  # fmt: skip
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_llm.schema import CheckpointConfig
 from lightning_llm.train.checkpoint import save
-from lightning_llm.train.manifest import prune
+from lightning_llm.train.manifest import find_checkpoint, prune
 from lightning_llm.train.spike_policy import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
@@ -50,7 +50,10 @@ class Checkpointing(pl.Callback):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
-        self.saved_step = pl_module.completed_steps or None  # a resumed run's state is that on disk
+        step = pl_module.completed_steps
+        if step and find_checkpoint(self.folder / f"step={step}") is None:
+            self._save(trainer, pl_module)  # it lies in another run's folder: from here on this one holds its own start
+        self.saved_step = step or None
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = pl_module.completed_steps

@@ -1,6 +1,5 @@
 """The LightningModule: one model, its loss, and the record of each step. When to do what is the strategy's."""
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -144,8 +143,9 @@ class LanguageModule(pl.LightningModule):
         limit = None if plugin.overflow else self.config.optim.gradient_clip_norm
         self.step_record["grad_norm"] = clip_gradients(parameters, limit, layout, self.copied_parameters)
         # An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run.
-        curable = plugin.overflow and (plugin.can_back_off or math.isfinite(self.step_record["loss"]))
-        plugin.skip = self.spikes.judge(self.step_record) if not curable else True
+        # At the scale's floor it cannot, and the step is judged as any other; its update is not made either way.
+        curable = plugin.overflow and plugin.can_back_off
+        plugin.skip = curable or self.spikes.judge(self.step_record) or plugin.overflow
         if plugin.skip:
             self.step_record["skipped"] = True
             self.skipped_steps += 1

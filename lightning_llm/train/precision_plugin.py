@@ -34,8 +34,8 @@ class TrainPrecision(Precision):
 
     @property
     def can_back_off(self) -> bool:
-        """Whether a loss that is not finite may yet be cured by a smaller scale."""
-        return self.config is not None and self.loss_scale > (self.config.min_scale or 0.0)
+        """Whether an overflow may yet be cured by a smaller scale."""
+        return self.config is not None and self.loss_scale > self.config.floor
 
     def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: bool) -> bool:
         """Divide all gradients by the loss scale, once and before clipping; return whether any rank saw an overflow.

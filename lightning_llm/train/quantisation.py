@@ -18,7 +18,7 @@ from lightning_llm.precision.module import (
     update_delayed,
 )
 from lightning_llm.precision.native import Decision
-from lightning_llm.precision.swap import EMULATED, SwapReport, swap_linears
+from lightning_llm.precision.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 from lightning_llm.precision.te import seed_random_bits
 from lightning_llm.schema import PrecisionConfig
 
@@ -43,9 +43,8 @@ class Quantisation:
 
         `sharded`: FSDP2 will gather the weights for use.
         """
+        sum_in_fp32()
         if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
-            # An emulated GEMM sums in fp32; CUDA's bf16 GEMMs may not, unless told.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             self.report = swap_linears(
                 model, self.recipe, num_layers, device_type, decision=self.decision, sharded=sharded
             )

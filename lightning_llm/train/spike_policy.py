@@ -36,12 +36,17 @@ class SpikePolicy:
         if finding is None:
             self.state = replace(after, skips_in_a_row=0)
             return False
+        if finding.high and self.config.policy == "skip":
+            finding = replace(finding, kind="spike")  # what is left out is no part of a shift
         action = self._action(finding)
         record |= _entries(finding, action)
         if action == "stop":
             raise self._end(finding, record)
-        self.state = replace(after, skips_in_a_row=after.skips_in_a_row + 1 if action == "skip" else 0)
-        return action == "skip"
+        if action != "skip":
+            self.state = replace(after, skips_in_a_row=0)
+            return False
+        self.state = replace(after.as_left_out(self.state), skips_in_a_row=self.state.skips_in_a_row + 1)
+        return True
 
     def _action(self, finding: Finding) -> Action:
         policy, bad_batch = self.config.policy, finding.kind in ("spike", "non_finite")

@@ -31,10 +31,11 @@ SIGMA_OF_DIFFERENCES = 1.4826 / math.sqrt(2)
 class Finding:
     """What is out of the ordinary about a step. Levels are medians before it; scores are rises over them in sigmas.
 
-    A non-finite step has no scores.
+    A non-finite step has no scores. `high`: a spike by its scores, whatever `kind` says beyond that.
     """
 
     kind: Kind
+    high: bool = False
     loss_level: float | None = None
     loss_score: float | None = None
     grad_norm_level: float | None = None
@@ -101,15 +102,25 @@ class SpikeState:
         diverged = lost > (0.5 * allowed if self.diverged else allowed)
         moved = replace(moved, lowest_level=lowest, diverged=diverged)
         scores = self._scores(loss, log_norm, loss_sigma, config)
-        shifted, moved = self._shifted(loss, loss_sigma, moved, config)
-        if diverged and not self.diverged:
-            return Finding("divergence", **scores), moved
-        if shifted:
-            return Finding("plateau_shift", **scores), moved
         high = (
             scores["loss_score"] > config.loss_threshold or scores["grad_norm_score"] > config.grad_norm_threshold
         ) and self.regime_steps >= config.level_steps // 2
-        return (Finding("spike", **scores) if high else None), moved
+        shifted, moved = self._shifted(loss, loss_sigma, moved, config)
+        if diverged and not self.diverged:
+            return Finding("divergence", high, **scores), moved
+        if shifted:
+            return Finding("plateau_shift", high, **scores), moved
+        return (Finding("spike", high, **scores) if high else None), moved
+
+    def as_left_out(self, before: "SpikeState") -> "SpikeState":
+        """Return this state with level, CUSUM and divergence as `before` the step, whose update is not made.
+
+        Batches that nothing was learned from do not say that the level has moved, however many there are.
+        """
+        return replace(
+            self, shift=before.shift, shift_steps=before.shift_steps, regime_steps=before.regime_steps,
+            diverged=before.diverged,
+        )  # fmt: skip
 
     def _scores(self, loss: float, log_norm: float, loss_sigma: float, config: SpikesConfig) -> dict[str, float]:
         count = max(1, min(config.level_steps, self.regime_steps))

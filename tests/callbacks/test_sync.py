@@ -174,6 +174,30 @@ def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, t
     assert catch_up([late, done]) == ""  # nothing to do, and nothing starts
 
 
+def test_a_run_that_ended_while_mlflow_was_away_is_not_called_killed(store: MlflowClient, tmp_path: Path) -> None:
+    done = recorded(tmp_path, "done")
+    write_json(done / "summary.json", {**summary_of(done), "process": GONE})
+    experiment = store.create_experiment("trial")
+    run_id = store.create_run(experiment, tags={"process": GONE, "run_dir": str(done)}).info.run_id
+    assert mark_orphans(store, experiment, but="") == [run_id]
+    assert store.get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_run_keeps_when_it_ended_and_the_mlflow_it_is_tracked_by(store: MlflowClient, tmp_path: Path) -> None:
+    done = recorded(tmp_path, "done")
+    write_json(done / "summary.json", {**summary_of(done), "ended_at": "2026-11-21T10:00:00+00:00"})
+    assert main(["sync", str(done)]) == 0
+    run_id = summary_of(done)["mlflow_run_id"]
+    assert store.get_run(run_id).info.end_time == 1795255200000
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    for _ in range(2):
+        assert main(["sync", str(done), "--tracking-uri", other]) == 0
+    assert summary_of(done)["mlflow_run_id"] == run_id
+    elsewhere = MlflowClient(other)
+    (copy,) = elsewhere.search_runs([elsewhere.get_experiment_by_name("trial").experiment_id])
+    assert history(elsewhere, copy.info.run_id, "loss") == [(1, 3.0), (2, 2.0), (3, 1.0)]
+
+
 def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_rest(
     store: MlflowClient, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,3 +185,37 @@ def test_a_job_of_a_sweep_that_is_gone_or_damaged_is_a_missing_seed(loss, tmp_pa
     assert "a job may be missing unseen" in verdicts(capsys, sweep, expect=2)["stderr"]
     some = [sweep / str(number) for number in (0, 2, 3, 5)]
     assert verdicts(capsys, *some)["by_name"]["mxfp8"]["missing_seeds"] == []  # the sweep was not named
+
+
+@pytest.mark.parametrize("twin", ["data.micro_batch_size=1", "seed=0"])
+def test_a_run_that_diverged_is_not_passed_over_for_a_twin_that_did_not(twin, tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.0})
+    losses = {step: curve(step) for step in range(5, 31, 5)}
+    ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 31 is nan. ..."}
+    make_run(sweep / "20", "precision=bf16", "seed=0", twin, noise=NOISE[0])
+    make_run(sweep / "21", "precision=mxfp4_sr", "seed=0", twin, losses=losses, summary=ended)
+    row = verdicts(capsys, sweep)["by_name"]["mxfp4_sr"]
+    assert (row["verdict"], row["diverged_seeds"], row["controlled"]) == ("lossy", [0], True)
+
+
+def test_a_lost_job_is_known_by_its_config_whatever_its_words(tmp_path, capsys):
+    """The words of a job are those of the command that last named it, relative to the others of that command."""
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    jobs = [
+        {"number": n, "words": ["precision=mxfp8"], "key": str(n), "kind": "ab"[n // 3], "seed": n % 3}
+        for n in range(6)
+    ]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    shutil.rmtree(sweep / "5")
+    row = verdicts(capsys, sweep, expect=2)["by_name"]["mxfp8"]
+    assert (row["missing_seeds"], row["verdict"]) == ([2], "inconclusive")
+
+
+def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": -0.01})
+    for number in (3, 4, 5):
+        lines = (sweep / str(number) / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (sweep / str(number) / "metrics.jsonl").write_text("".join(lines[60:]))  # resume=PATH, into this folder
+    found = verdicts(capsys, sweep)
+    assert found["by_name"]["mxfp8"]["time_to_loss"] == {"reached": 0}
+    assert "went on from another folder at step 51" in " ".join(found["notes"])

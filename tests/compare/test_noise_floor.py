@@ -141,3 +141,12 @@ def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, c
     assert {each["key"] for each in row["confounders"]} == {
         "parallel.dp_replicate", "parallel.reduction", "trainer.devices",
     }  # fmt: skip
+
+
+def test_a_twin_that_diverged_early_leaves_the_floor_at_the_end(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    make_run(sweep / "20", "precision=bf16", "data.micro_batch_size=1", "seed=0", noise=NOISE[0] + 0.002)
+    early = {5: curve(5), 10: 9.0}
+    ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 11 is nan. ..."}
+    make_run(sweep / "21", "precision=bf16", "data.micro_batch_size=2", "seed=0", losses=early, summary=ended)
+    assert verdicts(capsys, sweep, expect=2)["aa"][0]["floor"] == pytest.approx(0.002)

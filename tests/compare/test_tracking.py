@@ -54,10 +54,20 @@ def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monke
     assert len(json.loads(capsys.readouterr().out)["runs"]) == 4
     assert main(["diff", "--json", ids[0], ids[1]]) == 0
     assert json.loads(capsys.readouterr().out) == {"seed": [0, 1]}
+    stray = make_run(sweep / "9", "precision=mxfp8", "seed=1", "optim.eps=1e-6", f"run.root={sweep.parents[1]}")
+    client.set_tag(parent, "sweep_folder", str(sweep))  # all of its jobs count, also those that MLflow never saw
+    assert main(["compare", "--json", parent, "--output", str(tmp_path)]) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 5
+    shutil.rmtree(stray)
     gone = client.create_run(client.get_run(parent).info.experiment_id).info.run_id
     client.log_batch(gone, tags=[RunTag("run_dir", "/nowhere/at/all")])
     assert main(["compare", gone, ids[0]]) == 2
     assert "its folder /nowhere/at/all is gone or on another machine" in capsys.readouterr().err
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{sweep.parents[1] / 'mlflow.db'}")
+    assert main(["compare", "exp"]) == 2  # whoever asks for all of them hears of it, too
+    assert "its folder /nowhere/at/all is gone" in capsys.readouterr().err
+    client.delete_run(gone)
     assert main(["compare", uuid.uuid4().hex]) == 2
     assert "could not be asked for this run" in capsys.readouterr().err
 

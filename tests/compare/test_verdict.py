@@ -373,3 +373,17 @@ def test_neither_torch_nor_mlflow_is_imported(sweep):
         [sys.executable, "-c", code, "compare", str(sweep)], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_high_precision_gap_is_that_of_the_metric_asked_for(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.004})
+    for number in (3, 4, 5):
+        lines = [json.loads(line) for line in (sweep / str(number) / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if "val_loss" in line:
+                line["val_loss_high_precision"] = line["val_loss"] - 0.5
+                line["val_loss_high_precision/code"] = line["val_loss/code"] - 0.001
+        (sweep / str(number) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    by = {key: verdicts(capsys, sweep, "--metric", key)["by_name"]["mxfp8"] for key in ("val_loss", "val_loss/code")}
+    gaps = {key: row["gap_high_precision"] - row["gap"] for key, row in by.items()}
+    assert gaps == pytest.approx({"val_loss": -0.5, "val_loss/code": -0.001})

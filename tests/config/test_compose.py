@@ -155,6 +155,8 @@ def test_config_yaml_round_trips_and_takes_value_overrides(tmp_path):
     config = compose_config(["recipe=quickstart", "seed=3"])
     write_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml", []) == config
+    assert not config.parallel.compile
+    assert load_config(tmp_path / "config.yaml", ["trainer.compile=true"]).parallel.compile
     again = load_config(tmp_path / "config.yaml", ["seed=4", f"run.dir={tmp_path / 'again'}"])
     assert again.seed == 4
     assert again.model_dump(exclude={"seed", "run"}) == config.model_dump(exclude={"seed", "run"})

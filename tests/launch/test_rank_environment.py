@@ -1,12 +1,13 @@
 """torchrun's and Slurm's variables, as their documentation gives them."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.launch import crowd_note
+from lightning_llm.launch import _first_failure, crowd_note
 from lightning_llm.ranks import RankEnvironment, adopt_world, rank_environment
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -64,3 +65,12 @@ def test_more_ranks_than_cores_are_said():
     config = compose_config(["recipe=quickstart", "parallel=zero3", "trainer.devices=4"])
     assert crowd_note(config, cores=4) is None
     assert "4 ranks on 2 CPU cores" in crowd_note(config, cores=2)
+
+
+def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
+    """Rank 0 says what all find alike; of what one finds first, in the data say, it may not have heard."""
+    for rank, said in ((2, "error: rank 2: data.sources: line 9 has no text\n"), (0, "")):
+        failure = SimpleNamespace(exitcode=2, message={"message": "ConfigError: data.sources: line 9 has no text"})
+        error = SimpleNamespace(get_first_failure=lambda rank=rank, failure=failure: (rank, failure))
+        assert _first_failure(error, tmp_path) == 2
+        assert capsys.readouterr().err == said

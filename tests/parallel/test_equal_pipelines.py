@@ -29,7 +29,7 @@ SOME = ["bf16", "mxfp4_sr"]
 
 def stages_fit(case: Case) -> bool:
     degrees = degrees_of(case.layout, case.world)
-    return degrees is not None and (degrees.pp <= 2 or not case.layout.endswith("interleaved"))
+    return degrees is not None and degrees.pp * (2 if case.layout.endswith("interleaved") else 1) <= LAYERS
 
 
 MOST = {"bf16": 8}

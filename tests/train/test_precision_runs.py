@@ -158,6 +158,17 @@ def test_an_fp16_overflow_skips_the_update_and_holds_the_schedule(small_run, tmp
     assert made[0]["loss"] == pytest.approx(records[0]["loss"], abs=0.3)  # the weights had not moved
 
 
+def test_an_fp16_overflow_at_the_floor_of_the_scale_ends_the_run(small_run, tmp_path, capsys):
+    words = ["precision=fp16", "precision.loss_scaling.init_scale=1e38", "precision.loss_scaling.min_scale=1e38"]
+    assert train(small_run, tmp_path / "a", *words) == 1
+    assert "gradient norm of step 1 is" in capsys.readouterr().err
+    assert train(small_run, tmp_path / "b", *words, "spikes.policy=skip", "spikes.max_consecutive_skips=2") == 1
+    assert [record["event_action"] for record in read_metrics(tmp_path / "b" / "run")] == ["skip", "skip", "stop"]
+    low = ["precision=fp16", "precision.loss_scaling.init_scale=0.5"]
+    assert train(small_run, tmp_path / "c", *low) == 2
+    assert "init_scale 0.5 is below min_scale 1" in capsys.readouterr().err
+
+
 def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
     # A scale per tensor is 1 beside an Inf, which then becomes 448. (MXFP8's is 2^127, and 448 * 2^127 is Inf again.)
     dy = [f"precision.{gemm}.dy.{key}" for gemm in ("dgrad", "wgrad") for key in ("block=tensor", "scale=fp32")]

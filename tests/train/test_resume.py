@@ -3,11 +3,14 @@
 import shutil
 
 import pytest
+from planted import infinite_gradient
 from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.records import summary_of, write_json
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision import inductor
+from lightning_llm.run_state import claim
 from lightning_llm.train.manifest import TENSORS
 
 
@@ -49,6 +52,36 @@ def test_a_damaged_summary_of_the_first_part_is_named(whole, tmp_path, small_run
     assert f"{tmp_path / 'first' / 'summary.json'} is damaged" in capsys.readouterr().err
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_begun_afresh(whole, tmp_path, small_run, capsys):
+    shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert "is finished at step 6" in capsys.readouterr().out
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=8")]) == 2
+    assert "is finished at step 6 and its checkpoints are gone" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_second_process_is_kept_away_before_the_first_has_written_anything(tmp_path, small_run, capsys):
+    lock = claim(tmp_path / "run")
+    for words in ([], ["resume=auto"]):
+        assert main(["train", *small_run(tmp_path, *words)]) == 2
+        assert "is being trained right now, by another process" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    lock.release()
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=1")]) == 0
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=2", "resume=auto")]) == 0  # the claim was given back
+
+
+def test_a_damaged_line_of_metrics_is_named(whole, tmp_path, small_run, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo\n{"step": 8}\n')
+    words = ["resume=auto", "trainer.max_steps=8"]
+    assert main(["train", *small_run(tmp_path, *words)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
 def test_a_longer_run_that_changes_no_step_it_has_made_is_in_one_piece(tmp_path, small_run):
     words = ["schedule=constant"]
     assert main(["train", *small_run(tmp_path, *words, "trainer.max_steps=2")]) == 0
@@ -79,6 +112,18 @@ def test_from_a_path_into_a_new_folder(whole, tmp_path, small_run):
     assert same_weights(tmp_path / "run", whole, 6)
 
 
+def test_a_run_begun_from_anothers_checkpoint_holds_its_own_start(whole, tmp_path, small_run, monkeypatch):
+    """It may end before its first own checkpoint, and goes on from there and not from step 0."""
+    monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda n: True))
+    stop = "spikes.policy=stop"
+    assert main(["train", *small_run(tmp_path, stop, f"resume={whole / 'checkpoints' / 'step=4'}")]) == 1
+    assert steps_saved(tmp_path / "run") == [4]
+    monkeypatch.undo()
+    assert main(["train", *small_run(tmp_path, stop, "resume=auto")]) == 0
+    assert curve(tmp_path / "run") == [entry for entry in curve(whole) if entry[0] > 4]
+    assert same_weights(tmp_path / "run", whole, 6)
+
+
 def test_from_an_earlier_step_of_its_own_folder_drops_the_later_ones(whole, tmp_path, small_run):
     words, run = ["schedule.total_steps=6", "checkpoint.keep_last=3"], tmp_path / "run"
     assert main(["train", *small_run(tmp_path, *words)]) == 0
@@ -92,17 +137,18 @@ def test_from_an_earlier_step_of_its_own_folder_drops_the_later_ones(whole, tmp_
     assert same_weights(run, whole, 6)
 
 
-def test_across_a_leading_high_precision_phase(tmp_path, small_run, monkeypatch):
+@pytest.mark.parametrize("phase", ["start: 0.0, end: 0.5", "start: 0.5, end: 0.84"])
+def test_across_a_high_precision_phase(phase, tmp_path, small_run, monkeypatch):
     monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")  # eager: no compile time
     plain = ["precision=fp8_delayed", "checkpoint.keep_last=3"]
-    words = [*plain, "precision.phases=[{start: 0.0, end: 0.5}]"]  # no slot named: high precision for three steps
+    words = [*plain, f"precision.phases=[{{{phase}}}]"]  # no slot named: high precision, for steps 1-3, or 4 and 5
     assert main(["train", *small_run(tmp_path / "uninterrupted", *words)]) == 0
     uninterrupted = tmp_path / "uninterrupted" / "run"
-    for step in (2, 4):  # before and after the quantised part begins
+    for step in (2, 4):  # before and after the quantised part begins; within the phase, whose scales wait
         resume = f"resume={uninterrupted / 'checkpoints' / f'step={step}'}"
         assert main(["train", *small_run(tmp_path / str(step), *words, resume)]) == 0
         resumed = tmp_path / str(step) / "run"
         assert curve(resumed) == [entry for entry in curve(uninterrupted) if entry[0] > step]
         assert same_weights(resumed, uninterrupted, 6)
     assert main(["train", *small_run(tmp_path / "plain", *plain)]) == 0
-    assert curve(tmp_path / "plain" / "run")[0] != curve(uninterrupted)[0]  # the phase did something
+    assert curve(tmp_path / "plain" / "run") != curve(uninterrupted)  # the phase did something

@@ -7,8 +7,10 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from noise import clean_steps, false_alarms, read_curve
+from pydantic import ValidationError
 
 from lightning_llm.schema import SpikesConfig
+from lightning_llm.train.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.spikes import SpikeState
 
 CONFIG = SpikesConfig()
@@ -80,3 +82,24 @@ def test_state_survives_json_to_the_same_bits():
     assert again == state
     assert len(state.losses) == CONFIG.window_steps
     assert SpikeState.from_json({}) == SpikeState()
+
+
+@pytest.mark.parametrize("height", [2.5, 50.0])
+def test_bad_batches_in_a_row_are_all_left_out_until_they_cannot_be_the_data(height):
+    """However many: they are no shift of the level, since nothing is learned from them."""
+    policy, skipped = SpikePolicy(SpikesConfig(policy="skip")), []
+    steps = planted(lambda i: height * (AT <= i < AT + 8 or i >= AT + 40))
+
+    def run() -> None:
+        for index, (loss, norm) in enumerate(steps):
+            if policy.judge({"loss": loss, "grad_norm": norm, "step": index + 1}):
+                skipped.append(index)
+
+    with pytest.raises(SpikeStop, match="the 8 before it"):
+        run()
+    assert skipped == [*range(AT, AT + 8), *range(AT + 40, AT + 48)]
+
+
+def test_a_window_too_short_to_judge_by_is_refused():
+    with pytest.raises(ValidationError, match="at least twice level_steps 65"):
+        SpikesConfig(level_steps=65)
