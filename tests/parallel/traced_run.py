@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from filelock import FileLock
 from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -57,13 +58,16 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     quiet_lightning()
     device = torch.device("cpu")
     layout = open_layout(config, device)
-    start = decide_together(config)
+    claims: list[FileLock] = []
+    start = decide_together(config, claims)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     prepare_folder(config, corpus, start)
     module = build_module(config, corpus)
     trainer = build_trainer(config, device, layout, start.checkpoint, [])
     trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))
+    for each in claims:
+        each.release()
     return trainer
 
 
