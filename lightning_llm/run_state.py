@@ -11,6 +11,7 @@ from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
 from lightning_llm.schema import Config
+from lightning_llm.sweep.definition import CLAIMS
 from lightning_llm.sweep.state import settled_state, state_of
 from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpoint, last_checkpoint
 
@@ -87,16 +88,16 @@ def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
 
 
 def claim(folder: Path) -> FileLock:
-    """Return the lock of a run's folder, beside it and taken: it is held until its process ends, or it is released.
+    """Return the lock of a run's folder, beside it and taken: held until its process ends, or it is released.
 
     `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
 
     Raises:
         ConfigError: another process holds it, or it cannot be made.
     """
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    lock = FileLock(folder.parent / CLAIMS / f"{folder.name}.run")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        (folder.parent / CLAIMS).mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         text = f"{folder} is being trained right now, by another process. Wait, or stop it."

@@ -15,7 +15,7 @@ from lightning_llm.schema import Config
 
 FILE = "sweep.json"
 CLAIMS = ".claims"
-"""The folder, beside `FILE`, of locks that starts of the sweep hold."""
+"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
 PLACE = ("run.", "logger.", "launcher.", "resume", "recipe")
 """Keys that say how and where a job was started, and nothing of what it is."""
 BEGINNING = (CLAIMS, f"{FILE}.partial")
