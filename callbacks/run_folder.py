@@ -85,7 +85,7 @@ class RunFolder(pl.Callback):
                 )
             self._file = self.metrics_path.open("ab", buffering=0)
         except ValueError as error:
-            text = f"{error}. Mend or remove that line to go on, or choose another run.name; nothing was changed."
+            text = f"{error}. Mend or remove that line to go on, or choose another run.name."
             raise ConfigError(Problem("run.dir", text)) from error
         except OSError as error:
             raise ConfigError(

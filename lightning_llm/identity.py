@@ -8,7 +8,10 @@ from typing import Any
 
 from lightning_llm.schema import Config
 
-NOT_IDENTITY = ("run.", "logger.", "launcher.", "resume", "precision.casts", "precision.backend")
+PLACE = ("run.", "logger.", "launcher.", "resume")
+"""How and where a run was started, is kept and tracked."""
+
+NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
 
 FREE_ON_RESUME = (

@@ -92,7 +92,7 @@ def _run_folders(given: Sequence[str]) -> Iterator[Path]:
 def _sync_one(folder: Path, uri: str | None) -> str:
     """Log one run; return a word on what was done. Raises whatever MLflow raises."""
     own = load_config(folder / "config.yaml", [])
-    config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"] if uri else [])
+    config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own
     # The folder stays with the MLflow of its run, which later starts and verdicts go to.
     elsewhere = tracking_uri(config) != tracking_uri(own)
     id_file = f"{RUN_ID_FILE}-{sha256(tracking_uri(config).encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE

@@ -10,14 +10,12 @@ from typing import Any
 
 from lightning_llm.callbacks.records import write_json
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import below, config_hash, flatten, in_hash
+from lightning_llm.identity import PLACE, below, config_hash, flatten, in_hash
 from lightning_llm.schema import Config
 
 FILE = "sweep.json"
 CLAIMS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
-PLACE = ("run.", "logger.", "launcher.", "resume", "recipe")
-"""Keys that say how and where a job was started, and nothing of what it is."""
 BEGINNING = (CLAIMS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
@@ -116,8 +114,8 @@ def write(sweep: Sweep) -> dict[str, Any]:
 def _described(job: Job) -> dict[str, Any]:
     """Return a job as `sweep.json` lists it; jobs of one `kind` differ in the seed alone, whatever their words."""
     config = flatten(job.config.model_dump(mode="json"))
-    kind = {key: value for key, value in config.items() if value is not None and not below(key, PLACE)}
-    kind.pop("seed", None)
+    rest = (*PLACE, "recipe", "seed")
+    kind = {key: value for key, value in config.items() if value is not None and not below(key, rest)}
     digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
     return {
         "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest
