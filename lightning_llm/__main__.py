@@ -146,7 +146,7 @@ def recipes(arguments: argparse.Namespace) -> int:
         return 0
     width = max(map(len, catalog))
     for name, text in catalog.items():
-        print(f"{name:<{width}}  {text}")
+        print(f"{name:<{width}}  {text}".rstrip())
     return 0
 
 

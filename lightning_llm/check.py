@@ -5,20 +5,25 @@ import shutil
 from pathlib import Path
 
 from lightning_llm.data.cache import nearest_existing
-from lightning_llm.data.check import check_data
+from lightning_llm.data.check import data_rules
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import fitting_degrees, given_degrees, layout_problems
+from lightning_llm.parallel.degrees import Degrees, fitting_degrees, given_degrees, layout_problems
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.capability import Capability, capability_here, device_here
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
 from lightning_llm.precision.native import Decision, decide
+from lightning_llm.run_place import place_problems, tracking_problems
 from lightning_llm.schema import Config, ModelConfig
+from lightning_llm.schema.partial import Rule, gather
 from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
+
+LONGEST_NAME_BYTES = 255
+"""NAME_MAX of Linux's file systems."""
 
 
 def check_config(config: Config, to_train: bool = True) -> None:
@@ -27,22 +32,46 @@ def check_config(config: Config, to_train: bool = True) -> None:
     Raises:
         ConfigError: with every rule that is broken.
     """
-    world = config.world or config.trainer.devices
-    degrees = fitting_degrees(config.parallel, world)
-    problems = [
-        *(shape := shape_problems(config.model)),
-        *_length_problems(config),
-        *_schedule_problems(config),
-        *layout_problems(config.parallel, world),
-        *([] if shape else cut_problems(config, degrees or given_degrees(config.parallel))),
-        *pipeline_problems(config, degrees),
-        *lint(config.precision),
-        *_precision_problems(config),
-        *_native_problems(config, to_train),
-        *check_data(config.data, config.model.vocab_size, degrees.dp if degrees else 1),
-    ]
-    if problems:
+    if problems := config_problems(config, to_train):
         raise ConfigError(problems)
+
+
+def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
+    """Return what is wrong between keys; of a config's sound part, what those that are there say (`schema.partial`)."""
+    rules: list[Rule] = [
+        lambda: shape_problems(config.model),
+        lambda: _length_problems(config),
+        lambda: _schedule_problems(config),
+        lambda: layout_problems(config.parallel, _world(config)),
+        lambda: _cut_problems(config),
+        lambda: pipeline_problems(config, _degrees(config)),
+        lambda: lint(config.precision),
+        lambda: _precision_problems(config),
+        lambda: _native_problems(config, to_train),
+        lambda: place_problems(config),
+        lambda: tracking_problems(config),
+        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: _data_parallel_ranks(config)),
+    ]
+    return gather(rules)
+
+
+def _world(config: Config) -> int:
+    return config.world or config.trainer.devices
+
+
+def _degrees(config: Config) -> Degrees | None:
+    return fitting_degrees(config.parallel, _world(config))
+
+
+def _data_parallel_ranks(config: Config) -> int:
+    degrees = _degrees(config)
+    return degrees.dp if degrees else 1
+
+
+def _cut_problems(config: Config) -> list[Problem]:
+    if shape_problems(config.model):
+        return []
+    return list(cut_problems(config, _degrees(config) or given_degrees(config.parallel)))
 
 
 def check_disk(config: Config, jobs: int = 1) -> None:
@@ -51,25 +80,30 @@ def check_disk(config: Config, jobs: int = 1) -> None:
     Raises:
         ConfigError: no right to write, or too little space, with the arithmetic.
     """
+    if problems := disk_problems(config, jobs):
+        raise ConfigError(problems)
+
+
+def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
+    """Return why run.dir cannot be written, or has no room for the checkpoints of `jobs` runs like this."""
     folder = nearest_existing(Path(config.run.dir))
-    if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
-        text = f"is '{config.run.name}', which leads out of run.root/experiment. Name the folder itself as run.dir."
-        raise ConfigError(Problem("run.name", text))
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(
-            Problem("run.dir", f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root.")
-        )
+    if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
+        return [Problem("run.dir", f"{config.run.dir} has a name of more than {LONGEST_NAME_BYTES} bytes. Shorten it.")]
     if not folder.is_dir():
-        raise ConfigError(Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir."))
+        return [Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir.")]
+    if not os.access(folder, os.W_OK):
+        text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
+        return [Problem("run.dir", text)]
     each = state_bytes(count_parameters(config.model, padded=True).total, config.precision).checkpoint
     kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
-    if each * kept > free:
-        text = (
-            f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last x runs + 1) need {each * kept / 1e9:.2f} GB "
-            f"and {folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
-        )
-        raise ConfigError(Problem("checkpoint.keep_last", text))
+    if each * kept <= free:
+        return []
+    text = (
+        f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last x runs + 1) need {each * kept / 1e9:.2f} GB "
+        f"and {folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
+    )
+    return [Problem("checkpoint.keep_last", text)]
 
 
 def shape_problems(model: ModelConfig) -> list[Problem]:

@@ -4,7 +4,7 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -17,18 +17,22 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, unknown_option
-from lightning_llm.recipes_catalog import register_recipes
+from lightning_llm.config_folder import search_override
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, read_overrides, unknown_option
+from lightning_llm.recipes_catalog import name_clashes, register_recipes
 from lightning_llm.schema import Config
-from lightning_llm.schema.strict import parse_config
+from lightning_llm.schema.strict import Reading, read_config
 from lightning_llm.workspace import default_outputs
+from lightning_llm.yaml_file import read_mapping
 
 CONFIG_MODULE = "lightning_llm.conf"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
+"""What Hydra raises for files and words that do not compose; a ValueError for keywords of a defaults list."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
@@ -36,21 +40,29 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
 
     Args:
         overrides: Hydra overrides as typed (`precision=bf16`, `trainer.max_steps=10`, `~callbacks.sample`).
-        config_dir: a folder of further config groups (`DIR/recipe/mine.yaml`), searched before the shipped ones.
+        config_dir: a folder of further config groups (`DIR/recipe/mine.yaml`), searched behind the shipped ones.
 
     Raises:
         ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
     """
+    return read_words(overrides, config_dir).checked()
+
+
+def read_words(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+    """Return what `compose_config` does, with the sound part beside the problems for the rules to go on with.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
     with _hydra(config_dir) as search:
-        if any(_recipe_sweep(overrides, search)):
-            raise ConfigError(
-                Problem("recipe", "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it.")
-            )
-        parsed = parse_overrides(overrides)
+        parsed, problems = read_overrides(overrides)
+        if any(_recipe_sweep(parsed, search)):
+            text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it."
+            raise ConfigError([*problems, Problem("recipe", text)])
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
-            text = "has several values, which makes a sweep of several runs. Add -m, or give one."
-            raise ConfigError([Problem(key, text) for key in several])
-        return _compose_one(parsed, search)
+            text = "has several values, which makes a sweep. Add -m, or give one (text with a comma: in quotes)."
+            raise ConfigError([*problems, *(Problem(key, text) for key in several)])
+        return _compose_one(parsed, search, problems)
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
@@ -62,22 +74,28 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
     Raises:
         ConfigError: with the problems of all jobs, each said once.
     """
+    read = read_sweep(overrides, config_dir)
+    if problems := dict.fromkeys(problem for _, reading in read for problem in reading.problems):
+        raise ConfigError(problems)
+    return [(words, reading.checked()) for words, reading in read]
+
+
+def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
+    """Return what `compose_sweep` does, with the sound part of each job beside its problems.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
     with _hydra(config_dir) as search:
-        params, also = _recipe_sweep(overrides, search)
-        typed = parse_overrides(overrides)
+        typed, problems = read_overrides(overrides)
+        params, also = _recipe_sweep(typed, search)
         plain = [each for each in typed if not each.is_sweep_override()]
-        groups = [parse_overrides([*params, *overrides])]
+        groups = [[*parse_overrides(params), *typed]]
         groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
-        problems: dict[Problem, None] = {}
         jobs = []
-        for words in (words for parsed in groups for words in product(*(choices_of(each) for each in parsed))):
-            try:
-                chosen = [word for word in words if word not in overrides]
-                jobs.append((chosen, _compose_one(parse_overrides(words), search)))
-            except ConfigError as error:
-                problems.update(dict.fromkeys(error.problems))
-        if problems:
-            raise ConfigError(problems)
+        for words in (words for parsed in groups for words in product(*(choices_of(each, search) for each in parsed))):
+            chosen = [word for word in words if word not in overrides]
+            jobs.append((chosen, _compose_one(parse_overrides(words), search, problems)))
         return jobs
 
 
@@ -87,31 +105,40 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: the file is missing or is no such config, or an override does not fit.
     """
-    try:
-        tree = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(
-            Problem("--config", f"{file} cannot be read as YAML: {error}. Give a run's config.yaml.")
-        ) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError(Problem("--config", f"{file} holds no mapping. Give a run's config.yaml."))
+    return read_file(file, overrides).checked()
+
+
+def read_file(file: Path, overrides: Sequence[str]) -> Reading:
+    """Return what `load_config` does, with the sound part beside the problems for the rules to go on with.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    tree = read_mapping(file, "--config", "Give a run's config.yaml.")
+    parsed, problems = read_overrides(overrides)
     groups = set(Config.model_fields)
-    for each in parse_overrides(overrides):
+    for each in parsed:
         key = each.key_or_group
         if key in groups and isinstance(tree.get(key), DictConfig):
             text = "a whole group cannot be exchanged in a resolved config. Override single keys, or compose anew."
-            raise ConfigError(Problem(key, text))
-        if each.is_delete():
-            raise ConfigError(Problem(key, "~ deletes from a composition; with --config, override single keys."))
-        OmegaConf.update(tree, key, each.value(), force_add=True)
-    changed = {each.key_or_group for each in parse_overrides(overrides)}
+            problems.append(Problem(key, text))
+        elif each.is_delete():
+            problems.append(Problem(key, "~ deletes from a composition; with --config, override single keys."))
+        elif each.is_sweep_override():
+            problems.append(Problem(key, "has several values, and --config is one run. Give one."))
+        else:
+            try:
+                OmegaConf.update(tree, key, each.value(), force_add=True)
+            except OmegaConfBaseException as error:
+                problems.append(Problem(key, f"cannot be set: {_first_line(error)}."))
+    if problems:
+        raise ConfigError(problems)
+    changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
-        tree.run.dir = (
-            "${run.root}/${run.experiment}/${run.name}"  # a file keeps it resolved, where it was made of these
-        )
+        OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
     if "trainer.compile" in changed and "parallel.compile" not in changed:
-        tree.parallel.compile = tree.trainer.compile  # resolved, too
-    return _checked(tree)
+        OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # resolved, too
+    return _read(tree)
 
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
@@ -125,28 +152,29 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     """Open Hydra on the shipped configs; yield the overrides that put `config_dir` behind them."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
+    if config_dir is not None and (problems := name_clashes(config_dir)):
+        raise ConfigError(problems)
     register_recipes()
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
     GlobalHydra.instance().clear()
     if config_dir:  # its files may be others than last time; what is shipped stays
         forget_options()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        yield [f"hydra.searchpath=[file://{config_dir.absolute()}]"] if config_dir else []
+        yield [search_override(config_dir)] if config_dir else []
 
 
-def _recipe_sweep(overrides: Sequence[str], search: list[str]) -> tuple[list[str], list[str]]:
+def _recipe_sweep(typed: Sequence[Override], search: list[str]) -> tuple[list[str], list[str]]:
     """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
-    if not any(each.key_or_group == "recipe" for each in parse_overrides(overrides)):
+    if not any(each.key_or_group == "recipe" for each in typed):
         return [], []
-    typed = {each.key_or_group for each in parse_overrides(overrides)}
-    plain = [each.input_line or "" for each in parse_overrides(overrides) if not each.is_sweep_override()]
     try:
-        words = [forced(each, search) for each in parse_overrides(plain)]
+        words = [forced(each, search) for each in typed if not each.is_sweep_override()]
         tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException):
+    except COMPOSITION_ERRORS:
         return [], []  # the same composition follows for each job, and says there what is wrong
     params = tree.hydra.sweeper.get("params") or {}
-    return [f"{key}={value}" for key, value in params.items() if key not in typed], list(_also(tree))
+    keys = {each.key_or_group for each in typed}
+    return [f"{key}={value}" for key, value in params.items() if key not in keys], list(_also(tree))
 
 
 def _also(tree: DictConfig) -> Sequence[str]:
@@ -164,9 +192,11 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
-def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
-    problems = [problem for each in parsed if (problem := unknown_option(each, search))]
-    words = [forced(each, search) for each in parsed if not unknown_option(each, search)]
+def _compose_one(parsed: Sequence[Override], search: list[str], known: Sequence[Problem]) -> Reading:
+    """Return what Hydra composes, read; `known` are problems of words that are not among `parsed`."""
+    unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, search))}
+    problems = [*known, *unknown.values()]
+    words = [forced(each, search) for each in parsed if each.key_or_group not in unknown]
     try:
         tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
         with open_dict(tree):
@@ -174,14 +204,27 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
             del tree["hydra"]
             tree.pop("sweep", None)  # read by compose_sweep
             _leave_out_observers(tree, parsed)
-        config = _checked(tree)
+        reading = _read(tree, stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([*problems, Problem("composition", " ".join(str(error).split()))]) from error
-    if problems:
-        raise ConfigError(problems)
-    return config
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError(
+            [*problems, Problem(getattr(error, "full_key", None) or "composition", _why_not_composed(error))]
+        ) from error
+    # Without the recipe, or with a word less, the rest is not what was meant: rules would speak of another run.
+    sound = None if known or "recipe" in unknown else reading.config
+    return Reading(sound, (*problems, *reading.problems))
+
+
+def _why_not_composed(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "files of the defaults lists name each other in a circle."
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"a defaults list names {group}={name}; there is no '{name}'.{did_you_mean(name, error.options or ())}"
+    if isinstance(error, OmegaConfBaseException):
+        return f"{_first_line(error)}."
+    return " ".join(str(error or error.__cause__).split())
 
 
 def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
@@ -204,18 +247,24 @@ def _default_observers() -> frozenset[str]:
     return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
-def _checked(tree: DictConfig) -> Config:
-    problems = list(_unnamed(tree))
-    problems += [Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))]
-    if OmegaConf.select(tree, "run.root", throw_on_missing=False) is not None:
-        OmegaConf.update(tree, "run.root", str(Path(tree.run.root).expanduser().absolute()))
-    problems += _unresolvable(tree, "")
-    if problems:
-        raise ConfigError(problems)
+def _read(tree: DictConfig, stand_ins: Iterable[str] = ()) -> Reading:
+    """Return the tree, resolved, as a config; `stand_ins` as in `read_config`."""
+    found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
+    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
+    if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
+        OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
+    found |= _unresolvable(tree, ())
+    for path in found:
+        if path[-1] != "name":
+            OmegaConf.update(tree, ".".join(path), None)
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str):
+    if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str) and values["run"]["dir"]:
         values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
-    return parse_config(values)
+    return read_config(values, found, stand_ins)
+
+
+def _path(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
 
 
 def _unnamed(tree: DictConfig) -> Iterator[Problem]:
@@ -229,18 +278,24 @@ def _unnamed(tree: DictConfig) -> Iterator[Problem]:
             OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
 
 
-def _unresolvable(tree: DictConfig, prefix: str) -> list[Problem]:
-    problems = []
+def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
+    """Return the paths of what cannot be resolved, with None where a missing key that is said already is the cause."""
+    found: dict[tuple[str, ...], Problem | None] = {}
     for key in tree:
+        path = (*above, str(key))
         if OmegaConf.is_missing(tree, key):
             continue
         try:
             value = tree[key]
         except InterpolationToMissingValueError:
-            continue  # the missing key itself is said already
-        except OmegaConfBaseException as error:
-            problems.append(Problem(f"{prefix}{key!s}", str(error).splitlines()[0]))
-            continue
-        if isinstance(value, DictConfig):
-            problems += _unresolvable(value, f"{prefix}{key!s}.")
-    return problems
+            found[path] = None
+        except (OmegaConfBaseException, RecursionError) as error:
+            found[path] = Problem(".".join(path), f"{_first_line(error)}.")
+        else:
+            if isinstance(value, DictConfig):
+                found |= _unresolvable(value, path)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

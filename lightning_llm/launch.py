@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.records import mark_failed, summary_of
-from lightning_llm.check import check_config, check_disk
-from lightning_llm.compose import compose_config, load_config
+from lightning_llm.checked_config import checked_config
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.ranks import adopt_world, rank_environment
+from lightning_llm.ranks import rank_environment
 from lightning_llm.run_state import decide_start
 from lightning_llm.schema import Config
 from lightning_llm.sweep.run import sweep
@@ -33,13 +32,7 @@ def train(arguments: argparse.Namespace) -> int:
             text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
             raise ConfigError(Problem("-m", text))
         return sweep(arguments)
-    if arguments.config:
-        config = load_config(arguments.config, arguments.overrides)
-    else:
-        config = compose_config(arguments.overrides, arguments.config_dir)
-    config = adopt_world(config)
-    check_config(config)
-    check_disk(config)
+    config = checked_config(arguments, to_train=True)
     if rank_environment() is not None:
         return _run_rank(config)
     if config.world not in (None, config.trainer.devices):

@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.check import check_config, native_decision
-from lightning_llm.compose import compose_config, load_config
+from lightning_llm.check import native_decision
+from lightning_llm.checked_config import checked_config
 from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.matrix import matrix_facts, matrix_of, render_matrix
@@ -27,11 +27,7 @@ def plan(arguments: argparse.Namespace) -> int:
         from lightning_llm.sweep.outline import outline
 
         return outline(arguments)
-    if arguments.config:
-        config = load_config(arguments.config, arguments.overrides)
-    else:
-        config = compose_config(arguments.overrides, arguments.config_dir)
-    check_config(config, to_train=False)
+    config = checked_config(arguments, to_train=False)
     if arguments.matrix:
         made = matrix_of(config)
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))

@@ -1,15 +1,36 @@
-"""The shipped recipes: where their files lie, what each is for, and how Hydra finds them as `recipe=NAME`.
+"""The shipped groups and recipes: where their files lie, what each is for, and how Hydra finds `recipe=NAME`.
 
-The folder is plural and the Hydra group singular, so the files are put into Hydra's config store one by one.
+The recipes' folder is plural and the Hydra group singular, so the files are put into Hydra's config store one by one.
 """
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-HEADER = "# @package _global_"
+from lightning_llm.errors import Problem
+
+ENDING = ".yaml"
+
+
+def group_names() -> list[str]:
+    """Return the names of all config groups, `recipe` last."""
+    shipped = resources.files("lightning_llm.conf")
+    return [*sorted(each.name for each in shipped.iterdir() if each.is_dir() and each.name[0] != "_"), "recipe"]
+
+
+def option_files(group: str, config_dir: Path | None = None) -> dict[str, Traversable]:
+    """Return {name: file} of what `group=` takes, names in subfolders as "sub/name", `config_dir`'s own behind."""
+    if group == "recipe":
+        shipped = resources.files("lightning_llm.recipes")
+    else:
+        shipped = resources.files("lightning_llm.conf") / group
+    found = dict(_yaml_files(shipped, ""))
+    if config_dir is not None and (config_dir / group).is_dir():
+        found |= dict(_yaml_files(config_dir / group, ""))
+    return found
 
 
 def recipe_files(config_dir: Path | None = None) -> Iterator[tuple[str, Traversable]]:
@@ -17,15 +38,30 @@ def recipe_files(config_dir: Path | None = None) -> Iterator[tuple[str, Traversa
 
     Those of `config_dir`/recipe come behind.
     """
-    yield from _yaml_files(resources.files("lightning_llm.recipes"), "")
-    if config_dir is not None and (config_dir / "recipe").is_dir():
-        yield from _yaml_files(config_dir / "recipe", "")
+    yield from option_files("recipe", config_dir).items()
 
 
 def describe(file: Traversable) -> str:
-    """Return a recipe's one-line description: the comment on the line below its package header."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return lines[1].lstrip("# ").strip() if len(lines) > 1 and lines[1].startswith("#") else ""
+    """Return what a file's leading comment says first: one sentence; "" where it begins with no comment."""
+    if not file.is_file():
+        return ""
+    said: list[str] = []
+    for line in file.read_bytes().decode("utf-8-sig", "replace").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.lstrip("# ").startswith("@"):
+            said.append(line.lstrip("# ").strip())
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said), maxsplit=1)[0]
+
+
+def name_clashes(config_dir: Path) -> list[Problem]:
+    """Return the files of `config_dir` that go by a shipped file's name, which Hydra would take instead."""
+    shipped = [f"{group}/{name}" for group in group_names() for name in option_files(group)]
+    return [
+        Problem("--config-dir", f"{file} has the name of a shipped file, which would be taken instead. Rename it.")
+        for file in (config_dir / f"{name}{ENDING}" for name in ("config", *shipped))
+        if file.is_file()
+    ]
 
 
 @cache
@@ -35,22 +71,25 @@ def register_recipes() -> None:
     from omegaconf import OmegaConf
 
     for name, file in recipe_files():
-        text = file.read_text(encoding="utf-8")
-        if not text.startswith(HEADER):
-            raise ValueError(f"{file}: the first line of a recipe must be '{HEADER}'")
         parent, _, leaf = name.rpartition("/")
         ConfigStore.instance().store(
             group=f"recipe/{parent}" if parent else "recipe",
             name=leaf,
-            node=OmegaConf.create(text),
+            node=OmegaConf.create(file.read_text(encoding="utf-8")),
             package="_global_",
             provider="lightning_llm.recipes",
         )
 
 
-def _yaml_files(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+def _yaml_files(
+    folder: Traversable, prefix: str, above: frozenset[Path] = frozenset()
+) -> Iterator[tuple[str, Traversable]]:
+    if isinstance(folder, Path):  # a link to a folder above leads round in a circle
+        if folder.resolve() in above:
+            return
+        above |= {folder.resolve()}
     for entry in sorted(folder.iterdir(), key=lambda each: each.name):
-        if entry.is_dir():
-            yield from _yaml_files(entry, f"{prefix}{entry.name}/")
-        elif entry.name.endswith(".yaml"):
-            yield prefix + entry.name.removesuffix(".yaml"), entry
+        if entry.name.endswith(ENDING):
+            yield prefix + entry.name.removesuffix(ENDING), entry
+        elif entry.is_dir():
+            yield from _yaml_files(entry, f"{prefix}{entry.name}/", above)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    0: {"schema", "errors", "hardware", "identity", "keyed_hash", "workspace"},
+    0: {"schema", "errors", "hardware", "identity", "keyed_hash", "redact", "workspace"},
     1: {"model", "precision", "data", "optim"},
     2: {"parallel"},
     3: {"train"},
@@ -17,9 +17,11 @@ LAYERS = {
     5: {
         "build",
         "check",
+        "checked_config",
         "compare",
         "compose",
         "config_file",
+        "config_folder",
         "conform",
         "earlier_parts",
         "launch",
@@ -30,9 +32,11 @@ LAYERS = {
         "ranks",
         "recipes_catalog",
         "run",
+        "run_place",
         "run_state",
         "sweep",
         "sync",
+        "yaml_file",
     },
     6: {"__main__"},
 }

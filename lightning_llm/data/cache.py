@@ -114,7 +114,7 @@ def token_bytes(text_bytes: int, is_bytes: bool, vocab_size: int) -> int:
 
 def nearest_existing(path: Path) -> Path:
     """Return `path` or the nearest folder above it that exists."""
-    return next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+    return next((p for p in (path, *path.parents) if os.path.exists(p)), Path("/"))  # Path's raises for long names
 
 
 def disk_problem(cache_dir: Path, needed_bytes: int) -> Problem | None:

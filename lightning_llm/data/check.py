@@ -1,6 +1,7 @@
 """What can be wrong with `data` and is cheap to see: no torch, no datasets, no document read."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_llm.data.addressing import SMALLEST_SHARE
@@ -23,28 +24,42 @@ from lightning_llm.data.tokenizer import (
 )
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from lightning_llm.schema.partial import Rule, gather
 
 PARQUET_COMPRESSION = 3  # text within parquet, about
 
 
 def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:
     """Return every problem that can be seen in well under a second; `world` counts data-parallel ranks."""
-    problems = _batch_problems(config, world)
-    if not config.sources:
-        problems.append(Problem("data.sources", "is empty: name at least one source."))
-    else:
-        problems += _weight_problems(config)
-    weights = config.validation.weights
+    return gather(data_rules(lambda: config, lambda: model_vocab_size, lambda: world))
+
+
+def data_rules(
+    data: Callable[[], DataConfig], model_vocab_size: Callable[[], int], world: Callable[[], int]
+) -> list[Rule]:
+    """Return the rules of `check_data` one by one; each reads what it needs, which another key may have broken."""
+    return [
+        lambda: _batch_problems(data(), world()),
+        lambda: _weight_problems(data()),
+        lambda: _validation_problems(data()),
+        lambda: [
+            problem
+            for name, source in data().sources.items()
+            for problem in _source_problems(f"data.sources.{name}", source)
+        ],
+        lambda: _tokenizer_problems(data().tokenizer, model_vocab_size()),
+        lambda: _cache_problems(data(), model_vocab_size()),
+    ]
+
+
+def _validation_problems(config: DataConfig) -> Iterator[Problem]:
+    fraction, weights = config.validation.fraction, config.validation.weights
+    if fraction >= 1:
+        text = f"{fraction} leaves nothing to train on; choose less than 1, such as 0.02."
+        yield Problem("data.validation.fraction", text)
     if weights is not None and weights.keys() != config.sources.keys():
         text = f"names {', '.join(weights) or 'none'}; give one for each of data.sources: {', '.join(config.sources)}."
-        problems.append(Problem("data.validation.weights", text))
-    for name, source in config.sources.items():
-        problems += _source_problems(f"data.sources.{name}", source)
-    if config.validation.fraction >= 1:
-        text = f"{config.validation.fraction} leaves nothing to train on; choose less than 1, such as 0.02."
-        problems.append(Problem("data.validation.fraction", text))
-    problems += _tokenizer_problems(config.tokenizer, model_vocab_size)
-    return problems + _cache_problems(config, model_vocab_size)
+        yield Problem("data.validation.weights", text)
 
 
 def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
@@ -61,6 +76,8 @@ def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
 
 
 def _weight_problems(config: DataConfig) -> list[Problem]:
+    if not config.sources:
+        return [Problem("data.sources", "is empty: name at least one source.")]
     total = sum(source.weight for source in config.sources.values())
     return [
         Problem(

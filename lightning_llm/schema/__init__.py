@@ -1,6 +1,8 @@
 """The typed schema of every config group. Imports neither torch nor Hydra, so that a config error costs no start-up."""
 
-from lightning_llm.schema.base import Group, PositiveInt
+from pydantic import Field
+
+from lightning_llm.schema.base import Group, RankCount
 from lightning_llm.schema.data import DataConfig
 from lightning_llm.schema.model import ModelConfig
 from lightning_llm.schema.optim import OptimConfig, ScheduleConfig
@@ -34,9 +36,9 @@ class Config(Group):
     run: RunConfig
     launcher: LauncherConfig = LauncherConfig()
     recipe: str | None = None
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32, description="of all random numbers; hashed as one 32-bit word")
     resume: str | None = None
-    world: PositiveInt | None = None
+    world: RankCount | None = None
 
 
 __all__ = [

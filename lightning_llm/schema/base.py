@@ -1,18 +1,37 @@
 """What every config group's schema is made of."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class BrokenKeyError(Exception):
+    """A rule read a key whose value is wrong, which is said already: see `schema.partial`."""
+
+
 class Group(BaseModel):
-    """One config group: frozen, typed strictly (no "3" for 3), and any key it does not name is an error."""
+    """One config group: frozen, typed strictly (no "3" for 3), finite, and any key it does not name is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for what is not there. A declared field is always there, but in a config's sound part."""
+            if name in type(self).model_fields:
+                raise BrokenKeyError(name)
+            return super().__getattr__(name)
 
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+LARGEST_INT = 2**31 - 1
+"""Of a size or a count: steps and micro-batches are hashed as 32-bit words, token ids and indices kept as such."""
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127
+"""Of fp32, in which training computes."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST_INT)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
+RankCount = Annotated[int, Field(gt=0, le=2**20)]
+ThreadCount = Annotated[int, Field(gt=0, le=1024)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

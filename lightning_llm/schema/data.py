@@ -59,4 +59,4 @@ class DataConfig(Group):
     shuffle: bool = True
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
-    num_workers: int = Field(0, ge=0, description="loader processes per rank")
+    num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")

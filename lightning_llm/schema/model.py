@@ -24,7 +24,7 @@ class ModelConfig(Group):
     vocab_multiple: PositiveInt = Field(
         128, description="embedding rows are padded to a multiple of this, in every layout"
     )
-    num_layers: PositiveInt
+    num_layers: PositiveInt = Field(le=2**14)
     hidden_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
@@ -42,9 +42,7 @@ class ModelConfig(Group):
     tie_embeddings: bool = False
     init: Literal["llama", "gpt2"] = Field("llama", description="named initialisation, see lightning_llm/model/init.py")
     init_std: PositiveFloat = 0.02
-    parameters_published: PositiveInt | None = Field(
-        None, description="the published parameter count, asserted in tests"
-    )
+    parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
 
     @property
     def attention_head_dim(self) -> int:

@@ -4,18 +4,18 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
 
 
 class ParallelConfig(Group):
     """`parallel`: how one step is spread over ranks."""
 
     name: str
-    dp_replicate: PositiveInt | None = Field(1, description="data-parallel groups that each hold all shards")
-    dp_shard: PositiveInt | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
-    cp: PositiveInt | None = Field(1, description="ranks that share a sequence")
-    tp: PositiveInt | None = Field(1, description="ranks that share each weight's computation")
-    pp: PositiveInt | None = Field(1, description="ranks that each hold some of the layers: a pipeline")
+    dp_replicate: RankCount | None = Field(1, description="data-parallel groups that each hold all shards")
+    dp_shard: RankCount | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
+    cp: RankCount | None = Field(1, description="ranks that share a sequence")
+    tp: RankCount | None = Field(1, description="ranks that share each weight's computation")
+    pp: RankCount | None = Field(1, description="ranks that each hold some of the layers: a pipeline")
     sequence_parallel: bool = Field(
         True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
     )
@@ -34,7 +34,7 @@ class ParallelConfig(Group):
     )
     activation_checkpoint_every: PositiveInt = Field(1, description="full and selective: only every n-th block")
     compile: bool = Field(False, description="torch.compile, one graph per block")
-    timeout_seconds: PositiveFloat = Field(1800.0, description="how long a rank waits for its peers")
+    timeout_seconds: float = Field(1800.0, gt=0, le=31_536_000, description="how long a rank waits for its peers")
 
 
 class TrainerConfig(Group):
@@ -43,13 +43,13 @@ class TrainerConfig(Group):
     name: str
     max_steps: PositiveInt = Field(description="optimizer steps")
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    devices: PositiveInt = Field(1, description="ranks on this machine")
+    devices: ThreadCount = Field(1, description="ranks on this machine")
     validate_every_steps: PositiveInt | None = Field(
         description="optimizer steps between validations; null: at the end only"
     )
     compile: bool = Field(False, description="what parallel.compile takes unless set itself")
     deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
-    threads: PositiveInt | None = Field(None, description="CPU threads per rank; null: torch's choice")
+    threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
 
 
 class SpikesConfig(Group):

@@ -1,35 +1,75 @@
 """A plain mapping -> `Config`, or everything that is wrong with it in the words of the one who wrote it."""
 
-from collections.abc import Iterator, Mapping
-from types import UnionType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.schema import Config
+from lightning_llm.schema.partial import sound_part
 from lightning_llm.schema.targets import check_target
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
-    """Return `values` as a `Config`.
+@dataclass(frozen=True)
+class Reading:
+    """What came of words or a file: a whole `config`, or `problems` and the part of it that they leave, if any."""
 
-    Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type, value out of range, and every
-            argument that a callback's class does not take.
+    config: Config | None
+    problems: tuple[Problem, ...] = ()
+
+    def checked(self) -> Config:
+        """Return the config. Raises ConfigError with all problems."""
+        if self.problems or self.config is None:
+            raise ConfigError(self.problems)
+        return self.config
+
+
+def read_config(
+    values: Mapping[str, Any],
+    broken: Mapping[tuple[str, ...], Problem | None] = MappingProxyType({}),
+    stand_ins: Iterable[str] = (),
+) -> Reading:
+    """Return `values` as a `Config`, or what is wrong with them and what is sound.
+
+    Wrong is every unknown key (said with the nearest known one), type, and value out of range, and every argument that
+    a callback's class does not take.
+
+    Args:
+        values: groups and keys, resolved.
+        broken: what is known to be wrong, by its path; None where that needs no words.
+        stand_ins: groups whose chosen file is not there, in whose place the default is.
     """
-    problems: list[Problem] = []
-    config = None
+    problems = [problem for problem in broken.values() if problem]
     try:
-        config = Config.model_validate(values)
+        config: Config | None = Config.model_validate(values)
+        errors: list[Any] = []
     except ValidationError as error:
-        problems = [_problem(details) for details in error.errors()]
+        config, errors = None, list(error.errors())
+    paths = {*broken, *((group,) for group in stand_ins)}
+    rest = deepcopy(dict(values))
+    for details in errors:
+        location = tuple(str(part) for part in details["loc"])
+        if any(location[: len(path)] == path for path in broken):
+            continue
+        problems.append(_problem(details))
+        if details["type"] == "extra_forbidden":
+            _take_out(rest, details["loc"])
+        else:
+            paths.add(location)
     callbacks = values.get("callbacks")
     for name, node in (callbacks if isinstance(callbacks, dict) else {}).items():
         problems += check_target(f"callbacks.{name}", node)
-    if config is None or problems:
-        raise ConfigError(problems)
-    return config
+    return Reading(sound_part(rest, paths) if config is None or paths else config, tuple(problems))
+
+
+def _take_out(values: Any, location: Sequence[Any]) -> None:
+    for part in location[:-1]:
+        values = values[part]
+    values.pop(location[-1], None)
 
 
 def _problem(details: Any) -> Problem:
@@ -50,10 +90,24 @@ def _problem(details: Any) -> Problem:
     given = details["input"]
     if isinstance(given, dict | list):
         return Problem(key, f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}.")
-    return Problem(key, f"is {given!r}, must be {what}.")
+    quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
+    return Problem(key, f"is {given!r}, must be {what}.{quotes}")
+
+
+def takes_text(key: str) -> bool:
+    """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
+    annotation = _annotation_at(key.split("."))
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return str in options
 
 
 def _keys_at(location: list[str]) -> list[str]:
+    group = _group_of(_annotation_at(location))
+    return list(group.model_fields) if group else []
+
+
+def _annotation_at(location: list[str]) -> Any:
+    """Return the declared type of what lies at `location`, None where nothing can lie there."""
     annotation: Any = Config
     for part in location:
         group = _group_of(annotation)
@@ -62,9 +116,8 @@ def _keys_at(location: list[str]) -> list[str]:
         elif get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
         else:
-            return []
-    group = _group_of(annotation)
-    return list(group.model_fields) if group else []
+            return None
+    return annotation
 
 
 def _group_of(annotation: Any) -> type[BaseModel] | None:

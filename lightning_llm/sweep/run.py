@@ -2,14 +2,16 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_llm.callbacks.mlflow import tracking_uri
 from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
-from lightning_llm.check import check_config, check_disk
-from lightning_llm.compose import compose_sweep, typed_value
+from lightning_llm.checked_config import problems_beyond
+from lightning_llm.compose import read_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
+from lightning_llm.schema.partial import gather
 from lightning_llm.sweep.definition import Job, Sweep, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
@@ -61,24 +63,22 @@ def checked_jobs(
     """
     if arguments.config:
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
-    jobs = compose_sweep(arguments.overrides, arguments.config_dir)
-    _check_all([config for _, config in jobs], to_train)
-    return jobs, typed_value(arguments.overrides, "run.name")
-
-
-def _check_all(configs: list[Config], to_train: bool) -> None:
-    problems: dict[Problem, None] = dict.fromkeys(slurm_problems(configs[0].launcher) if to_train else ())
-    if any(config.launcher != configs[0].launcher for config in configs):
-        problems[Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")] = None
-    for config in configs:
-        try:
-            check_config(config, to_train=to_train)
-            if to_train:
-                check_disk(config, jobs=len(configs))
-        except ConfigError as error:
-            problems.update(dict.fromkeys(error.problems))
+    read = read_sweep(arguments.overrides, arguments.config_dir)
+    problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
+    for _, reading in read:
+        problems.update(dict.fromkeys(problems_beyond(reading, to_train=to_train, jobs=len(read))))
+    configs = [reading.config for _, reading in read if reading.config]
+    problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     if problems:
         raise ConfigError(problems)
+    return [(words, reading.checked()) for words, reading in read], typed_value(arguments.overrides, "run.name")
+
+
+def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:
+    if any(config.launcher != configs[0].launcher for config in configs):
+        yield Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")
+    elif to_train and configs:
+        yield from slurm_problems(configs[0].launcher)
 
 
 def _open(whole: Sweep) -> Sweep:

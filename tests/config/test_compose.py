@@ -165,7 +165,7 @@ def test_config_yaml_round_trips_and_takes_value_overrides(tmp_path):
     (tmp_path / "typo.yaml").write_text(yaml.safe_dump({**config.model_dump(), "sead": 1}))
     with pytest.raises(ConfigError, match="'seed'"):
         load_config(tmp_path / "typo.yaml", [])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "missing.yaml", [])
 
 

@@ -1,0 +1,122 @@
+"""A YAML file of the user's -> a mapping, or what is wrong with the file and on which line. Imports no torch."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from lightning_llm.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig  # and with it some start-up time, where files are only listed
+
+KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+LARGEST_BYTES = 16 << 20
+"""No config comes near; what does is another file."""
+
+
+def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value`.") -> DictConfig:
+    """Return the mapping that `file` holds.
+
+    Args:
+        file: UTF-8 text, with or without a byte order mark.
+        key: what the problems are told of: a flag, or `group=name`.
+        wanted: a sentence on what to give, behind each problem.
+
+    Raises:
+        ConfigError: the file is missing, is no file, cannot be read, is no text, is no YAML, gives a key twice, or
+            holds anything but a mapping.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    text = _text(file, key, wanted)
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        problems = [Problem(key, f"{file}, {each}. {wanted}") for each in _faults(node)]
+        if problems:
+            raise ConfigError(problems)
+        tree = OmegaConf.create(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(key, f"{file}{_yaml_fault(error, text)}. {wanted}")) from error
+    except RecursionError as error:
+        raise ConfigError(Problem(key, f"{file} is nested too deeply. {wanted}")) from error
+    if not isinstance(tree, DictConfig):
+        raise TypeError(f"{file}: a mapping node became {type(tree).__name__}")
+    return tree
+
+
+def file_fault(file: Path) -> str | None:
+    """Return why `file` is none that can be read ("is a folder"), None where it is a regular file."""
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:  # a loop of links, a name too long, no right to look; a null byte
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISDIR(mode):
+        return "is a folder, not a file"
+    return None if stat.S_ISREG(mode) else "is no regular file"
+
+
+def _text(file: Path, key: str, wanted: str) -> str:
+    fault = file_fault(file)
+    if fault is None and file.stat().st_size > LARGEST_BYTES:
+        fault = f"has {file.stat().st_size:,} bytes, which is no config"
+    if fault:
+        raise ConfigError(Problem(key, f"{file} {fault}. {wanted}"))
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(Problem(key, f"{file} cannot be read: {error.strerror}. {wanted}")) from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        text = f"{file}, line {line}: byte 0x{content[error.start]:02x} is no UTF-8 text. {wanted}"
+        raise ConfigError(Problem(key, text)) from error
+
+
+def _yaml_fault(error: yaml.YAMLError, text: str) -> str:
+    """Return ", line 3: what is wrong" in one line."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f", line {line}: character {chr(int(error.character))!r} is not allowed in YAML"
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    said = ": ".join(each for each in (getattr(error, "context", None), getattr(error, "problem", None)) if each)
+    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"{where}: {said or error}{' (indent with spaces, not tabs)' if repr(chr(9)) in said else ''}"
+
+
+def _faults(node: yaml.Node | None) -> Iterator[str]:
+    if node is None:
+        yield "line 1: it holds nothing"
+    elif not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+        yield f"line {node.start_mark.line + 1}: it holds {kind}, not a mapping"
+    else:
+        yield from _faults_within(node, set(), set())
+
+
+def _faults_within(node: yaml.Node, above: set[int], seen: set[int]) -> Iterator[str]:
+    """Yield each key that a mapping gives twice (YAML would take the last), and each anchor that holds itself."""
+    if id(node) in above:
+        yield f"line {node.start_mark.line + 1}: an anchor that holds itself"
+    if id(node) in seen:
+        return  # an alias of what was looked at
+    seen.add(id(node))
+    children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for name, value in node.value:
+            line = name.start_mark.line + 1
+            if not isinstance(name, yaml.ScalarNode) or name.tag not in KEY_TAGS:
+                yield f"line {line}: the key is no text. Keys are names; quote '{name.value}' if it is one"
+            elif first.setdefault(name.value, line) != line:
+                yield f"line {line}: the key '{name.value}' stands on line {first[name.value]} already"
+            children.append(value)
+    for child in children:
+        yield from _faults_within(child, above | {id(node)}, seen)
