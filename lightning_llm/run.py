@@ -68,7 +68,8 @@ def run(config: Config) -> int:
         for line in [*notes(config), *resume_lines(config, start)]:
             say(line)
         corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
-        say(data_line(config, corpus))
+        for line in [data_line(config, corpus), *left_out_lines(corpus)]:
+            say(line)
         facts = run_facts(config, corpus, decision)
         if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
             facts["earlier"] = earlier
@@ -184,6 +185,15 @@ def data_line(config: Config, corpus: Corpus) -> str:
         for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
     ]
     return "data   " + " | ".join(parts)
+
+
+def left_out_lines(corpus: Corpus) -> list[str]:
+    """Return how many records of each source have no text, where there are any."""
+    return [
+        f"note   data.sources.{name}: {count:,} record{'' if count == 1 else 's'} left out, whose text is null or blank"
+        for name, count in corpus.left_out.items()
+        if count
+    ]
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:

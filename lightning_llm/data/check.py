@@ -104,16 +104,16 @@ def _source_problems(key: str, source: SourceConfig) -> list[Problem]:
         return [*problems, Problem(f"{key}.path", f"loader={source.loader} needs a path.")]
     absolute = Path(source.path).expanduser().absolute()
     if source.loader == "huggingface":
-        if absolute.is_file():
+        if os.path.isfile(absolute):
             text = f"{absolute} is a file; files are read by loader=jsonl, text or parquet."
             problems.append(Problem(f"{key}.path", text))
-        elif not absolute.is_dir() and (source.path[0] in "/.~" or source.path.count("/") > 1):
+        elif not os.path.isdir(absolute) and (source.path[0] in "/.~" or source.path.count("/") > 1):
             problems.append(
                 Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
             )
     elif not matching_files(source.loader, source.path):
         endings = ", ".join(SUFFIXES[source.loader])
-        if absolute.is_dir():
+        if os.path.isdir(absolute):
             text = f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."
         else:
             text = f"{source.path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
@@ -149,7 +149,7 @@ def _tokenizer_file_problems(config: TokenizerConfig, model_vocab_size: int) -> 
     if not config.path:
         return [Problem("data.tokenizer.path", "kind=file needs the path of a tokenizer.json or of its folder.")]
     file = tokenizer_file(config.path)
-    if not file.is_file():
+    if not os.path.isfile(file):
         return [Problem("data.tokenizer.path", f"there is no file {file}.")]
     try:
         vocabulary = read_vocabulary(file)

@@ -7,7 +7,7 @@ token; the last tokens of a source that fill no window are not trained on (fewer
 Letters: A micro-batches per rank and step (gradient accumulation), B micro-batch size, T sequence length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,11 +95,20 @@ class SourceReport:
 class Corpus:
     """The prepared sources of one run. Cheap to pickle: loader processes map the same files."""
 
-    def __init__(self, config: DataConfig, seed: int, tokenizer: Tokenizer, streams: dict[str, dict[str, TokenStream]]):
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        tokenizer: Tokenizer,
+        streams: dict[str, dict[str, TokenStream]],
+        left_out: Mapping[str, int],
+    ):
         """`streams` holds for each source its "train" and "validation" stream; each has at least one training window.
 
-        `open_corpus` makes and checks all of it.
+        `left_out` counts for each source the records whose text is null, empty or blank. `open_corpus` makes and
+        checks all of it.
         """
+        self.left_out = dict(left_out)
         self.config = config
         self.tokenizer = tokenizer
         self.names = list(config.sources)
@@ -267,7 +276,7 @@ def open_corpus(config: DataConfig, seed: int, vocab_size: int, progress: bool =
     problems = [p for name, s in streams.items() for p in _length_problems(name, s, config)]
     if problems:
         raise ConfigError(problems)
-    return Corpus(config, seed, tokenizer, streams)
+    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources})
 
 
 def _length_problems(name: str, streams: dict[str, TokenStream], config: DataConfig) -> Iterator[Problem]:

@@ -46,12 +46,13 @@ def progress_task(description: str, total_bytes: int | None, shown: bool) -> Ite
 
 @dataclass(frozen=True)
 class Scan:
-    """What one reading of a source finds: its size, and the range of its documents' keys."""
+    """What one reading of a source finds: its size, the range of its documents' keys, and how many had no text."""
 
     documents: int
     text_bytes: int
     smallest_key: int
     largest_key: int
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
         if not documents:
             where = source.config.path or f"loader={source.config.loader}"
             raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
-        return asdict(Scan(documents, text_bytes, smallest, largest))
+        return asdict(Scan(documents, text_bytes, smallest, largest, source.left_out))
 
     _, manifest = build_once(cache_dir, "scan", source.identity(), build)
-    return Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__})
+    return Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__ if key in manifest})
 
 
 def hold_out(scans: Mapping[str, Scan], fraction: float) -> HeldOut:

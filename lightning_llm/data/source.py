@@ -1,6 +1,8 @@
 """One source of a mix: which files it is made of, and its documents in a fixed order, read as often as asked."""
 
+import gzip
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ from functools import cached_property
 from glob import glob, has_magic
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_llm.data import python_library
 from lightning_llm.errors import ConfigError, Problem
@@ -19,6 +21,10 @@ SUFFIXES = {
     "text": (".txt", ".md", ".txt.gz", ".md.gz"),
     "parquet": (".parquet",),
 }
+
+
+ENCODING = "utf-8-sig"
+"""UTF-8, with or without the byte order mark that some editors write."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,9 @@ def content_key(text: str) -> int:
 def matching_files(loader: str, path: str) -> list[Path]:
     """Return the files that `path` (a file, a folder or a glob) names for `loader`, absolute and sorted."""
     expanded = Path(path).expanduser().absolute()
-    if expanded.is_file():
+    if os.path.isfile(expanded):  # Path's own raise for names that are too long
         return [expanded]
-    if expanded.is_dir():
+    if os.path.isdir(expanded):
         found: Iterable[Path] = (f for f in expanded.rglob("*") if f.name.lower().endswith(SUFFIXES[loader]))
     elif has_magic(path):
         found = map(Path, glob(str(expanded), recursive=True))
@@ -65,6 +71,7 @@ class Source:
     def __init__(self, name: str, config: SourceConfig):
         self.name = name
         self.config = config
+        self.left_out = 0
         self.key = f"data.sources.{name}"
 
     @cached_property
@@ -84,7 +91,7 @@ class Source:
     @cached_property
     def is_hub(self) -> bool:
         """Whether the documents come from a hub dataset rather than from local files."""
-        return self.config.loader == "huggingface" and not Path(self.config.path or "").expanduser().exists()
+        return self.config.loader == "huggingface" and not os.path.exists(Path(self.config.path or "").expanduser())
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time.
@@ -100,7 +107,8 @@ class Source:
         return keys | {"files": [[str(f), s.st_size, s.st_mtime_ns] for f, s in stats]}
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents that are not blank, always in the same order."""
+        """Yield the documents that are not blank, always in the same order; `left_out` counts the others."""
+        self.left_out = 0
         if self.config.loader == "python":
             yield from self._python_documents
             return
@@ -108,13 +116,18 @@ class Source:
         iterator = texts()
         while True:
             try:
-                text = next(iterator, None)
+                text = next(iterator)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                where = _first_that_is_no_text(self.files) or self._where()
+                raise ConfigError(Problem(f"{self.key}.path", f"{where} is no UTF-8 text: {error.reason}.")) from error
             except (ValueError, OSError, EOFError, KeyError) as error:  # pyarrow's and datasets' errors are of these
                 raise ConfigError(Problem(f"{self.key}.path", f"{self._where()} cannot be read: {error}")) from error
-            if text is None:
-                return
             if text and not text.isspace():
                 yield document(text)
+            elif self.config.loader != "text":  # where blank lines are what lies between documents
+                self.left_out += 1
 
     @cached_property
     def _python_documents(self) -> list[Document]:
@@ -133,23 +146,17 @@ class Source:
 
     def _texts_of_lines(self) -> Iterator[str]:
         for row in self._load("text", sample_by=self.config.sample_by):
-            yield row["text"]
+            yield row["text"].removeprefix("\ufeff")  # `datasets` passes its encoding on for plain files alone
 
-    def _texts_of_json(self) -> Iterator[str]:
+    def _texts_of_json(self) -> Iterator[str | None]:
         """Parse line by line: `datasets`' json builder wants one schema for all files, and text is all we take."""
-        for number, row in enumerate(self._load("text", sample_by="line"), 1):
-            line = row["text"]
-            if not line or line.isspace():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is no JSON ({error}): {line[:80]!r}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"line {number} is no JSON object: {line[:80]!r}")
-            yield self._text_in(record)
+        for file in self.files:
+            with _opened(file) as lines:
+                for number, line in enumerate(lines, 1):
+                    if not line.isspace():
+                        yield self._text_in(_record(line, f"line {number} of {file}"))
 
-    def _text_in(self, record: dict[str, Any]) -> str:
+    def _text_in(self, record: dict[str, Any]) -> str | None:
         column = self.config.text_key
         if column not in record:
             text = f"{self._where()} has no column {column!r}; it has {', '.join(map(repr, record))}."
@@ -158,9 +165,9 @@ class Source:
         if value is not None and not isinstance(value, str):
             text = f"column {column!r} of {self._where()} holds {type(value).__name__}, not text."
             raise ConfigError(Problem(f"{self.key}.text_key", text))
-        return value or ""
+        return value
 
-    def _column(self) -> Iterator[str]:
+    def _column(self) -> Iterator[str | None]:
         if self.config.loader == "parquet":
             rows = self._load("parquet")
         else:
@@ -172,3 +179,29 @@ class Source:
             rows = rows.select_columns([column])
         for record in rows:
             yield self._text_in(record)
+
+
+def _opened(file: Path) -> IO[str]:
+    return gzip.open(file, "rt", encoding=ENCODING) if file.name.endswith(".gz") else file.open(encoding=ENCODING)
+
+
+def _record(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON ({error}): {line.strip()[:80]!r}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is no JSON object: {line.strip()[:80]!r}")
+    return record
+
+
+def _first_that_is_no_text(files: Iterable[Path]) -> str | None:
+    """Return where the first line is that cannot be decoded, and its first bad byte."""
+    for file in files:
+        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    line.decode()
+                except UnicodeDecodeError as error:
+                    return f"line {number} of {file}, byte 0x{line[error.start]:02x},"
+    return None

@@ -1,6 +1,7 @@
 """Text to tokens and back. Every kind is a `tokenizers` file: byte-level BPE, the user's own, or plain bytes."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -32,7 +33,7 @@ FILE_NAME = "tokenizer.json"
 def tokenizer_file(path: str | Path) -> Path:
     """Return the tokenizer.json that `path`, the file itself or a folder that holds it, names."""
     expanded = Path(path).expanduser().absolute()
-    return expanded / FILE_NAME if expanded.is_dir() else expanded
+    return expanded / FILE_NAME if os.path.isdir(expanded) else expanded
 
 
 def read_vocabulary(file: Path) -> dict[str, int]:

@@ -23,7 +23,7 @@ class NonFiniteError(StepNotMadeError):
         super().__init__(
             f"the {what} of step {step} is {value}. The weights are still those of step {step - 1}. Lower "
             "optim.learning_rate, lengthen schedule.warmup_steps, or look at the precision recipe; resume=auto goes on "
-            "from the last checkpoint.",
+            "from the last checkpoint, where there is one.",
             record,
         )
 

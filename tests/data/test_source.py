@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_llm.compose import compose_config
 from lightning_llm.data import python_library
+from lightning_llm.data.check import check_data
+from lightning_llm.data.prepare import scan
 from lightning_llm.data.source import Source, content_key, matching_files
 from lightning_llm.errors import ConfigError
 from lightning_llm.schema.data import SourceConfig
@@ -109,10 +112,48 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     assert "no column 'text'; it has 'txt'" in problem_of(loader="jsonl", path=str(bad))
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 " * 10)
-    assert "utf-8" in problem_of(loader="text", path=str(latin))
+    assert f"line 1 of {latin}, byte 0xe9, is no UTF-8 text" in problem_of(loader="text", path=str(latin))
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"not parquet at all")
     assert str(broken) in problem_of(loader="parquet", path=str(broken))
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_the_line_that_is_no_utf8_is_named_and_a_byte_order_mark_is_none_of_the_text(
+    tmp_path: Path, ending: str
+) -> None:
+    write = gzip.open if ending else open
+    for loader, name, good, bad in (
+        ("jsonl", "a.jsonl", b'\xef\xbb\xbf{"text": "a\xc3\xa9"}\n', b'{"text": "caf\xe9"}\n'),
+        ("text", "a.txt", b"\xef\xbb\xbfa\xc3\xa9\n", b"caf\xe9\n"),
+    ):
+        file = tmp_path / f"{name}{ending}"
+        with write(file, "wb") as opened:
+            opened.write(good)
+        assert [text.strip() for text in texts_of(loader=loader, path=str(file))] == ["aé"]
+        with write(tmp_path / f"b{name}{ending}", "wb") as opened:
+            opened.write(good * 3 + bad + good)
+        problem = problem_of(loader=loader, path=f"{tmp_path}/*{name}{ending}")
+        assert f"line 4 of {tmp_path}/b{name}{ending}, byte 0xe9, is no UTF-8 text" in problem
+
+
+def test_records_without_text_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": null}\n{"text": "a"}\n\n{"text": " "}\n{"text": ""}\n')
+    source = Source("s", SourceConfig(loader="jsonl", path=str(file)))
+    for _ in range(2):
+        assert [d.text for d in source.documents()] == ["a"]
+        assert source.left_out == 3
+    found = scan(source, tmp_path / "cache", shown=False)
+    assert (found.documents, found.left_out) == (1, 3)
+    assert scan(source, tmp_path / "cache", shown=False) == found
+
+
+def test_a_path_that_no_file_system_takes_matches_no_file() -> None:
+    for loader in ("jsonl", "huggingface"):
+        config = compose_config(["data=jsonl", f"data.sources.jsonl.path=/{'x' * 5000}"]).data
+        config = config.model_copy(update={"sources": {"s": SourceConfig(loader=loader, path=f"/{'x' * 5000}")}})
+        assert [each.key for each in check_data(config, 1024, 1)] == ["data.sources.s.path"]
 
 
 def test_files_are_sorted_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
