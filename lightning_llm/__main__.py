@@ -3,24 +3,32 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 import lightning_llm
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm import completion
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.hydra_options import without_hydra_options
 from lightning_llm.ranks import is_first_rank
 
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
+    "config": ("lightning_llm.config_listing:config", "print the composed config, or what a group offers"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
     "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
     "sync": ("lightning_llm.sync:sync", "bring MLflow up to date with run folders that it missed"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
+    "completion": ("lightning_llm.completion:completion", "print the script that completes words in a shell"),
 }
 
+COMPOSES = ("train", "plan", "config")
+"""The verbs that compose a config from overrides, or read one."""
 OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
 EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
@@ -30,9 +38,9 @@ EXIT_CODES = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
-    arguments = _parse(argv)
-    module, _, function = VERBS[arguments.verb][0].partition(":")
     try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        module, _, function = VERBS[arguments.verb][0].partition(":")
         return int(getattr(importlib.import_module(module), function)(arguments))
     except ConfigError as error:
         return _report(error)
@@ -41,10 +49,23 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` and exit with 2."""
+        if found := re.match(r"argument VERB: invalid choice: '(.*)' \(choose", message):
+            word = found.group(1)
+            verb = f" Write {self.prog} train {word}." if "=" in word else did_you_mean(word, VERBS)
+            message = f"there is no verb '{word}'.{verb}"
+        self.exit(2, f"error: {message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help\n")
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
     """Return the parsed words. Overrides may stand on both sides of an option, which argparse alone refuses."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    completion.answer_shell(parser)
+    arguments, rest = parser.parse_known_args(without_hydra_options(argv, COMPOSES))
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -53,7 +74,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="lightning-llm",
         description="Compare LLM pre-training recipes: model size x parallel layout x precision x data mix.",
         epilog=OVERRIDES + EXIT_CODES,
@@ -62,14 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lightning-llm {lightning_llm.__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, (_, text) in VERBS.items():
-        epilog = OVERRIDES + EXIT_CODES if verb in ("train", "plan", "probe") else EXIT_CODES
+        epilog = OVERRIDES + EXIT_CODES if verb in (*COMPOSES, "probe") else EXIT_CODES
         child = verbs.add_parser(
             verb, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        if verb in ("train", "plan"):
-            child.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
+        if verb in COMPOSES:
+            overrides: Any = child.add_argument(
+                "overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key"
+            )
+            overrides.completer = completion.complete_override
             child.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
-        if verb in ("train", "plan", "recipes"):
+        if verb == "config":
+            _add_config(child)
+        if verb == "completion":
+            child.add_argument("shell", choices=completion.SHELLS, help='bash: eval "$(lightning-llm completion bash)"')
+        if verb in (*COMPOSES, "recipes"):
             child.add_argument(
                 "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
             )
@@ -98,9 +126,18 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument(
                 "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
             )
-        if verb in ("plan", "probe", "recipes", "compare", "diff"):
+        if verb in ("plan", "config", "probe", "recipes", "compare", "diff"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    group: Any = what.add_argument(
+        "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
+    )
+    group.completer = completion.complete_group
+    what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
 
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:

@@ -65,6 +65,22 @@ def read_words(overrides: Sequence[str], config_dir: Path | None = None) -> Read
         return _compose_one(parsed, search, problems)
 
 
+def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
+    """Return what the overrides compose to, nothing resolved or checked, and the file chosen for each group.
+
+    Raises:
+        ConfigError: they do not compose.
+    """
+    with _hydra(config_dir) as search:
+        parsed = parse_overrides(overrides)
+        if problems := [problem for each in parsed if (problem := unknown_option(each, search))]:
+            raise ConfigError(problems)
+        try:
+            return _tree([forced(each, search) for each in parsed], search, parsed)
+        except COMPOSITION_ERRORS as error:
+            raise _not_composed(error) from error
+
+
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
     """Return (what tells it from the others, config) of every job of a sweep, in the order they are to run.
 
@@ -198,22 +214,30 @@ def _compose_one(parsed: Sequence[Override], search: list[str], known: Sequence[
     problems = [*known, *unknown.values()]
     words = [forced(each, search) for each in parsed if each.key_or_group not in unknown]
     try:
-        tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
-        with open_dict(tree):
-            tree.recipe = tree.hydra.runtime.choices.get("recipe")
-            del tree["hydra"]
-            tree.pop("sweep", None)  # read by compose_sweep
-            _leave_out_observers(tree, parsed)
-        reading = _read(tree, stand_ins=unknown)
+        reading = _read(_tree(words, search, parsed)[0], stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
-        raise ConfigError(
-            [*problems, Problem(getattr(error, "full_key", None) or "composition", _why_not_composed(error))]
-        ) from error
+        raise ConfigError([*problems, *_not_composed(error).problems]) from error
     # Without the recipe, or with a word less, the rest is not what was meant: rules would speak of another run.
     sound = None if known or "recipe" in unknown else reading.config
     return Reading(sound, (*problems, *reading.problems))
+
+
+def _tree(words: list[str], search: list[str], parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
+    """Return what Hydra composes, less its own node, and the file chosen for each group."""
+    tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
+    choices = dict(tree.hydra.runtime.choices)
+    with open_dict(tree):
+        tree.recipe = choices.get("recipe")
+        del tree["hydra"]
+        tree.pop("sweep", None)  # read by compose_sweep
+        _leave_out_observers(tree, parsed)
+    return tree, choices
+
+
+def _not_composed(error: Exception) -> ConfigError:
+    return ConfigError(Problem(getattr(error, "full_key", None) or "composition", _why_not_composed(error)))
 
 
 def _why_not_composed(error: Exception) -> str:

@@ -82,7 +82,7 @@ class Source:
         path = self.config.path or ""
         if self.config.loader == "huggingface":
             local = Path(path).expanduser().absolute()
-            return sorted(f for f in local.rglob("*") if f.is_file()) if local.is_dir() else []
+            return sorted(f for f in local.rglob("*") if f.is_file()) if os.path.isdir(local) else []
         found = matching_files(self.config.loader, path)
         if not found:
             raise ConfigError(Problem(f"{self.key}.path", f"{path!r} matches no file."))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -96,9 +96,31 @@ def _problem(details: Any) -> Problem:
 
 def takes_text(key: str) -> bool:
     """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
-    annotation = _annotation_at(key.split("."))
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return str in options
+    return str in _alternatives(_annotation_at(key.split(".")))
+
+
+def fields_at(location: list[str]) -> dict[str, bool]:
+    """Return the keys of the group at `location`, and whether something lies below each."""
+    group = _group_of(_annotation_at(location))
+    fields = group.model_fields if group else {}
+    return {name: _has_keys(field.annotation) for name, field in fields.items()}
+
+
+def choices_at(key: str) -> list[str]:
+    """Return what can stand at the dotted `key`, where that is a choice."""
+    options = _alternatives(_annotation_at(key.split(".")))
+    found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
+    found += [value for each in options if each is bool for value in ("true", "false")]
+    return [*map(str, found), *(["null"] if found and type(None) in options else [])]
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that "X" or "X | None" is made of."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _has_keys(annotation: Any) -> bool:
+    return _group_of(annotation) is not None or get_origin(annotation) is dict
 
 
 def _keys_at(location: list[str]) -> list[str]:
@@ -122,8 +144,9 @@ def _annotation_at(location: list[str]) -> Any:
 
 def _group_of(annotation: Any) -> type[BaseModel] | None:
     """Return the schema class in `annotation` ("X" or "X | None"), if there is one."""
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((each for each in options if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    return next(
+        (each for each in _alternatives(annotation) if isinstance(each, type) and issubclass(each, BaseModel)), None
+    )
 
 
 def _all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:

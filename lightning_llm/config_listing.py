@@ -1,0 +1,147 @@
+"""The verb `config`: what words or a file come to, what differs from the defaults, and what each group offers."""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf
+
+from lightning_llm.checked_config import read_arguments
+from lightning_llm.compose import compose_tree
+from lightning_llm.config_file import config_text
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.identity import flatten
+from lightning_llm.recipes_catalog import describe, group_names, option_files
+from lightning_llm.redact import redact_uri
+from lightning_llm.schema import Config
+
+MISSING = object()
+BARE = re.compile(r"[A-Za-z_/][\w./-]*")
+NOT_TEXT = {"null", "true", "false", "nan", "inf"}
+
+
+def config(arguments: argparse.Namespace) -> int:
+    """Print the config that the arguments compose; with --diff or --group, what the module says. Return 0.
+
+    Raises:
+        ConfigError: with all that is wrong with the words or the file; rules between keys are `plan`'s to check.
+    """
+    if arguments.group is not None:
+        return _print_groups(arguments)
+    found = without_secrets(read_arguments(arguments).checked())
+    if arguments.diff:
+        return _print_difference(arguments, found)
+    text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
+    print(text)
+    return 0
+
+
+def without_secrets(config: Config) -> Config:
+    """Return `config` to be looked at: the tracking address without its password."""
+    uri = config.logger.tracking_uri
+    if uri is None or redact_uri(uri) == uri:
+        return config
+    return config.model_copy(update={"logger": config.logger.model_copy(update={"tracking_uri": redact_uri(uri)})})
+
+
+def _print_difference(arguments: argparse.Namespace, found: Config) -> int:
+    if arguments.config:
+        tree, choices = found.model_dump(mode="json"), _choices_in(found)
+    else:
+        tree, choices = _plain_tree(arguments.overrides, arguments)
+    words = difference(tree, choices, arguments)
+    if arguments.json:
+        print(json.dumps({key: {"value": value, "default": default} for key, _, value, default in words}, indent=1))
+        return 0
+    if found.recipe and not arguments.config:
+        print(f"# recipe={found.recipe} and what was typed come to these overrides of the defaults:")
+    for _, word, _, default in words:
+        print(f"{shlex.quote(word)}  # {default}" if default is not None else shlex.quote(word))
+    return 0
+
+
+def difference(
+    tree: Mapping[str, Any], choices: Mapping[str, str], arguments: argparse.Namespace
+) -> list[tuple[str, str, Any, Any]]:
+    """Return (key, override, value, default) for each override that makes `tree` of the defaults.
+
+    `tree` is unresolved, so that what follows from another key (`${model.vocab_size}`) is not said again; `choices` are
+    the groups' files it is made of, which are said as such.
+    """
+    _, defaults = _plain_tree([], arguments)
+    chosen = [
+        (group, f"{group}={name}", name, defaults.get(group))
+        for group, name in choices.items()
+        if name != defaults.get(group)
+    ]
+    base, _ = _plain_tree([word for _, word, _, _ in chosen], arguments)
+    before, after = ({key: _shown(value) for key, value in flatten(each).items()} for each in (base, tree))
+    for key in [*after, *(key for key in before if key not in after)]:
+        old, new = before.get(key, MISSING), after.get(key, MISSING)
+        if key in ("recipe", *(f"{group}.name" for group in choices)) or old == new:
+            continue
+        if new is MISSING:
+            if not any(each.startswith(f"{key}.") for each in after):
+                chosen.append((key, f"~{key}", None, override_value(old)))
+        else:
+            chosen.append((key, f"{key}={override_value(new)}", new, None if old is MISSING else override_value(old)))
+    return chosen
+
+
+def _shown(value: Any) -> Any:
+    return redact_uri(value) if isinstance(value, str) and "://" in value else value
+
+
+def override_value(value: Any) -> str:
+    """Return `value` (JSON data) as Hydra's grammar writes it, so that it reads back as itself."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, str):
+        bare = BARE.fullmatch(value) and value.lower() not in NOT_TEXT
+        return value if bare else str(QuotedString(value, Quote.single).with_quotes())
+    if isinstance(value, list):
+        return f"[{','.join(map(override_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{override_value(each)}' for key, each in value.items())}}}"
+    return repr(value)
+
+
+def _plain_tree(overrides: list[str], arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    tree, choices = compose_tree(overrides, arguments.config_dir)
+    values: Any = OmegaConf.to_container(tree, resolve=False)
+    return values, {group: name for group, name in choices.items() if group in group_names() and group != "recipe"}
+
+
+def _choices_in(config: Config) -> dict[str, str]:
+    """Return the files that a resolved config names, where they are there."""
+    named = {group: getattr(getattr(config, group, None), "name", None) for group in group_names()}
+    return {group: name for group, name in named.items() if name in option_files(group)}
+
+
+def _print_groups(arguments: argparse.Namespace) -> int:
+    if arguments.config:
+        raise ConfigError(Problem("--config", "is one resolved run, and groups are for composing. Leave it out."))
+    groups = group_names()
+    if arguments.group and arguments.group not in groups:
+        text = f"there is no group '{arguments.group}'.{did_you_mean(arguments.group, groups)}"
+        raise ConfigError(Problem("--group", text))
+    _, choices = compose_tree(arguments.overrides, arguments.config_dir)
+    wanted = [arguments.group] if arguments.group else groups
+    found = {
+        group: {name: describe(file) for name, file in option_files(group, arguments.config_dir).items()}
+        for group in wanted
+    }
+    if arguments.json:
+        print(json.dumps({group: {"chosen": choices.get(group), "values": found[group]} for group in wanted}, indent=1))
+        return 0
+    width = max(len(name) for names in found.values() for name in names)
+    for group, names in found.items():
+        if not arguments.group:
+            print(f"{group}=")
+        for name, text in names.items():
+            print(f"{'*' if name == choices.get(group) else ' '} {name:<{width}}  {text}".rstrip())
+    return 0
