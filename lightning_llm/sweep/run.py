@@ -10,7 +10,7 @@ from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
-from lightning_llm.sweep.definition import Job, Sweep, define, tracked, write
+from lightning_llm.sweep.definition import Job, Sweep, Typed, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
@@ -24,8 +24,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     Finished runs are skipped, those that failed or were stopped go on, those that run elsewhere are left alone.
     Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and stop.
     """
-    jobs, name = checked_jobs(arguments)
-    whole = define(jobs, name)
+    composed = checked_jobs(arguments)
+    whole = define(*composed)
     todo = []
     for job in whole.jobs:
         if (state := settled_state(job.folder)) in ("finished", "running"):
@@ -37,7 +37,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         return 0
     keys = {job.key for job in todo}
     with one_at_a_time(whole.folder):  # another start of it may have given numbers, or made the parent, by now
-        whole = _open(define(jobs, name))
+        whole = _open(define(*composed))
     todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
     launcher = todo[0].config.launcher
     progress = Progress(len(todo), queued=launcher.name == "slurm")
@@ -51,8 +51,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
-) -> tuple[list[tuple[list[str], Config]], str | None]:
-    """Return the composed jobs that the words name, and the name given to their sweep, as `define` takes them.
+) -> tuple[list[tuple[list[str], Config]], str | None, Typed]:
+    """Return the composed jobs that the words name, the name given to their sweep, and the words, for `define`.
 
     Every job is checked: against this machine, too, where it is `to_train`.
 
@@ -63,7 +63,8 @@ def checked_jobs(
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
     jobs = compose_sweep(arguments.overrides, arguments.config_dir)
     _check_all([config for _, config in jobs], to_train)
-    return jobs, typed_value(arguments.overrides, "run.name")
+    typed = Typed(tuple(arguments.overrides), arguments.config_dir)
+    return jobs, typed_value(arguments.overrides, "run.name"), typed
 
 
 def _check_all(configs: list[Config], to_train: bool) -> None:

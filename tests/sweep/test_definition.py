@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,15 +16,16 @@ from typing import Any
 import pytest
 from short_jobs import sweep_of, times
 
+from lightning_llm.__main__ import _parser
 from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
-from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.compose import compose_config, compose_sweep, typed_value
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.identity import config_hash
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
-from lightning_llm.sweep.definition import Job, define, write
+from lightning_llm.sweep.definition import Job, Sweep, Typed, command_with_seeds, define, write
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
 from lightning_llm.sweep.state import claimed, detail_of, state_of
@@ -89,6 +91,39 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     write(sweep_of(tmp_path, "seed=3", name="grown"))
     listed = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())["jobs"]
     assert [each["number"] for each in listed] == [0, 1, 2]
+
+
+def test_more_seeds_by_the_printed_command_repeat_nothing(
+    tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command for seeds 0, 1, 2 of a sweep nobody named composes to its four jobs of old and to three new ones."""
+    root = tmp_path / "runs of mine"
+
+    def typed(*words: str) -> Sweep:
+        return define(compose_sweep(words, recipes), typed_value(words, "run.name"), Typed(words, recipes))
+
+    first = typed("recipe=mine", f"run.root={root}", "seed=0,1", "optim.learning_rate=2e-3", "logger.tags.who=a b")
+    write(first)
+    program, *words = shlex.split(command_with_seeds(first.folder, [2, 0, 1]))
+    assert Path(program).name == "lightning-llm"
+    arguments = _parser().parse_args(words)
+    assert (arguments.verb, arguments.multirun, arguments.config_dir) == ("train", True, recipes)
+    assert arguments.overrides == [
+        "recipe=mine", "optim.learning_rate=2e-3", "logger.tags.who=a b", "seed=0,1,2",
+        f"run.name={first.folder.name}", f"run.root={root}",
+    ]  # fmt: skip
+    grown = typed(*arguments.overrides)
+    assert grown.folder == first.folder
+    known = {job.key: job.number for job in first.jobs}
+    assert {job.number for job in grown.jobs if job.key in known} == set(known.values())
+    assert sorted(job.number for job in grown.jobs if job.key not in known) == [6, 7, 8]
+    write(grown)  # by more seeds alone: still one command
+    assert command_with_seeds(first.folder, [0]).count("train -m") == 1
+    write(typed("recipe=mine", f"run.root={root}", "precision=mxfp8", "seed=0", f"run.name={first.folder.name}"))
+    both = command_with_seeds(first.folder, [0, 9]).split(" && ")
+    assert ["precision=mxfp8" in shlex.split(each) for each in both] == [False, True]
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
+    assert "run.root" not in command_with_seeds(first.folder, [0])
 
 
 def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
@@ -240,7 +275,7 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
             made.append(f"parent{len(made)}")
         return job["run_id"] or made[-1], ""
 
-    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None))  # Hydra is of one thread
+    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None, None))  # Hydra is of one thread
     monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
     monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
     monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
