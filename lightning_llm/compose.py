@@ -21,11 +21,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from lightning_llm.composition import Composer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, unknown_option
 from lightning_llm.recipes_catalog import register_recipes
 from lightning_llm.schema import Config
 from lightning_llm.schema.strict import parse_config
+from lightning_llm.waiting import Waiting
 from lightning_llm.workspace import default_outputs
 
 CONFIG_MODULE = "lightning_llm.conf"
@@ -50,7 +52,7 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
             text = "has several values, which makes a sweep of several runs. Add -m, or give one."
             raise ConfigError([Problem(key, text) for key in several])
-        return _compose_one(parsed, search)
+        return _compose_one(parsed, Composer(search))
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
@@ -70,10 +72,12 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
         groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
         problems: dict[Problem, None] = {}
         jobs = []
+        composer, waiting = Composer(search), Waiting("composing the sweep's jobs")
         for words in (words for parsed in groups for words in product(*(choices_of(each) for each in parsed))):
+            waiting.tell(len(jobs))
             try:
                 chosen = [word for word in words if word not in overrides]
-                jobs.append((chosen, _compose_one(parse_overrides(words), search)))
+                jobs.append((chosen, _compose_one(parse_overrides(words), composer)))
             except ConfigError as error:
                 problems.update(dict.fromkeys(error.problems))
         if problems:
@@ -164,14 +168,12 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
-def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
-    problems = [problem for each in parsed if (problem := unknown_option(each, search))]
-    words = [forced(each, search) for each in parsed if not unknown_option(each, search)]
+def _compose_one(parsed: Sequence[Override], composer: Composer) -> Config:
+    unknown = [unknown_option(each, composer.search) for each in parsed]
+    problems = [problem for problem in unknown if problem]
     try:
-        tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
+        tree = composer.tree([each for each, problem in zip(parsed, unknown, strict=True) if problem is None])
         with open_dict(tree):
-            tree.recipe = tree.hydra.runtime.choices.get("recipe")
-            del tree["hydra"]
             tree.pop("sweep", None)  # read by compose_sweep
             _leave_out_observers(tree, parsed)
         config = _checked(tree)
@@ -206,13 +208,17 @@ def _default_observers() -> frozenset[str]:
 
 def _checked(tree: DictConfig) -> Config:
     problems = list(_unnamed(tree))
-    problems += [Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))]
     if OmegaConf.select(tree, "run.root", throw_on_missing=False) is not None:
         OmegaConf.update(tree, "run.root", str(Path(tree.run.root).expanduser().absolute()))
-    problems += _unresolvable(tree, "")
+    try:
+        values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException:  # the first of them: all are looked for
+        missing = [Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))]
+        problems += [*missing, *_unresolvable(tree, "")]
+        if not problems:
+            raise
     if problems:
         raise ConfigError(problems)
-    values: Any = OmegaConf.to_container(tree, resolve=True)
     if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str):
         values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
     return parse_config(values)

@@ -1,7 +1,7 @@
 """Words of the command line as Hydra overrides, and what Hydra would take for them. Imports no torch."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,13 +16,18 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parsed, problems = [], []
     for word in overrides:
         try:
-            parsed.append(OverridesParser.create().parse_override(_quoted(word)))
+            parsed.append(_parsed(word))
         except HydraException as error:
             why = str(error).splitlines()[0]
             problems.append(Problem(word, f"this is no override ({why}). Write key=value, ~key, or group=name."))
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+@lru_cache(maxsize=65536)  # the jobs of a sweep share most of their words
+def _parsed(word: str) -> Override:
+    return OverridesParser.create().parse_override(_quoted(word))
 
 
 def _quoted(word: str) -> str:

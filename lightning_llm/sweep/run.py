@@ -16,6 +16,10 @@ from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.sweep.state import Outcome, detail_of, one_at_a_time, settled_state, state_of
 from lightning_llm.sync import catch_up
+from lightning_llm.waiting import Waiting
+
+NOT_CHECKED = {"seed", "resume", "run", "logger"}
+"""Parts of a config that `check_config` does not look at: jobs that differ in these alone are checked once."""
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -71,9 +75,13 @@ def _check_all(configs: list[Config], to_train: bool) -> None:
     problems: dict[Problem, None] = dict.fromkeys(slurm_problems(configs[0].launcher) if to_train else ())
     if any(config.launcher != configs[0].launcher for config in configs):
         problems[Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")] = None
-    for config in configs:
+    known, waiting = set(), Waiting("checking the sweep's jobs")
+    for number, config in enumerate(configs):
+        waiting.tell(number)
         try:
-            check_config(config, to_train=to_train)
+            if (kind := config.model_dump_json(exclude=NOT_CHECKED)) not in known:
+                known.add(kind)
+                check_config(config, to_train=to_train)
             if to_train:
                 check_disk(config, jobs=len(configs))
         except ConfigError as error:
