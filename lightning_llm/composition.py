@@ -33,8 +33,8 @@ class Composer:
         """
         words = [forced(each, self.search) for each in parsed]
         values = [each for each, word in zip(parsed, words, strict=True) if word.startswith(FORCED)]
-        if any(each.is_delete() for each in parsed):  # a value may be deleted only after others were set
-            return self._composed(words)
+        if any(each.is_delete() or isinstance(each.value(), dict) for each in parsed):
+            return self._composed(words)  # of a group or of its values, and then the order counts
         base = tuple(word for word in words if not word.startswith(FORCED))
         try:
             if base not in self._bases:

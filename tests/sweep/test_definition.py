@@ -3,20 +3,22 @@
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import sweep_of, times
+from short_jobs import CHILD, start_short_jobs, sweep_of, times
 
-from lightning_llm.__main__ import _parser
+from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
 from lightning_llm.compose import compose_config, compose_sweep, typed_value
@@ -26,9 +28,10 @@ from lightning_llm.identity import config_hash
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.definition import Job, Sweep, Typed, command_with_seeds, define, write
+from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
-from lightning_llm.sweep.state import claimed, detail_of, state_of
+from lightning_llm.sweep.state import allow_open_files, claimed, detail_of, state_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.
@@ -292,6 +295,72 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     monkeypatch.setattr(sweep_run, "settled_state", state_of)
     assert sweep_run.sweep(None) == 1
     assert "failed in another start" in capsys.readouterr().err
+
+
+ENDINGS = """
+import json, pathlib, sys, yaml
+config = yaml.safe_load(open(sys.argv[1]))
+folder = pathlib.Path(config["run"]["dir"]); folder.mkdir(exist_ok=True)
+with (folder / "starts").open("a") as file: file.write("x")
+detail = {1: "NonFiniteError: the loss of step 3 is nan.", 2: "OSError: No space left on device"}.get(config["seed"])
+(folder / "summary.json").write_text(json.dumps({"status": "failed" if detail else "finished", "detail": detail}))
+sys.exit(detail is not None)
+"""
+
+
+def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, ENDINGS)
+    handed_in: list[dict[str, Any]] = []
+    monkeypatch.setattr(sweep_run, "write_parent", lambda job: handed_in.append(job) or ("parent", ""))
+    words = ["train", "-m", f"run.root={tmp_path}", "logger=mlflow", "run.name=all"]
+    assert [main([*words, "seed=0,1,2"]) for _ in range(2)] == [1, 1]
+    folder = tmp_path / "default" / "all"
+    assert [(folder / str(number) / "starts").read_text() for number in range(3)] == ["x", "x", "xx"]
+    assert [job["status"] for job in handed_in] == [None, "FAILED", None, "FAILED"]  # as it begins and as it ends
+    assert handed_in[-1]["metrics"] == {"jobs/finished": 1, "jobs/diverged": 1, "jobs/failed": 1, "jobs/total": 3}
+    assert main([*words, "seed=0,1,3"]) == 0
+    assert handed_in[-1]["status"] == "FINISHED"
+
+
+def test_jobs_side_by_side_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DevicePool(["0", "1", "2", "3"])
+    with pool.lent(1) as first, pool.lent(2) as second, pool.lent(1) as third:
+        assert (first, second, third) == (["0"], ["1", "2"], ["3"])
+        with pool.lent(4) as everything, pool.lent(5) as more_than_there_are:
+            assert (everything, more_than_there_are) == (["0", "1", "2", "3"], [])
+    with pool.lent(2):
+        with pool.lent(1) as other:
+            assert other == ["2"]
+        with pool.lent(1) as again:
+            assert again == ["2"]  # given back
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f, 3")
+    assert cuda_devices() == ["GPU-1f", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cuda_devices() == []
+
+
+def test_two_jobs_at_a_time_run_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, CHILD.replace('config["resume"]', '__import__("os").environ["CUDA_VISIBLE_DEVICES"]'))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    jobs = sweep_of(tmp_path, "seed=0,1", "trainer.accelerator=auto").jobs
+    run_here(jobs, 2, Relay(), Progress(2))
+    assert {(jobs[0].folder.parent / "logs" / f"{job.number}.log").read_text() for job in jobs} == {
+        "spoke 4\n", "spoke 7\n"
+    }  # fmt: skip
+
+
+def test_more_claims_than_open_files_are_allowed(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, before[1]))
+    try:
+        allow_open_files(200)
+        with ExitStack() as claims:
+            assert all(claims.enter_context(claimed(replace(job, number=number))) for number in range(200))
+        with pytest.raises(ConfigError, match="open files, and this machine allows"):
+            allow_open_files(before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
