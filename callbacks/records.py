@@ -71,6 +71,11 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def ended_not_finite(summary: Mapping[str, Any]) -> bool:
+    """Return whether the run ended because its loss or gradient was not finite: a result, which comes back."""
+    return summary.get("status") == "failed" and str(summary.get("detail", "")).startswith("NonFiniteError")
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path` as indented JSON in one move: a reader sees the old file or the new one, whole.
 

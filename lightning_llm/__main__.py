@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,9 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         module, _, function = VERBS[arguments.verb][0].partition(":")
-        return int(getattr(importlib.import_module(module), function)(arguments))
+        code = int(getattr(importlib.import_module(module), function)(arguments))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _report(error)
+    except BrokenPipeError:  # whoever reads this (head, a pager) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("stopped before training began; nothing was saved", file=sys.stderr)
         return 130

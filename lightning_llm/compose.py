@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
@@ -21,12 +20,14 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from lightning_llm.composition import Composer
 from lightning_llm.config_folder import search_override
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, read_overrides, unknown_option
+from lightning_llm.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.recipes_catalog import name_clashes, register_recipes
 from lightning_llm.schema import Config
 from lightning_llm.schema.strict import Reading, read_config
+from lightning_llm.waiting import Waiting
 from lightning_llm.workspace import default_outputs
 from lightning_llm.yaml_file import read_mapping
 
@@ -54,15 +55,15 @@ def read_words(overrides: Sequence[str], config_dir: Path | None = None) -> Read
     Raises:
         ConfigError: where nothing is left to go on with.
     """
-    with _hydra(config_dir) as search:
+    with _hydra(config_dir) as composer:
         parsed, problems = read_overrides(overrides)
-        if any(_recipe_sweep(parsed, search)):
+        if any(_recipe_sweep(parsed, composer)):
             text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it."
             raise ConfigError([*problems, Problem("recipe", text)])
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
             text = "has several values, which makes a sweep. Add -m, or give one (text with a comma: in quotes)."
             raise ConfigError([*problems, *(Problem(key, text) for key in several)])
-        return _compose_one(parsed, search, problems)
+        return _compose_one(parsed, composer, problems)
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
@@ -71,12 +72,12 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     Raises:
         ConfigError: they do not compose.
     """
-    with _hydra(config_dir) as search:
+    with _hydra(config_dir) as composer:
         parsed = parse_overrides(overrides)
-        if problems := [problem for each in parsed if (problem := unknown_option(each, search))]:
+        if problems := [problem for each in parsed if (problem := unknown_option(each, composer.search))]:
             raise ConfigError(problems)
         try:
-            return _tree([forced(each, search) for each in parsed], search, parsed)
+            return _tree(parsed, composer)
         except COMPOSITION_ERRORS as error:
             raise _not_composed(error) from error
 
@@ -102,16 +103,19 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
     Raises:
         ConfigError: where nothing is left to go on with.
     """
-    with _hydra(config_dir) as search:
+    with _hydra(config_dir) as composer:
         typed, problems = read_overrides(overrides)
-        params, also = _recipe_sweep(typed, search)
+        params, also = _recipe_sweep(typed, composer)
         plain = [each for each in typed if not each.is_sweep_override()]
         groups = [[*parse_overrides(params), *typed]]
         groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
-        jobs = []
-        for words in (words for parsed in groups for words in product(*(choices_of(each, search) for each in parsed))):
+        jobs: list[tuple[list[str], Reading]] = []
+        waiting = Waiting("composing the sweep's jobs")
+        choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
+        for words in (words for product_of_one in choices for words in product_of_one):
+            waiting.tell(len(jobs))
             chosen = [word for word in words if word not in overrides]
-            jobs.append((chosen, _compose_one(parse_overrides(words), search, problems)))
+            jobs.append((chosen, _compose_one(parse_overrides(words), composer, problems)))
         return jobs
 
 
@@ -164,8 +168,8 @@ def typed_value(overrides: Sequence[str], key: str) -> str | None:
 
 
 @contextmanager
-def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
-    """Open Hydra on the shipped configs; yield the overrides that put `config_dir` behind them."""
+def _hydra(config_dir: Path | None) -> Iterator[Composer]:
+    """Open Hydra on the shipped configs, with `config_dir` behind them; yield what composes there."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
     if config_dir is not None and (problems := name_clashes(config_dir)):
@@ -176,16 +180,15 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     if config_dir:  # its files may be others than last time; what is shipped stays
         forget_options()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        yield [search_override(config_dir)] if config_dir else []
+        yield Composer([search_override(config_dir)] if config_dir else [])
 
 
-def _recipe_sweep(typed: Sequence[Override], search: list[str]) -> tuple[list[str], list[str]]:
+def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
     """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
     if not any(each.key_or_group == "recipe" for each in typed):
         return [], []
     try:
-        words = [forced(each, search) for each in typed if not each.is_sweep_override()]
-        tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
+        tree = composer.compose([each for each in typed if not each.is_sweep_override()])
     except COMPOSITION_ERRORS:
         return [], []  # the same composition follows for each job, and says there what is wrong
     params = tree.hydra.sweeper.get("params") or {}
@@ -208,13 +211,13 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
 
 
-def _compose_one(parsed: Sequence[Override], search: list[str], known: Sequence[Problem]) -> Reading:
+def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence[Problem]) -> Reading:
     """Return what Hydra composes, read; `known` are problems of words that are not among `parsed`."""
-    unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, search))}
+    unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
     problems = [*known, *unknown.values()]
-    words = [forced(each, search) for each in parsed if each.key_or_group not in unknown]
     try:
-        reading = _read(_tree(words, search, parsed)[0], stand_ins=unknown)
+        sound_words = [each for each in parsed if each.key_or_group not in unknown]
+        reading = _read(_tree(sound_words, composer)[0], stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
@@ -224,13 +227,10 @@ def _compose_one(parsed: Sequence[Override], search: list[str], known: Sequence[
     return Reading(sound, (*problems, *reading.problems))
 
 
-def _tree(words: list[str], search: list[str], parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
+def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, dict[str, str]]:
     """Return what Hydra composes, less its own node, and the file chosen for each group."""
-    tree = hydra_compose("config", overrides=[*search, *words], return_hydra_config=True)
-    choices = dict(tree.hydra.runtime.choices)
+    tree, choices = composer.tree(parsed)
     with open_dict(tree):
-        tree.recipe = choices.get("recipe")
-        del tree["hydra"]
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)
     return tree, choices

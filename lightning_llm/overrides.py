@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -64,6 +64,7 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]
     return parsed, problems
 
 
+@lru_cache(maxsize=65536)  # the jobs of a sweep share most of their words
 def _read(word: str) -> Override:
     """Return the override. A value that the grammar cannot take is text, and so is all that is typed for a text key.
 

@@ -22,7 +22,7 @@ from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
 from lightning_llm.sweep.definition import FILE
-from lightning_llm.sweep.state import state_of
+from lightning_llm.sweep.state import SETTLED, state_of
 from lightning_llm.workspace import default_outputs, folders_named
 
 
@@ -140,7 +140,7 @@ def _with_parent(config: Config, folder: Path, id_file: str | None) -> Config:
     job = parent_job(folder.parent, about, tracking_uri(config), runs_it=False)
     states = [state_of(folder.parent / str(each["number"])) for each in about["jobs"]]
     if "running" not in states:
-        job["status"] = "FINISHED" if set(states) == {"finished"} else "FAILED" if "failed" in states else "KILLED"
+        job["status"] = "FINISHED" if set(states) <= set(SETTLED) else "FAILED" if "failed" in states else "KILLED"
     parent = update(job)
     if kept:
         kept.write_text(parent + "\n", encoding="utf-8")

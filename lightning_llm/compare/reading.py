@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lightning_llm.callbacks.provenance import origin_of
-from lightning_llm.callbacks.records import NON_FINITE, read_records, summary_of
+from lightning_llm.callbacks.records import NON_FINITE, ended_not_finite, read_records, summary_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import flatten
 from lightning_llm.model.flops import count_parameters
@@ -76,7 +76,7 @@ class Run:
     @property
     def non_finite(self) -> bool:
         """Whether it ended, or went on, with a loss or a gradient that is no number."""
-        stopped = self.status == "failed" and str(self.summary.get("detail", "")).startswith("NonFiniteError")
+        stopped = ended_not_finite(self.summary)
         losses = self.validations.get("val_loss", {})
         last = losses[max(losses)] if losses else 0.0
         lost = self.finished and self.last_step > 0 and not math.isfinite(self.last_loss)

@@ -12,6 +12,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,8 @@ GENERATED_MARKS = ("gencodec", "generated from", "automatically generated", "aut
 HEAD_CHARACTERS = 400
 
 
-def library_files() -> list[Path]:
+@cache  # nothing adds to an interpreter's own library while it runs
+def library_files() -> tuple[Path, ...]:
     """Return the standard library's modules that belong to the corpus, in the order of their relative paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -37,7 +39,7 @@ def library_files() -> list[Path]:
         files += [
             Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(LEFT_OUT_PREFIXES)
         ]
-    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+    return tuple(sorted(files, key=lambda file: file.relative_to(root).as_posix()))
 
 
 def modules() -> Iterator[str]:

@@ -78,7 +78,7 @@ class Source:
     def files(self) -> list[Path]:
         """The local files read, sorted; empty for a hub dataset."""
         if self.config.loader == "python":
-            return python_library.library_files()
+            return list(python_library.library_files())
         path = self.config.path or ""
         if self.config.loader == "huggingface":
             local = Path(path).expanduser().absolute()

@@ -2,20 +2,24 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.records import write_json
+from lightning_llm.commands import sweep_command
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import PLACE, below, config_hash, flatten, in_hash
 from lightning_llm.schema import Config
+from lightning_llm.workspace import default_outputs
 
 FILE = "sweep.json"
 CLAIMS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
+GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
+"""Keys that a command with more seeds sets itself."""
 BEGINNING = (CLAIMS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
@@ -41,6 +45,19 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Typed:
+    """What a sweep was composed of: the overrides as they were typed, and the folder of further groups."""
+
+    overrides: tuple[str, ...] = ()
+    config_dir: Path | None = None
+
+    def without_seeds_and_place(self) -> dict[str, Any]:
+        """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
+        words = [word for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
+        return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None}
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Jobs in one folder. `hash` is the definition's, whatever the folder is called."""
 
@@ -48,6 +65,7 @@ class Sweep:
     hash: str
     jobs: tuple[Job, ...]
     parent_run_id: str | None = None
+    typed: Typed | None = None
 
     @property
     def experiment(self) -> str:
@@ -64,7 +82,7 @@ class Sweep:
         return {key: list(values) for key, values in found.items()}
 
 
-def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
+def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Typed | None = None) -> Sweep:
     """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
 
     The hash is over the jobs' keys, so the same command finds its folder again. Where the folder holds a sweep
@@ -91,24 +109,50 @@ def define(jobs: Sequence[tuple[list[str], Config]], name: str | None) -> Sweep:
         update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(words)}".strip()}
         placed = config.model_copy(update={"run": config.run.model_copy(update=update)})
         made.append(Job(number, tuple(words), key, placed))
-    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"))
+    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"), typed)
 
 
 def write(sweep: Sweep) -> dict[str, Any]:
     """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
-    known = {each["key"]: each for each in _read(sweep.folder).get("jobs", [])}
+    before = _read(sweep.folder)
+    known = {each["key"]: each for each in before.get("jobs", [])}
     known |= {job.key: _described(job) for job in sweep.jobs}
+    typed = _merged(before.get("typed", []), sweep.typed)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     about = {
         "hash": sweep.hash,
         "experiment": sweep.experiment,
         "recipe": sweep.jobs[0].config.recipe,
         "axes": sweep.axes,
+        "typed": typed,
         "mlflow_run_id": sweep.parent_run_id,
         "jobs": sorted(known.values(), key=lambda each: each["number"]),
     }
     write_json(sweep.folder / FILE, about)
     return about
+
+
+def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
+    """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
+
+    A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
+    `sweep.json` says nothing of how it was composed (written by an earlier version).
+
+    Raises:
+        ConfigError: `folder` holds no sweep.
+    """
+    place = [f"seed={','.join(map(str, sorted(set(seeds))))}", f"run.name={folder.name}"]
+    root = folder.absolute().parent.parent
+    if str(root) != default_outputs():
+        place.append(f"run.root={root}")
+    starts = _read(folder).get("typed", [])
+    return " && ".join(sweep_command([*each["overrides"], *place], each["config_dir"]) for each in starts)
+
+
+def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
+    """Return how the sweep was composed over all its starts; one that only added seeds is no other."""
+    now = typed.without_seeds_and_place() if typed else None
+    return starts if now is None or now in starts else [*starts, now]
 
 
 def _described(job: Job) -> dict[str, Any]:

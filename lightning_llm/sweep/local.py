@@ -15,8 +15,9 @@ from typing import Any
 
 from lightning_llm.config_file import write_config
 from lightning_llm.sweep.definition import Job
+from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.sweep.state import Outcome, claimed, state_of
+from lightning_llm.sweep.state import SETTLED, Outcome, claimed, state_of
 
 
 class Relay:
@@ -47,20 +48,23 @@ def signals_passed_on() -> Iterator[Relay]:
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
     """Run `jobs`, `at_once` of them at a time, and tell `progress` of each. None is started after a signal.
 
-    One at a time speaks on this terminal; several write to `logs/N.log` beside their folders and share the cores.
+    One at a time speaks on this terminal; several write to `logs/N.log` beside their folders, share the cores, and get
+    CUDA devices of their own as far as there are any.
     """
     told = threading.Lock()
+    devices = DevicePool(cuda_devices() if at_once > 1 and any(map(_may_use_cuda, jobs)) else [])
 
     def one(job: Job) -> None:
         if relay.received:
             return
         with claimed(job) as mine:
-            if not mine or state_of(job.folder) == "finished":  # another start of this sweep was faster
+            if not mine or state_of(job.folder) in SETTLED:  # another start of this sweep was faster
                 return
             with told:
                 progress.starting(job)
             began = time.monotonic()
-            code = _run(job, at_once, relay)
+            with devices.lent(job.config.trainer.devices if _may_use_cuda(job) else 0) as mine_alone:
+                code = _run(job, at_once, relay, mine_alone)
         with told:
             progress.ended(Outcome(job, code, time.monotonic() - began))
 
@@ -85,9 +89,15 @@ def job_command(job: Job) -> tuple[list[str], Path]:
     return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file)], file
 
 
-def _run(job: Job, at_once: int, relay: Relay) -> int:
+def _may_use_cuda(job: Job) -> bool:
+    return job.config.trainer.accelerator != "cpu"
+
+
+def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
     command, file = job_command(job)
     environment = dict(os.environ)
+    if devices:
+        environment[VISIBLE] = ",".join(devices)
     output: Any = None
     if at_once > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))

@@ -12,7 +12,7 @@ from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.sweep.definition import Job, Sweep, define
 from lightning_llm.sweep.run import checked_jobs
-from lightning_llm.sweep.state import state_of
+from lightning_llm.sweep.state import SETTLED, state_of
 
 
 def outline(arguments: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def sweep_facts(whole: Sweep) -> dict[str, Any]:
     A stopped job counts whole there; it may go on from a checkpoint.
     """
     jobs = [_job_facts(job) for job in whole.jobs]
-    left = [job for job in jobs if job["state"] not in ("finished", "running")]
+    left = [job for job in jobs if job["state"] not in (*SETTLED, "running")]
     return {
         "folder": str(whole.folder),
         "hash": whole.hash,

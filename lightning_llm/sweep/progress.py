@@ -3,7 +3,7 @@
 import time
 
 from lightning_llm.sweep.definition import Job
-from lightning_llm.sweep.state import Outcome
+from lightning_llm.sweep.state import Outcome, state_of
 
 
 class Progress:
@@ -34,6 +34,8 @@ class Progress:
         self._running.pop(outcome.job.number, None)
         done, left = len(self.outcomes), self._seconds_left()
         how = "finished" if outcome.code == 0 else f"exit code {outcome.code}"
+        if outcome.code and state_of(outcome.job.folder) == "diverged":
+            how = "diverged"
         rest = f" | {done}/{self.jobs} done, about {duration(left)} left" if done < self.jobs else ""
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
 

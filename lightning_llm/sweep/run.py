@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_llm.callbacks.mlflow import tracking_uri
@@ -12,26 +12,33 @@ from lightning_llm.compose import read_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.schema import Config
 from lightning_llm.schema.partial import gather
-from lightning_llm.sweep.definition import Job, Sweep, define, tracked, write
+from lightning_llm.schema.strict import Reading
+from lightning_llm.sweep.definition import Job, Sweep, Typed, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import Outcome, detail_of, one_at_a_time, settled_state, state_of
+from lightning_llm.sweep.state import SETTLED, Outcome, detail_of, one_at_a_time, settled_state, state_of
 from lightning_llm.sync import catch_up
+from lightning_llm.waiting import Waiting
+
+NOT_CHECKED = {"seed", "resume", "run", "logger"}
+"""Parts of a config that `check_config` does not look at: jobs that differ in these alone are checked once."""
 
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Run what is left to do of a sweep in `run.root/experiment/<sweep>/<n>`.
 
-    Finished runs are skipped, those that failed or were stopped go on, those that run elsewhere are left alone.
-    Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and stop.
+    Finished and diverged runs are skipped, those that failed or were stopped go on, those that run elsewhere are left
+    alone. Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and
+    stop. A diverged job is a result and no failure.
     """
-    jobs, name = checked_jobs(arguments)
-    whole = define(jobs, name)
+    composed = checked_jobs(arguments)
+    whole = define(*composed)
     todo = []
     for job in whole.jobs:
-        if (state := settled_state(job.folder)) in ("finished", "running"):
-            print(f"job    {job.name}: {state}, left as it is")
+        if (state := settled_state(job.folder)) in (*SETTLED, "running"):
+            again = f", a result (to run it again, remove {job.folder})" if state == "diverged" else ""
+            print(f"job    {job.name}: {state}, left as it is{again}")
         else:
             todo.append(job)
     if not todo:
@@ -39,7 +46,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         return 0
     keys = {job.key for job in todo}
     with one_at_a_time(whole.folder):  # another start of it may have given numbers, or made the parent, by now
-        whole = _open(define(jobs, name))
+        whole = _open(define(*composed))
     todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
     launcher = todo[0].config.launcher
     progress = Progress(len(todo), queued=launcher.name == "slurm")
@@ -53,8 +60,8 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
-) -> tuple[list[tuple[list[str], Config]], str | None]:
-    """Return the composed jobs that the words name, and the name given to their sweep, as `define` takes them.
+) -> tuple[list[tuple[list[str], Config]], str | None, Typed]:
+    """Return the composed jobs that the words name, the name given to their sweep, and the words, for `define`.
 
     Every job is checked: against this machine, too, where it is `to_train`.
 
@@ -65,13 +72,26 @@ def checked_jobs(
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
     read = read_sweep(arguments.overrides, arguments.config_dir)
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
-    for _, reading in read:
+    for reading in _one_of_each_kind([reading for _, reading in read]):
         problems.update(dict.fromkeys(problems_beyond(reading, to_train=to_train, jobs=len(read))))
     configs = [reading.config for _, reading in read if reading.config]
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     if problems:
         raise ConfigError(problems)
-    return [(words, reading.checked()) for words, reading in read], typed_value(arguments.overrides, "run.name")
+    jobs = [(words, reading.checked()) for words, reading in read]
+    typed = Typed(tuple(arguments.overrides), arguments.config_dir)
+    return jobs, typed_value(arguments.overrides, "run.name"), typed
+
+
+def _one_of_each_kind(readings: Sequence[Reading]) -> Iterator[Reading]:
+    """Yield the readings that the rules can tell apart, the first of each."""
+    known, waiting = set(), Waiting("checking the sweep's jobs")
+    for number, reading in enumerate(readings):
+        waiting.tell(number)
+        kind = reading.config and reading.config.model_dump_json(exclude=NOT_CHECKED)
+        if kind not in known:
+            known.add(kind)
+            yield reading
 
 
 def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:
@@ -103,28 +123,37 @@ def _open(whole: Sweep) -> Sweep:
 def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
     """Print how the sweep came out, tell MLflow, and return the exit code."""
     states = {job.number: state_of(job.folder) for job in whole.jobs}
-    finished = [*states.values()].count("finished")
-    failed = [each for each in outcomes if each.code and not (stopped_by and each.code in (130, 143))]
+    finished, diverged = ([*states.values()].count(state) for state in SETTLED)
+    failed = [
+        each
+        for each in outcomes
+        if each.code and states[each.job.number] != "diverged" and not (stopped_by and each.code in (130, 143))
+    ]
     here = {each.job.number for each in outcomes}
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
     running = "running" in states.values()
     if whole.jobs[0].config.logger.name == "mlflow":
-        sound = not failed and not elsewhere and finished == len(states)
+        sound = not failed and not elsewhere and finished + diverged == len(states)
         status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
-        counts = {"finished": finished, "failed": len(failed) + len(elsewhere), "total": len(states)}
+        counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
+        counts["total"] = len(states)
         told = _tell_mlflow(whole, None if running else status, counts)
         if told and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
             text = f"note   MLflow lacks something of this sweep ({problem}). lightning-llm sync {whole.folder}"
             print(text, file=sys.stderr)
-    print(f"sweep  {finished} of {len(states)} jobs finished, in {whole.folder}")
+    lost = f", {diverged} diverged" if diverged else ""
+    print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
     launcher = whole.jobs[0].config.launcher
     if launcher.name == "local" and launcher.at_once > 1 and len(outcomes) > 1:
         at_once = min(launcher.at_once, len(outcomes))
         print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
+    for each in outcomes:
+        if states[each.job.number] == "diverged":
+            _print_ending(each.job, "diverged")
     for each in failed:
-        _print_failure(each.job, f"exit code {each.code}")
+        _print_ending(each.job, f"exit code {each.code}")
     for job in elsewhere:
-        _print_failure(job, "failed in another start")
+        _print_ending(job, "failed in another start")
     if stopped_by:
         stopped = [str(number) for number, state in states.items() if state == "stopped"]
         text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}; the same command goes on"
@@ -146,6 +175,6 @@ def _tell_mlflow(whole: Sweep, status: str | None, counts: dict[str, int]) -> bo
     return True
 
 
-def _print_failure(job: Job, how: str) -> None:
+def _print_ending(job: Job, how: str) -> None:
     why = detail_of(job.folder) or "it said nothing; see its output"
     print(f"  {how}: {job.folder} ({' '.join(job.words)}): {why}", file=sys.stderr)

@@ -17,7 +17,7 @@ from lightning_llm.schema.run import LauncherConfig
 from lightning_llm.sweep.definition import Job
 from lightning_llm.sweep.local import Relay, frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.sweep.state import Outcome, claimed, state_of
+from lightning_llm.sweep.state import SETTLED, Outcome, allow_open_files, claimed, state_of
 
 POLL_SECONDS = 2.0
 
@@ -70,8 +70,9 @@ def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
         ConfigError: Slurm did not take them.
     """
     began = time.monotonic()
+    allow_open_files(len(jobs))
     with ExitStack() as claims:
-        mine = [each for each in jobs if claims.enter_context(claimed(each)) and state_of(each.folder) != "finished"]
+        mine = [each for each in jobs if claims.enter_context(claimed(each)) and state_of(each.folder) not in SETTLED]
         for job in mine:
             progress.starting(job)
         waiting = _known_to_slurm(mine)

@@ -1,5 +1,6 @@
 """What has become of a sweep's jobs, read from their folders. Imports no torch."""
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,15 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.heartbeat import await_sign, has_died
-from lightning_llm.callbacks.records import summary_of
+from lightning_llm.callbacks.records import ended_not_finite, summary_of
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.sweep.definition import CLAIMS, Job
 
-State = Literal["new", "finished", "failed", "stopped", "running"]
+State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
+SETTLED = ("finished", "diverged")
+"""Nothing is left to do: a loss that is no number is what came of the job, and would again."""
+OTHER_FILES = 64
+"""What a process has open beside the claims it holds, with room to spare."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ def state_of(folder: Path) -> State:
         return "new"
     if summary.get("status") == "running" and not has_died(folder, summary.get("process", "")):
         return "running"
+    if ended_not_finite(summary):
+        return "diverged"
     return summary["status"] if summary.get("status") in ("finished", "failed") else "stopped"
 
 
@@ -68,6 +76,22 @@ def _locks(sweep: Path) -> Path:
     folder = sweep / CLAIMS
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def allow_open_files(claims: int) -> None:
+    """Let this process hold as many claims, each an open file, as there are jobs: the usual limit is 1,024 files.
+
+    Raises:
+        ConfigError: the machine does not allow as many.
+    """
+    wanted = claims + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        text = f"{claims} jobs at a time need {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
+        raise ConfigError(Problem("launcher", f"{text} Split the sweep, or raise the limit."))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

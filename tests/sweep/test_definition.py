@@ -3,30 +3,35 @@
 import json
 import os
 import re
+import resource
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import sweep_of, times
+from short_jobs import CHILD, start_short_jobs, sweep_of, times
 
+from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
-from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.compose import compose_config, compose_sweep, typed_value
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.identity import config_hash
 from lightning_llm.run_state import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
-from lightning_llm.sweep.definition import Job, define, write
+from lightning_llm.sweep.definition import Job, Sweep, Typed, command_with_seeds, define, write
+from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
-from lightning_llm.sweep.state import claimed, detail_of, state_of
+from lightning_llm.sweep.state import allow_open_files, claimed, detail_of, state_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.
@@ -89,6 +94,39 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     write(sweep_of(tmp_path, "seed=3", name="grown"))
     listed = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())["jobs"]
     assert [each["number"] for each in listed] == [0, 1, 2]
+
+
+def test_more_seeds_by_the_printed_command_repeat_nothing(
+    tmp_path: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command for seeds 0, 1, 2 of a sweep nobody named composes to its four jobs of old and to three new ones."""
+    root = tmp_path / "runs of mine"
+
+    def typed(*words: str) -> Sweep:
+        return define(compose_sweep(words, recipes), typed_value(words, "run.name"), Typed(words, recipes))
+
+    first = typed("recipe=mine", f"run.root={root}", "seed=0,1", "optim.learning_rate=2e-3", "logger.tags.who=a b")
+    write(first)
+    program, *words = shlex.split(command_with_seeds(first.folder, [2, 0, 1]))
+    assert Path(program).name == "lightning-llm"
+    arguments = _parser().parse_args(words)
+    assert (arguments.verb, arguments.multirun, arguments.config_dir) == ("train", True, recipes)
+    assert arguments.overrides == [
+        "recipe=mine", "optim.learning_rate=2e-3", "logger.tags.who=a b", "seed=0,1,2",
+        f"run.name={first.folder.name}", f"run.root={root}",
+    ]  # fmt: skip
+    grown = typed(*arguments.overrides)
+    assert grown.folder == first.folder
+    known = {job.key: job.number for job in first.jobs}
+    assert {job.number for job in grown.jobs if job.key in known} == set(known.values())
+    assert sorted(job.number for job in grown.jobs if job.key not in known) == [6, 7, 8]
+    write(grown)  # by more seeds alone: still one command
+    assert command_with_seeds(first.folder, [0]).count("train -m") == 1
+    write(typed("recipe=mine", f"run.root={root}", "precision=mxfp8", "seed=0", f"run.name={first.folder.name}"))
+    both = command_with_seeds(first.folder, [0, 9]).split(" && ")
+    assert ["precision=mxfp8" in shlex.split(each) for each in both] == [False, True]
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
+    assert "run.root" not in command_with_seeds(first.folder, [0])
 
 
 def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
@@ -240,7 +278,7 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
             made.append(f"parent{len(made)}")
         return job["run_id"] or made[-1], ""
 
-    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None))  # Hydra is of one thread
+    monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None, None))  # Hydra is of one thread
     monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
     monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
     monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
@@ -257,6 +295,72 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     monkeypatch.setattr(sweep_run, "settled_state", state_of)
     assert sweep_run.sweep(None) == 1
     assert "failed in another start" in capsys.readouterr().err
+
+
+ENDINGS = """
+import json, pathlib, sys, yaml
+config = yaml.safe_load(open(sys.argv[1]))
+folder = pathlib.Path(config["run"]["dir"]); folder.mkdir(exist_ok=True)
+with (folder / "starts").open("a") as file: file.write("x")
+detail = {1: "NonFiniteError: the loss of step 3 is nan.", 2: "OSError: No space left on device"}.get(config["seed"])
+(folder / "summary.json").write_text(json.dumps({"status": "failed" if detail else "finished", "detail": detail}))
+sys.exit(detail is not None)
+"""
+
+
+def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, ENDINGS)
+    handed_in: list[dict[str, Any]] = []
+    monkeypatch.setattr(sweep_run, "write_parent", lambda job: handed_in.append(job) or ("parent", ""))
+    words = ["train", "-m", f"run.root={tmp_path}", "logger=mlflow", "run.name=all"]
+    assert [main([*words, "seed=0,1,2"]) for _ in range(2)] == [1, 1]
+    folder = tmp_path / "default" / "all"
+    assert [(folder / str(number) / "starts").read_text() for number in range(3)] == ["x", "x", "xx"]
+    assert [job["status"] for job in handed_in] == [None, "FAILED", None, "FAILED"]  # as it begins and as it ends
+    assert handed_in[-1]["metrics"] == {"jobs/finished": 1, "jobs/diverged": 1, "jobs/failed": 1, "jobs/total": 3}
+    assert main([*words, "seed=0,1,3"]) == 0
+    assert handed_in[-1]["status"] == "FINISHED"
+
+
+def test_jobs_side_by_side_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DevicePool(["0", "1", "2", "3"])
+    with pool.lent(1) as first, pool.lent(2) as second, pool.lent(1) as third:
+        assert (first, second, third) == (["0"], ["1", "2"], ["3"])
+        with pool.lent(4) as everything, pool.lent(5) as more_than_there_are:
+            assert (everything, more_than_there_are) == (["0", "1", "2", "3"], [])
+    with pool.lent(2):
+        with pool.lent(1) as other:
+            assert other == ["2"]
+        with pool.lent(1) as again:
+            assert again == ["2"]  # given back
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1f, 3")
+    assert cuda_devices() == ["GPU-1f", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cuda_devices() == []
+
+
+def test_two_jobs_at_a_time_run_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, CHILD.replace('config["resume"]', '__import__("os").environ["CUDA_VISIBLE_DEVICES"]'))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    jobs = sweep_of(tmp_path, "seed=0,1", "trainer.accelerator=auto").jobs
+    run_here(jobs, 2, Relay(), Progress(2))
+    assert {(jobs[0].folder.parent / "logs" / f"{job.number}.log").read_text() for job in jobs} == {
+        "spoke 4\n", "spoke 7\n"
+    }  # fmt: skip
+
+
+def test_more_claims_than_open_files_are_allowed(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, before[1]))
+    try:
+        allow_open_files(200)
+        with ExitStack() as claims:
+            assert all(claims.enter_context(claimed(replace(job, number=number))) for number in range(200))
+        with pytest.raises(ConfigError, match="open files, and this machine allows"):
+            allow_open_files(before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What `plan -m` says of a sweep, and how long a sweep says it will take."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,12 @@ def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
         clock[0] += 100.0
         told.ended(Outcome(jobs[number], 0, clock[0]))
     assert "2/4 done, about 3m20s left" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    """As of `plan -m ... | head`: the pipe is closed before anything is printed."""
+    command = [sys.executable, "-m", "lightning_llm", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+    assert (process.returncode, told) == (141, "")

@@ -50,7 +50,9 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert {run.data.params["seed"] for run in children} == {"3", "4"}
     assert {run.info.run_name for run in children} == {"0 seed=3", "1 seed=4"}
-    assert parent.data.metrics == {"jobs/finished": 2.0, "jobs/failed": 0.0, "jobs/total": 2.0}
+    assert parent.data.metrics == {
+        "jobs/finished": 2.0, "jobs/diverged": 0.0, "jobs/failed": 0.0, "jobs/total": 2.0
+    }  # fmt: skip
     assert parent.data.tags["axis.seed"] == "3,4"
     assert parent.data.tags["sweep_hash"] == about["hash"]
 
@@ -81,21 +83,22 @@ def test_eight_jobs_at_once_on_a_fresh_database_are_all_recorded(tmp_path, small
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
-def test_a_job_that_fails_does_not_keep_the_others_from_running(tmp_path, small_run, capfd):
+def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_run, capfd):
     words = small_run(tmp_path, "trainer.max_steps=3", "optim.gradient_clip_norm=null", "optim.learning_rate=1e30,1e-3")
-    assert main(["train", "-m", *words]) == 1
-    failed, finished = job_folders(tmp_path)
-    assert (status(failed), status(finished)) == ("failed", "finished")
+    assert main(["train", "-m", *words]) == 0
+    diverged, finished = job_folders(tmp_path)
+    assert (status(diverged), status(finished)) == ("failed", "finished")  # of the run, and it alone, it is a failure
     told = capfd.readouterr()
-    assert "1 of 2 jobs finished" in told.out
-    assert f"exit code 1: {failed} (optim.learning_rate=1e+30): NonFiniteError" in told.err
-    begun = finished.stat().st_mtime_ns
-    assert main(["train", "-m", *words]) == 1
+    assert "1 of 2 jobs finished, 1 diverged" in told.out
+    assert "job    0 optim.learning_rate=1e+30: diverged after" in told.out
+    assert f"diverged: {diverged} (optim.learning_rate=1e+30): NonFiniteError" in told.err
+    assert main(["train", "-m", *words]) == 0
     told = capfd.readouterr().out
-    assert "job    1/1 0 optim.learning_rate=1e+30" in told  # the one that failed is tried again, and it alone
-    assert "1 optim.learning_rate=0.001: finished, left as it is" in told
-    assert json.loads((failed / "summary.json").read_text())["starts"] == 2
-    assert finished.stat().st_mtime_ns == begun
+    assert (
+        f"0 optim.learning_rate=1e+30: diverged, left as it is, a result (to run it again, remove {diverged})" in told
+    )
+    assert "nothing left to do" in told
+    assert json.loads((diverged / "summary.json").read_text())["starts"] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Jobs of a sweep are composed from shared trees, to exactly the configs that Hydra composes one by one. 10 seconds."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.types import Override
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+from lightning_llm import composition
+from lightning_llm.compose import compose_sweep
+from lightning_llm.composition import Composer
+from lightning_llm.errors import ConfigError
+from lightning_llm.overrides import forced
+
+VALUES = [
+    "trainer.max_steps=9", "++trainer.max_steps=11", "optim.learning_rate=1e-3", "optim={learning_rate: 2e-3}",
+    "model.num_layers=1", "callbacks.sample=null", "callbacks.sample={prompt: a}", "~callbacks.sample",
+    "callbacks.sample.prompt=b", "+logger.tags.who=me", "logger.tags={a: b}", "run.experiment=x", "run.name=y",
+    "run.dir='${run.root}/${seed}'", "trainer.compile=true", "data.sources.code.weight=3", "schedule.total_steps=null",
+    "precision.modules.exclude=['*.down_proj']", "trainer.threads='${trainer.devices}'", "trainer.max_step=1",
+    "optim.learning_rate=fast", "data.cache_dir=???",
+]  # fmt: skip
+GROUPS = ["recipe=quickstart", "precision=mxfp8", "schedule=cosine", "callbacks=none", "~spikes"]
+words = st.lists(st.sampled_from(VALUES) | st.sampled_from(GROUPS), max_size=4, unique=True)
+
+
+def outcome(words: list[str], tree: Callable[..., DictConfig] = Composer.tree) -> list:
+    """Return the composed jobs, or all that is wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Composer, "tree", tree)
+        try:
+            jobs = compose_sweep(["run.name=not_the_time", *words])
+        except ConfigError as error:
+            return sorted(map(str, error.problems))
+    return [(chosen, config.model_dump()) for chosen, config in jobs]
+
+
+def composed_whole(self: Composer, parsed: list[Override]) -> DictConfig:
+    return self._composed([forced(each, self.search) for each in parsed])
+
+
+some_words = given(words=words, swept=st.sampled_from(["seed=1,2", "precision=bf16,fp32", "optim.eps=1e-8,1e-6"]))
+unhurried = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=6, derandomize=True, phases=[Phase.generate], **unhurried)
+@some_words
+def test_jobs_are_what_hydra_composes_one_by_one(words: list[str], swept: str) -> None:
+    assert outcome([*words, swept]) == outcome([*words, swept], composed_whole)
+
+
+@pytest.mark.full
+@settings(max_examples=80, phases=[Phase.generate], **unhurried)
+@some_words
+def test_many_more_jobs_are_what_hydra_composes_one_by_one(words: list[str], swept: str) -> None:
+    assert outcome([*words, swept]) == outcome([*words, swept], composed_whole)
+
+
+def test_jobs_that_choose_the_same_files_are_composed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made, real = [], composition.compose
+
+    def counted(*args: str, overrides: list[str], **more: bool) -> DictConfig:
+        made.append(overrides)
+        return real(*args, overrides=overrides, **more)
+
+    monkeypatch.setattr(composition, "compose", counted)
+    jobs = compose_sweep([f"run.root={tmp_path}", "precision=bf16,mxfp8", "seed=range(10)", "optim.eps=1e-8,1e-6"])
+    assert len(jobs) == 40
+    assert made == [["precision=bf16"], ["precision=mxfp8"]]
+    jobs[0][1].logger.tags["of"] = "job 0"
+    assert all("of" not in config.logger.tags for _, config in jobs[1:])
