@@ -46,14 +46,14 @@ def hash_words(*words: Tensor | int, seed: int = 0) -> Tensor:
 def element_bits(key: Tensor, index: Tensor) -> Tensor:
     """Return 32 random bits per element (int64 in [0, 2^32)) from one `key` word and global element `index` (int64).
 
-    The key enters twice, before each multiplication of C. Wellons' `lowbias32`: two keys then give streams that are
-    neither shifts nor permutations of each other. Two multiplications per element.
+    C. Wellons' `lowbias32` of `index`, into which the key enters twice: by exclusive or at the start, and as a sum after
+    the first multiplication. Another key `k ^ d` undoes the first at the index `i ^ d`; the sum then differs by a
+    constant, which must still pass a shift and a multiplication. Two multiplications per element.
     """
     h = (index & MASK_32) ^ key
     h = h ^ (h >> 16)
-    h = h * _LOW_1 & MASK_32
+    h = h * _LOW_1 + (key * _WEYL & MASK_32) & MASK_32  # below 2^63: 2^32 * _LOW_1 leaves room for more than 2^32
     h = h ^ (h >> 15)
-    h = (h + (key * _WEYL & MASK_32)) & MASK_32
     h = h * _LOW_2 & MASK_32
     return h ^ (h >> 16)
 
