@@ -13,6 +13,7 @@ from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config, load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.nodes import with_reduction
 from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.run_state import decide_start
 from lightning_llm.schema import Config
@@ -37,7 +38,7 @@ def train(arguments: argparse.Namespace) -> int:
         config = load_config(arguments.config, arguments.overrides)
     else:
         config = compose_config(arguments.overrides, arguments.config_dir)
-    config = adopt_world(config)
+    config = with_reduction(adopt_world(config))
     check_config(config)
     check_disk(config)
     if rank_environment() is not None:

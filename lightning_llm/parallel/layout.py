@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
 from lightning_llm.parallel.tree import all_gather
-from lightning_llm.parallel.units import uses_fsdp
+from lightning_llm.parallel.units import sums_in_tree, uses_fsdp
 from lightning_llm.schema import ParallelConfig
 
 
@@ -63,7 +63,7 @@ class Layout:
     @property
     def tree(self) -> bool:
         """Whether gradients are summed in the order of the tree."""
-        return self.config.reduction == "tree"
+        return sums_in_tree(self.config)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of `axis`, None where it is one rank.

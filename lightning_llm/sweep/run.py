@@ -9,6 +9,7 @@ from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.nodes import with_reduction
 from lightning_llm.schema import Config
 from lightning_llm.sweep.definition import Job, Sweep, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
@@ -61,7 +62,9 @@ def checked_jobs(
     """
     if arguments.config:
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
-    jobs = compose_sweep(arguments.overrides, arguments.config_dir)
+    jobs = [
+        (words, with_reduction(config)) for words, config in compose_sweep(arguments.overrides, arguments.config_dir)
+    ]
     _check_all([config for _, config in jobs], to_train)
     return jobs, typed_value(arguments.overrides, "run.name")
 
