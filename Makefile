@@ -18,7 +18,7 @@ setup: $(STAMP)  ## create or update .venv (uses a torch that $(PYTHON) already 
 # A torch that the machine brings (a GPU image's, say) is used as it is; otherwise the one that development is pinned to.
 $(STAMP): pyproject.toml requirements/dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12"; exit 1; }
-	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
+	@if $(PYTHON) -c 'import torch; assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)' 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
 	  $(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' >> $(VENV)/constraints.txt; \
 	else $(PYTHON) -m venv $(VENV) && cp requirements/dev.txt $(VENV)/constraints.txt; fi

@@ -1,10 +1,8 @@
 """Models, recipes and timing that several checks share. Recipes and sizes are read from conf/, without Hydra."""
 
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -44,21 +42,6 @@ def native_recipes() -> dict[str, tuple[PrecisionConfig, Decision]]:
     """Return the quantising recipes that run natively on this machine, with the decision."""
     made = {name: (recipe, decide(recipe, here())) for name, recipe in recipes().items() if recipe.quantises}
     return {name: (recipe, decision) for name, (recipe, decision) in made.items() if decision.runs == "native"}
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Refuse kernels whose sums depend on timing, with what Lightning's `Trainer(deterministic=True)` sets."""
-    before, name = torch.are_deterministic_algorithms_enabled(), "CUBLAS_WORKSPACE_CONFIG"
-    workspace = os.environ.get(name)
-    os.environ[name] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        os.environ.pop(name)
-        os.environ.update({} if workspace is None else {name: workspace})
 
 
 def synchronise() -> None:

@@ -5,6 +5,7 @@ import argparse
 from lightning_llm.check import config_problems, disk_problems
 from lightning_llm.compose import read_file, read_words
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.nodes import with_reduction
 from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.schema import Config
 from lightning_llm.schema.partial import gather
@@ -34,7 +35,7 @@ def checked_config(arguments: argparse.Namespace, *, to_train: bool) -> Config:
     problems = dict.fromkeys([*reading.problems, *problems_beyond(reading, to_train=to_train)])
     if problems or reading.config is None:
         raise ConfigError(problems)
-    return reading.config
+    return with_reduction(reading.config)
 
 
 def problems_beyond(reading: Reading, *, to_train: bool, jobs: int = 1) -> list[Problem]:

@@ -10,7 +10,8 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows
+from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
+from lightning_llm.parallel.nodes import reduction_note, with_reduction
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.schema import Config
 
@@ -40,9 +41,10 @@ def plan(arguments: argparse.Namespace) -> int:
 def plan_facts(config: Config) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
 
-    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step.
+    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go.
     Raises ConfigError where the degrees do not multiply to the world.
     """
+    config = with_reduction(config)  # as `train` does before anything takes its hash
     tokens = config.data.global_batch_size * config.data.sequence_length
     layout = layout_facts(config)
     return {
@@ -87,6 +89,8 @@ def notes(config: Config) -> list[str]:
             f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
             "learning rate is still rising when the run ends"
         )
+    if (reduction := reduction_note(with_reduction(config))) is not None:
+        told.append(reduction)
     return told
 
 
@@ -107,6 +111,7 @@ def render(facts: dict[str, Any]) -> str:
         ),
         *byte_rows("memory", "per rank, estimated", facts["memory_bytes"]),
         *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
+        *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]

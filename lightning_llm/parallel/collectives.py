@@ -1,86 +1,121 @@
-"""What crosses a tensor-parallel group in a forward pass and, the other way round, in the backward pass.
+"""What crosses a group of ranks in a forward pass and, the other way round, in the backward pass.
 
 Megatron's conjugate pairs: f (identity forward, all-reduce backward) and g (all-reduce forward, identity backward) of
 Shoeybi et al. 2019 (arXiv 1909.08053, section 3); with sequence parallelism all-gather and reduce-scatter, either of
 which is the other's backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Tokens are axis 1 of
 `[B, T, ...]`. The bytes sent are the same; without sequence parallelism every rank holds all tokens between blocks.
+
+They are torch's functional collectives, which a compiler takes into its graph: a block is one, whatever it sends.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.parallel.tree import all_gather
+from lightning_llm.parallel.torch_private import functional
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+_all_gather, _reduce_scatter = functional("all_gather_into_tensor"), functional("reduce_scatter_tensor")
+_all_reduce, _wait = functional("all_reduce"), functional("wait_tensor")
 
-Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
+
+class GroupRef(NamedTuple):
+    """A process group as a graph knows it: torch's name for it, how many ranks, which of them this one is."""
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "GroupRef":
+        """Return the reference of `group`, which this rank belongs to."""
+        return cls(group.group_name, group.size(), group.rank())
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, group: GroupRef) -> Tensor:
     """Return `[B, R T, ...]`, the tokens of all R ranks in their order, from this rank's `[B, T, ...]`."""
-    ranks = group.size()
-    parts = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    all_gather(parts, x.contiguous(), group=group)
-    return parts.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
+    parts = _all_gather(x.contiguous(), group.size, group.name)  # [R B, T, ...]
+    by_rank: Tensor = _wait(parts).unflatten(0, (group.size, -1))
+    return by_rank.transpose(0, 1).flatten(1, 2)
 
 
-def reduce_scattered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scattered(x: Tensor, group: GroupRef) -> Tensor:
     """Return `[B, T / R, ...]`, this rank's tokens of the sum over the group, from `[B, T, ...]`."""
-    by_rank = x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()  # [R, B, T / R, ...]
-    part = torch.empty_like(by_rank[0])
-    reduce_scatter(part, by_rank.flatten(0, 1), group=group)
-    return part
+    by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [R B, T / R, ...]
+    part = _reduce_scatter(by_rank, "sum", group.size, group.name)
+    own: Tensor = _wait(part)
+    return own
 
 
-def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(x: Tensor, group: GroupRef) -> Tensor:
     """Return the sum of `x` over the group, a new tensor."""
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    total: Tensor = _wait(_all_reduce(x.contiguous(), "sum", group.name))
     return total
 
 
-def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.view_as(x)
-
-
-class _Conjugate(torch.autograd.Function):
-    """One collective forward and its partner backward."""
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Collective, back: Collective) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scattered(grad, ctx.group), None
+
+
+class _ReduceScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
+        ctx.group = group
+        return reduce_scattered(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
 
 
-@torch.compiler.disable  # a compiled block breaks here: collectives run between its graphs
-def _conjugate(x: Tensor, group: dist.ProcessGroup, there: Collective, back: Collective) -> Tensor:
-    result: Tensor = _Conjugate.apply(x, group, there, back)
-    return result
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduced(grad, ctx.group), None
 
 
-def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
+        return all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def gather_tokens(x: Tensor, group: GroupRef) -> Tensor:
     """Return `gathered`; the backward pass sums gradients over the group and keeps this rank's tokens'."""
-    return _conjugate(x, group, gathered, reduce_scattered)
+    tokens: Tensor = _GatherTokens.apply(x, group)
+    return tokens
 
 
-def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tokens(x: Tensor, group: GroupRef) -> Tensor:
     """Return `reduce_scattered`; the backward pass gathers the gradients of all tokens."""
-    return _conjugate(x, group, reduce_scattered, gathered)
+    tokens: Tensor = _ReduceScatterTokens.apply(x, group)
+    return tokens
 
 
-def copy_to_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_group(x: Tensor, group: GroupRef) -> Tensor:
     """Return `x`; the backward pass sums its gradient over the group."""
-    return _conjugate(x, group, _same, all_reduced)
+    same: Tensor = _CopyToGroup.apply(x, group)
+    return same
 
 
-def reduce_from_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_group(x: Tensor, group: GroupRef) -> Tensor:
     """Return the sum of `x` over the group; the backward pass takes the gradient as it is."""
-    return _conjugate(x, group, all_reduced, _same)
+    total: Tensor = _ReduceFromGroup.apply(x, group)
+    return total

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from lightning_llm.model.attention import torch_attention
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.collectives import gather_tokens
+from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 
 
-def positions_of(place: int, ranks: int, length: int) -> Tensor:
-    """Return int64 [length / ranks], where in its sequence each token of rank `place` stands: its two chunks."""
-    chunks = torch.arange(length).view(2 * ranks, -1)
+def positions_of(place: int, ranks: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Return int64 [length / ranks], where in its sequence each token of rank `place` stands: its two chunks.
+
+    Made on `device` (null: the CPU), so that no step waits for a copy of it.
+    """
+    chunks = torch.arange(length, device=device).view(2 * ranks, -1)
     return torch.cat([chunks[place], chunks[2 * ranks - 1 - place]])
 
 
@@ -41,7 +44,7 @@ class SequenceCut:
         """
         if self.ranks == 1:
             return tokens, labels, None, document_ids
-        positions = positions_of(self.place, self.ranks, tokens.shape[1]).to(tokens.device)
+        positions = positions_of(self.place, self.ranks, tokens.shape[1], tokens.device)
         return tokens[:, positions], labels[:, positions], positions, document_ids
 
 
@@ -52,9 +55,10 @@ def share_sequences(model: Decoder, layout: Layout) -> None:
         return
     replaced: Any = model
     replaced.attention_mask = partial(context_mask, ranks=group.size())
+    attend = ContextAttention(group)
     for block in model.layers.values():
         attention: Any = block.attention
-        attention.attend = partial(context_attention, group=group)
+        attention.attend = attend
 
 
 def context_mask(positions: Tensor, document_ids: Tensor | None, ranks: int) -> Tensor:
@@ -63,15 +67,24 @@ def context_mask(positions: Tensor, document_ids: Tensor | None, ranks: int) -> 
     `document_ids` is `[B, T]`, in the order of the sequence.
     """
     length = ranks * positions.shape[-1]
-    keys = torch.cat([positions_of(place, ranks, length) for place in range(ranks)]).to(positions.device)  # [T]
+    keys = torch.cat([positions_of(place, ranks, length, positions.device) for place in range(ranks)])  # [T]
     mask = (keys[None, :] <= positions[:, None])[None]  # [1, T / R, T]
     if document_ids is not None:
         mask = mask & (document_ids[:, positions, None] == document_ids[:, None, keys])  # [B, T / R, T]
     return mask[:, None]
 
 
-def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` over the keys of all ranks; `mask` is `context_mask`."""
-    both = gather_tokens(torch.cat([k, v], dim=-1), group)  # [B, T, G, 2K]
-    keys, values = both.chunk(2, dim=-1)
-    return torch_attention(q, keys, values, mask)
+class ContextAttention:
+    """Attention of a rank's tokens over the keys of all ranks of a group; one object for all blocks, and one graph."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = GroupRef.of(group)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` of `q`; `mask` is `context_mask`.
+
+        `k` and `v` `[B, T / R, G, K]` are gathered.
+        """
+        both = gather_tokens(torch.cat([k, v], dim=-1), self.group)  # [B, T, G, 2K]
+        keys, values = both.chunk(2, dim=-1)
+        return torch_attention(q, keys, values, mask)

@@ -5,8 +5,9 @@ from typing import Any
 
 from lightning_llm.parallel.degrees import AXES, Degrees, bitwise_problem, resolve_degrees
 from lightning_llm.parallel.memory import heaviest_place, memory_bytes
+from lightning_llm.parallel.nodes import nodes_are_assumed, ranks_per_node, with_reduction
 from lightning_llm.parallel.stages import bubble_fraction, split_layers
-from lightning_llm.parallel.traffic import bytes_sent
+from lightning_llm.parallel.traffic import bytes_sent, traffic_bytes
 from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.schema import Config
 
@@ -23,6 +24,7 @@ def layout_facts(config: Config) -> dict[str, Any]:
     `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
     Raises ConfigError where the degrees do not multiply to the world.
     """
+    config = with_reduction(config)
     parallel, world = config.parallel, config.world or config.trainer.devices
     degrees = resolve_degrees(parallel, world)
     micro_batches = micro_batches_per_rank(config, degrees)
@@ -33,6 +35,8 @@ def layout_facts(config: Config) -> dict[str, Any]:
         **asdict(degrees),
         "zero_stage": parallel.zero_stage,
         "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
+        "ranks_per_node": ranks_per_node(config),
+        "ranks_per_node_assumed": nodes_are_assumed(config),
         "reduction": parallel.reduction,
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
@@ -46,8 +50,13 @@ def layout_facts(config: Config) -> dict[str, Any]:
 
 
 def cost_facts(config: Config) -> dict[str, dict[str, int]]:
-    """Return `memory_bytes` and `bytes_sent` of a rank."""
-    return {"memory_bytes": memory_bytes(config), "bytes_sent": bytes_sent(config)}
+    """Return `memory_bytes`, `bytes_sent` and `traffic_bytes` of a rank."""
+    config = with_reduction(config)
+    return {
+        "memory_bytes": memory_bytes(config),
+        "bytes_sent": bytes_sent(config),
+        "traffic_bytes": traffic_bytes(config),
+    }
 
 
 def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
@@ -149,3 +158,12 @@ def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, st
     """Return bytes by kind as lines, their sum first; kinds without any are left out."""
     parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
     return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]
+
+
+def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
+    """Return where what is sent goes, of `plan_facts`, as a line."""
+    traffic, layout = facts["traffic_bytes"], facts["layout"]
+    per_node, assumed = layout["ranks_per_node"], layout["ranks_per_node_assumed"]
+    why = ", assumed; trainer.devices says how many" if assumed else ""
+    text = f"{traffic['within_nodes'] / 1e9:.3f} GB within, {traffic['between_nodes'] / 1e9:.3f} GB between machines"
+    return "  to ranks", f"{text} (of {per_node} rank{'s' if per_node > 1 else ''}{why})"

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.torch_private import side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
 
 
@@ -32,7 +32,7 @@ def shard_decoder(
         mesh = layout.mesh[("dp_replicate", "dp_shard") if replicas else ("dp_shard",)]
     else:  # an axis made of two cannot be sliced together with another
         shared = layout.shared_mesh
-        mesh = DeviceMesh._concatenate([layout.mesh["dp_replicate"], shared]) if replicas else shared
+        mesh = side_by_side(layout.mesh["dp_replicate"], shared) if replicas else shared
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3

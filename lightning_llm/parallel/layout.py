@@ -1,18 +1,17 @@
 """One rank's place in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
+import functools
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
-from lightning_llm.parallel.tree import all_gather
-from lightning_llm.parallel.units import uses_fsdp
+from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
+from lightning_llm.parallel.units import sums_in_tree, uses_fsdp
 from lightning_llm.schema import ParallelConfig
 
 
@@ -38,11 +37,11 @@ class Layout:
         shape = tuple(getattr(degrees, axis) for axis in axes)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
-            mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        shared = mesh["dp_shard", "cp"]._flatten("fsdp") if degrees.cp > 1 else None
+            flattened(mesh, ("dp_replicate", "dp_shard"), "dp")
+        shared = flattened(mesh, ("dp_shard", "cp"), "fsdp") if degrees.cp > 1 else None
         layout = cls(config, degrees, dist.get_rank(), mesh, shared)
         for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
-            _set_pg_timeout(timedelta(seconds=config.timeout_seconds), group)
+            set_timeout(group, config.timeout_seconds)
         return layout
 
     @property
@@ -63,7 +62,7 @@ class Layout:
     @property
     def tree(self) -> bool:
         """Whether gradients are summed in the order of the tree."""
-        return self.config.reduction == "tree"
+        return sums_in_tree(self.config)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group of `axis`, None where it is one rank.
@@ -103,14 +102,8 @@ class Layout:
             return values
         gathered = values.new_empty(self.degrees.dp * len(values))
         all_gather(gathered, values.contiguous(), group=group)
-        mine = next(ranks for ranks in self.degrees.groups("dp_replicate", "dp_shard") if self.rank in ranks)
-        order = [
-            index
-            for rank in mine
-            for index in micro_batches_of(self.degrees, self.config.zero_stage, rank, len(values))
-        ]
         ordered = torch.empty_like(gathered)
-        ordered[torch.tensor(order, device=values.device)] = gathered
+        ordered[_gathered_order(self.degrees, self.config.zero_stage, len(values), values.device)] = gathered
         return ordered
 
     def gather_over_stages(self, value: Any) -> list[Any]:
@@ -129,3 +122,15 @@ class Layout:
             if group is not None:
                 dist.all_reduce(tensor, op=op, group=group)
         return tensor
+
+
+@functools.cache
+def _gathered_order(degrees: Degrees, zero_stage: int, count: int, device: torch.device) -> Tensor:
+    """Return int64 [dp * count]: the global index of each micro-batch, of one rank after the other.
+
+    `degrees.dp` ranks that differ in nothing but their data lie in the order of their numbers, and compute the same
+    micro-batches wherever else they are.
+    """
+    ranks = [number * degrees.cp * degrees.tp for number in range(degrees.dp)]
+    order = [index for rank in ranks for index in micro_batches_of(degrees, zero_stage, rank, count)]
+    return torch.tensor(order, device=device)

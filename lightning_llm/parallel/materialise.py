@@ -2,10 +2,10 @@
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import CHUNK_ELEMENTS, parameter_slice
+from lightning_llm.parallel.torch_private import shard_offset
 
 
 @torch.no_grad()
@@ -25,5 +25,5 @@ def materialise(model: Decoder, seed: int, device: torch.device) -> None:
 
 def _shard(parameter: DTensor) -> tuple[tuple[int, int], torch.Tensor]:
     """Return the first row and column, in the whole tensor, of this rank's shard, and the shard."""
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    offset = shard_offset(parameter)
     return (offset[0], offset[1] if len(offset) > 1 else 0), parameter.to_local()

@@ -9,6 +9,7 @@ from lightning_llm.parallel.units import (
     micro_batches_per_rank,
     reduces_once,
     shard_ranks,
+    sums_in_tree,
     units_of,
     uses_fsdp,
 )
@@ -54,7 +55,7 @@ def _bytes_at(config: Config, degrees: Degrees, place: int) -> dict[str, int]:
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     state = state_bytes(units.shard(ranks), config.precision)
     turns, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
-    buffers = tree_buffers(turns) if config.parallel.reduction == "tree" else 0
+    buffers = tree_buffers(turns) if sums_in_tree(config.parallel) else 0
     chunks = chunks_in_flight(config.parallel, degrees.pp, place, turns)
     return {
         "parameters": state.parameters,
@@ -191,7 +192,7 @@ def _communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     largest = 0
     if uses_fsdp(config.parallel, degrees):
         largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
-    if degrees.dp_replicate > 1 and config.parallel.reduction == "tree":
+    if degrees.dp_replicate > 1 and sums_in_tree(config.parallel):
         tensors = [-(-rows // ranks) * width for unit in units.each() for rows, width in unit.shapes]
         bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
         largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received

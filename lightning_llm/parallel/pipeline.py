@@ -18,6 +18,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.stages import INTERLEAVED, parts_of
+from lightning_llm.parallel.torch_private import check_overridden
 from lightning_llm.parallel.whole_logits import whole_vocabulary, window
 from lightning_llm.schema import DataConfig
 
@@ -112,6 +113,8 @@ class Pipeline:
         self, syncs: list[GradientSync], layout: Layout, data: DataConfig, micro_batches: int, device: torch.device
     ):
         """`syncs`: one for each stage of this rank. Collective."""
+        for method in ("forward_one_chunk", "backward_one_chunk"):
+            check_overridden(TrainStage, method)
         pp, place = layout.degrees.pp, layout.place.pp
         self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
         self.stages = [TrainStage(sync, place + turn * pp, layout, data, device) for turn, sync in enumerate(syncs)]

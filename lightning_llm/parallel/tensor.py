@@ -10,11 +10,10 @@ only those: their gradients are partial sums, which `gradient_sync` adds over th
 `finalize_model_grads`).
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.collectives import copy_to_group, gather_tokens, reduce_from_group, reduce_scatter_tokens
+from lightning_llm.parallel.collectives import (
+    GroupRef,
+    copy_to_group,
+    gather_tokens,
+    reduce_from_group,
+    reduce_scatter_tokens,
+)
 from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.layout import Layout
 
@@ -45,16 +50,11 @@ def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
             axis = None if (key, role) == ("bias", "row") else CUT_AXES[role]["w"]
             cut = cut_parameter(parameter, layout.mesh["tp"], axis)
             module.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        replaced: Any = module
-        replaced.forward = _forward_of(model, name, module, role, edge)
-    if model.embedding is not None:
-        tied: Any = model.embedding
-        tied.project = partial(_vocabulary_project, tied, edge)
+        _become(module, _kind_of(model, module, role), edge)
     for block in model.blocks.values():
         for part in block.children():
             if getattr(part, "roles", None):
-                entered: Any = part
-                entered.forward = partial(_part, part.forward, edge)
+                _become(part, _Part, edge)
 
 
 def cut_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:
@@ -80,7 +80,7 @@ class Edge:
     """The two sides of a cut part: what its input comes from, and what its output becomes."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool):
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence = GroupRef.of(group), sequence
 
     def enter(self, x: Tensor) -> Tensor:
         """Return all tokens `[B, T, D]`."""
@@ -94,65 +94,99 @@ class Edge:
         """Return the positions `[..., T]` of the tokens that this rank holds between parts."""
         if not self.sequence:
             return positions
-        length = positions.shape[-1] // self.group.size()
-        return positions.narrow(-1, self.group.rank() * length, length)
+        length = positions.shape[-1] // self.group.size
+        return positions.narrow(-1, self.group.rank * length, length)
 
 
-def _forward_of(model: Decoder, name: str, module: nn.Module, role: str, edge: Edge) -> Callable[..., Tensor]:
+class _TensorParallel(nn.Module):
+    """A module's forward pass on its rank's part; the module's own class comes behind it (`_become`)."""
+
+    edge: Edge
+
+
+class _Part(_TensorParallel):
+    """Attention or feed-forward: its column-parallel linears take all tokens, gathered once for all of them."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return super().forward(self.edge.enter(x), *rest)
+
+
+class _Column(_TensorParallel):
+    multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, _local(self.weight), _local(self.bias))
+
+
+class _Head(_Column):
+    """Column-parallel, and no part of a block that has gathered for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.edge.enter(x))
+
+
+class _Row(_TensorParallel):
+    multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.edge.leave(self.multiply(x, _local(self.weight), None))
+        bias = _local(self.bias)
+        # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
+        return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
+
+
+class _Norm(_TensorParallel):
+    normalise: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalise(x, _local(self.weight), _local(getattr(self, "bias", None)))
+
+
+class _TokenEmbedding(_TensorParallel):
+    weight: DTensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """One rank has each token's row, the others add zeros: the sum is exact."""
+        rows = self.weight.to_local()
+        own = tokens - self.edge.group.rank * rows.shape[0]
+        elsewhere = (own < 0) | (own >= rows.shape[0])  # [B, T]
+        x = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)  # [B, T, D]
+        return self.edge.leave(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        x = self.edge.enter(x)
+        return F.linear(x, self.weight.to_local().to(x.dtype))
+
+
+class _PositionEmbedding(_TensorParallel):
+    weight: DTensor
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(self.edge.own(positions), self.weight.to_local())
+
+
+def _kind_of(model: Decoder, module: nn.Module, role: str) -> type[_TensorParallel]:
     if module is model.embedding:
-        return partial(_vocabulary_lookup, module, edge)
+        return _TokenEmbedding
     if module is model.position_embedding:
-        return partial(_position_lookup, module, edge)
-    if role == "replicate":
-        return partial(_norm, module)
-    if role == "row":
-        return partial(_row, module, edge)
-    return partial(_column, module, edge if role == "vocabulary" else None)
+        return _PositionEmbedding
+    return {"replicate": _Norm, "row": _Row, "column": _Column, "vocabulary": _Head}[role]
+
+
+def _become(module: nn.Module, kind: type[_TensorParallel], edge: Edge) -> None:
+    """Give `module` the forward pass of `kind` by its class, as FSDP2 does.
+
+    A forward of each module's own would be another function to the compiler: another graph for every block.
+    """
+    module.__class__ = _tensor_parallel(kind, type(module))
+    replaced: Any = module
+    replaced.edge = edge
+
+
+@functools.cache
+def _tensor_parallel(kind: type[_TensorParallel], own: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{kind.__name__.strip('_')}{own.__name__}", (kind, own), {})
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _part(forward: Callable[..., Tensor], edge: Edge, x: Tensor, *rest: Any) -> Tensor:
-    return forward(edge.enter(x), *rest)
-
-
-def _column(linear: Any, edge: Edge | None, x: Tensor) -> Tensor:
-    x = x if edge is None else edge.enter(x)  # the head is no part of a block that has gathered for it
-    y: Tensor = linear.multiply(x, _local(linear.weight), _local(linear.bias))
-    return y
-
-
-def _row(linear: Any, edge: Edge, x: Tensor) -> Tensor:
-    y = edge.leave(linear.multiply(x, _local(linear.weight), None))
-    bias = _local(linear.bias)
-    # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
-    return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
-
-
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    y: Tensor = norm.normalise(x, _local(norm.weight), _local(getattr(norm, "bias", None)))
-    return y
-
-
-def _vocabulary_lookup(embedding: Any, edge: Edge, tokens: Tensor) -> Tensor:
-    """One rank has each token's row, the others add zeros: the sum is exact."""
-    rows = _local(embedding.weight)
-    if rows is None:
-        raise ValueError("an embedding has a weight")
-    own = tokens - edge.group.rank() * rows.shape[0]
-    elsewhere = (own < 0) | (own >= rows.shape[0])  # [B, T]
-    x = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)  # [B, T, D]
-    return edge.leave(x)
-
-
-def _vocabulary_project(embedding: Any, edge: Edge, x: Tensor) -> Tensor:
-    x = edge.enter(x)
-    weight: Any = _local(embedding.weight)
-    return torch.nn.functional.linear(x, weight.to(x.dtype))
-
-
-def _position_lookup(embedding: Any, edge: Edge, positions: Tensor) -> Tensor:
-    rows: Any = _local(embedding.weight)
-    return F.embedding(edge.own(positions), rows)

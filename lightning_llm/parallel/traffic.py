@@ -1,11 +1,22 @@
 """Bytes that a rank sends in an optimizer step, by formula. Imports no torch."""
 
+from collections import Counter
+
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.degrees import Degrees, resolve_degrees
 from lightning_llm.parallel.memory import boundary_bytes, heaviest_place, recomputed_layers, tokens_of
+from lightning_llm.parallel.nodes import ranks_per_node, share_between_nodes
 from lightning_llm.parallel.stages import StagePart, parts_of, units_at
-from lightning_llm.parallel.units import Unit, micro_batches_per_rank, shard_ranks, uses_fsdp
+from lightning_llm.parallel.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
 from lightning_llm.schema import Config, ModelConfig
+
+SHARDS = "dp_shard cp"
+"""The axes over which FSDP2 shards."""
+
+Sent = Counter[tuple[str, str]]
+"""Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp")."""
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
 
 def bytes_sent(config: Config) -> dict[str, int]:
@@ -19,12 +30,32 @@ def bytes_sent(config: Config) -> dict[str, int]:
     beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
     Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
     """
+    by_kind = dict.fromkeys(KINDS, 0)
+    for (kind, _), size in _sent(config).items():
+        by_kind[kind] += size
+    return by_kind
+
+
+def traffic_bytes(config: Config) -> dict[str, int]:
+    """Return `bytes_sent` in all by where they go: `within_nodes` and `between_nodes`, a rank's mean.
+
+    Machines have `ranks_per_node`. A collective over R ranks of k machines goes round a ring that enters each machine
+    once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others.
+    """
+    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
+    between = 0
+    for (kind, axes), size in _sent(config).items():
+        between += int(size * share_between_nodes(degrees, axes.split(), kind, ranks_per_node(config)))
+    return {"within_nodes": sum(bytes_sent(config).values()) - between, "between_nodes": between}
+
+
+def _sent(config: Config) -> Sent:
     parallel, recipe = config.parallel, config.precision
     degrees = resolve_degrees(parallel, config.world or config.trainer.devices)
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
     parts = parts_of(config.model, parallel, degrees, heaviest_place(config, degrees))
     units, turns = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
-    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send"), 0)
+    sent: Sent = Counter()
 
     def gather(unit: Unit) -> int:
         width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
@@ -32,32 +63,32 @@ def bytes_sent(config: Config) -> dict[str, int]:
 
     if uses_fsdp(parallel, degrees):
         forward, blocks = sum(map(gather, units.each())), units.num_blocks * gather(units.block)
-        sent["all_gather"] = turns * (forward + blocks) if parallel.zero_stage == 3 else forward
+        sent["all_gather", SHARDS] = turns * (forward + blocks) if parallel.zero_stage == 3 else forward
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
-    scatter = "all_to_all" if parallel.reduction == "tree" else "reduce_scatter"
-    sent[scatter] += (turns if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
-    sent["send"] = turns * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
+    tree = sums_in_tree(parallel)
+    sent["all_to_all" if tree else "reduce_scatter", SHARDS] += (
+        (turns if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
+    )
+    sent["send", "pp"] = turns * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
     if degrees.pp > 1 and config.model.tie_embeddings and (parts[0].first or parts[-1].last):
         table = config.model.padded_vocab_size // degrees.tp * config.model.hidden_size
-        sent["send"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
+        sent["send", "pp"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
     once = shard * (replicas - 1) // replicas
-    if parallel.reduction == "native":
-        sent["all_reduce"] += 2 * once
+    if tree:
+        sent["all_to_all", "dp_replicate"] += once
+        sent["all_gather", "dp_replicate"] += once
     else:
-        sent["all_to_all"] += once
-        sent["all_gather"] += once
+        sent["all_reduce", "dp_replicate"] += 2 * once
     if degrees.tp > 1:
         _add_tensor_parallel(sent, config, degrees, parts, turns)
     if degrees.cp > 1:
         _add_context_parallel(sent, config, degrees, parts, turns)
         if not uses_fsdp(parallel, degrees):
-            sent["all_reduce"] += 2 * shard * (degrees.cp - 1) // degrees.cp
+            sent["all_reduce", "cp"] += 2 * shard * (degrees.cp - 1) // degrees.cp
     return sent
 
 
-def _add_tensor_parallel(
-    sent: dict[str, int], config: Config, degrees: Degrees, parts: list[StagePart], turns: int
-) -> None:
+def _add_tensor_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
     """Add what crosses a tensor-parallel group.
 
     Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
@@ -76,14 +107,14 @@ def _add_tensor_parallel(
     whole += model.max_sequence_length * hidden if first and model.position == "learned" else 0
     gradient = DTYPE_BYTES[recipe.main_grad_dtype] * whole // shard_ranks(config.parallel, degrees)
     if sequence:
-        sent["all_gather"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
-        sent["reduce_scatter"] += turns * ((4 * layers + again + last) * once + first * looked_up)
-        sent["all_reduce"] += 2 * gradient * (degrees.tp - 1) // degrees.tp
+        sent["all_gather", "tp"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
+        sent["reduce_scatter", "tp"] += turns * ((4 * layers + again + last) * once + first * looked_up)
+        sent["all_reduce", "tp"] += 2 * gradient * (degrees.tp - 1) // degrees.tp
     else:
-        sent["all_reduce"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
-        sent["broadcast"] += gradient * (degrees.tp - 1) // degrees.tp
+        sent["all_reduce", "tp"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        sent["broadcast", "tp"] += gradient * (degrees.tp - 1) // degrees.tp
     if last:
-        sent["all_reduce"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
+        sent["all_reduce", "tp"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
 
 
 def _norm_elements(model: ModelConfig) -> int:
@@ -95,12 +126,10 @@ def _replicated_elements(model: ModelConfig) -> int:
     return 2 * _norm_elements(model) + (2 * model.hidden_size if model.bias else 0)
 
 
-def _add_context_parallel(
-    sent: dict[str, int], config: Config, degrees: Degrees, parts: list[StagePart], turns: int
-) -> None:
+def _add_context_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
     """Add the keys and values of every layer, gathered forward (twice where recomputed), and their gradients back."""
     model, layers = config.model, sum(len(part.layers) for part in parts)
     keys = 2 * model.num_kv_heads * model.attention_head_dim // degrees.tp
     each = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * keys * (degrees.cp - 1)
-    sent["all_gather"] += turns * (layers + recomputed_layers(config, parts)) * each
-    sent["reduce_scatter"] += turns * layers * each
+    sent["all_gather", "cp"] += turns * (layers + recomputed_layers(config, parts)) * each
+    sent["reduce_scatter", "cp"] += turns * layers * each

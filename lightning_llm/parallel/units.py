@@ -77,9 +77,14 @@ def units_of(
     )
 
 
+def sums_in_tree(parallel: ParallelConfig) -> bool:
+    """Return whether gradients are summed in the order of the tree; `auto` is settled by `nodes.with_reduction`."""
+    return parallel.reduction != "native"
+
+
 def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
     """Return whether FSDP2 keeps the parameters: where anything is sharded, and wherever the library sums."""
-    return parallel.zero_stage > 0 or (parallel.reduction == "native" and degrees.dp > 1)
+    return parallel.zero_stage > 0 or (not sums_in_tree(parallel) and degrees.dp > 1)
 
 
 def shard_ranks(parallel: ParallelConfig, degrees: Degrees) -> int:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.collectives import gathered
+from lightning_llm.parallel.collectives import GroupRef, gathered
 from lightning_llm.parallel.context import SequenceCut, positions_of
 from lightning_llm.parallel.layout import Layout
 
@@ -25,7 +25,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
     group = layout.group("tp")
     if group is None:
         return logits
-    by_rank = gathered(logits.flatten(0, 1)[None], group)[0]  # [R B T, V / R]
+    by_rank = gathered(logits.flatten(0, 1)[None], GroupRef.of(group))[0]  # [R B T, V / R]
     return torch.cat(list(by_rank.unflatten(0, (group.size(), *logits.shape[:2]))), dim=-1)
 
 
@@ -53,4 +53,4 @@ class WholeLogits(nn.Module):
             return logits[:, position : position + 1]
         places = torch.stack([positions_of(place, ranks, length) for place in range(ranks)])  # [C, length / C]
         holder, index = (places == position).nonzero()[0].tolist()
-        return gathered(logits[:, index : index + 1], group)[:, holder : holder + 1]
+        return gathered(logits[:, index : index + 1], GroupRef.of(group))[:, holder : holder + 1]

@@ -26,8 +26,10 @@ class ParallelConfig(Group):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
     )
-    reduction: Literal["tree", "native"] = Field(
-        "tree", description="how gradients are summed: tree gives the same bits on any number of ranks"
+    reduction: Literal["auto", "tree", "native"] = Field(
+        "auto",
+        description="how gradients are summed: tree to the same bits on any number of ranks, native by the library; "
+        "auto: tree within a machine, native over several",
     )
     activation_checkpoint: Literal["none", "full", "selective"] = Field(
         "none", description="full: recompute blocks in the backward pass; selective: all but GEMMs and attention"
@@ -48,7 +50,9 @@ class TrainerConfig(Group):
         description="optimizer steps between validations; null: at the end only"
     )
     compile: bool = Field(False, description="what parallel.compile takes unless set itself")
-    deterministic: bool = Field(True, description="refuse kernels whose sums depend on timing")
+    deterministic: bool = Field(
+        False, description="refuse kernels whose sums depend on timing: a run on CUDA repeats bit for bit, more slowly"
+    )
     threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
 
 

@@ -10,6 +10,7 @@ from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
 from lightning_llm.checked_config import problems_beyond
 from lightning_llm.compose import read_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.nodes import with_reduction
 from lightning_llm.schema import Config
 from lightning_llm.schema.partial import gather
 from lightning_llm.schema.strict import Reading
@@ -78,7 +79,7 @@ def checked_jobs(
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     if problems:
         raise ConfigError(problems)
-    jobs = [(words, reading.checked()) for words, reading in read]
+    jobs = [(words, with_reduction(reading.checked())) for words, reading in read]
     typed = Typed(tuple(arguments.overrides), arguments.config_dir)
     return jobs, typed_value(arguments.overrides, "run.name"), typed
 

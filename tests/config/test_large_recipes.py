@@ -15,7 +15,7 @@ GPU_BYTES = 80e9
 PUBLISHED = {
     "llama3_8b_fsdp2": ((1, 1, 64, 1), 8.03, 1, 64 * 8192),
     "llama3_70b_2d": ((1, 1, 8, 8), 70.55, 1, 64 * 8192),
-    "llama3_405b_3d": ((8, 1, 8, 8), 405.85, 32, 256 * 8192),
+    "llama3_405b_3d": ((8, 1, 8, 8), 405.85, 8, 256 * 8192),
     "megatron_gpt3_175b": ((16, 8, 1, 8), 174.6, 192, 1536 * 2048),
 }
 
@@ -45,7 +45,7 @@ SETTINGS = {
         {"optim": {"learning_rate": 8e-5}, "schedule": {"warmup_steps": 600}, "trainer": {"max_steps": 3000}},
         {"precision": {"name": "fp8_current", "compute_dtype": "bf16", "master_dtype": "fp32"}},
         {"parallel": {"activation_checkpoint": "full", "schedule": "interleaved_1f1b", "virtual_stages": 2}},
-        {"data": {"micro_batch_size": 1}},
+        {"data": {"micro_batch_size": 4}},
     ],
     "megatron_gpt3_175b": [
         {"optim": {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "gradient_clip_norm": 1}},
@@ -87,7 +87,18 @@ def test_llama_405b_has_the_stages_and_the_bubble_of_its_schedule():
     counts = [last - first + 1 for first, last in (stage["layers"] for stage in pipeline["stages"])]
     assert counts == [7, *[8] * 14, 7]
     assert all(one["layers"][1] + 1 == other["layers"][0] for one, other in pairwise(pipeline["stages"]))
-    assert pipeline["bubble_fraction"] == 7 / (2 * 32 + 7)
+    assert pipeline["bubble_fraction"] == 7 / (2 * 8 + 7)
+
+
+def test_the_bubbles_of_llama_405b_give_the_published_ratio_of_its_schedules():
+    """128 against 100 tokens per second and GPU (torchtitan's table 5): as the parts of a step that ranks compute."""
+
+    def busy(*words):
+        config = compose_config(["recipe=llama3_405b_3d", *words])
+        return 1 - plan_facts(config)["layout"]["pipeline"]["bubble_fraction"]
+
+    other = ["parallel.schedule=1f1b", "parallel.virtual_stages=1"]
+    assert busy() / busy(*other) == pytest.approx(128 / 100, rel=0.02)
 
 
 def test_a_published_run_on_too_few_ranks_says_the_arithmetic():

@@ -38,8 +38,11 @@ def composed(layout: str, precision: str) -> Config:
 def config_of(
     layout: str, precision: str = "bf16", world: int = RANKS, micro_batches: int = 1, **keys: object
 ) -> Config:
-    """Return a config of so many micro-batches of one sequence per data-parallel rank; `keys` are of `parallel`."""
-    config = composed(layout, precision)
+    """Return a config of so many micro-batches of one sequence per data-parallel rank; `keys` are of `parallel`.
+
+    Sums are the tree's unless `keys` say otherwise.
+    """
+    config, keys = composed(layout, precision), {"reduction": "tree", **keys}
     batch = {"micro_batch_size": 1, "global_batch_size": world * micro_batches}
     parts = {"data": config.data.model_copy(update=batch), "parallel": config.parallel.model_copy(update=keys)}
     return config.model_copy(update={"world": world, **parts})

@@ -38,6 +38,7 @@ KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
+FUNCTIONAL = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
 class Sent(TorchDispatchMode):
@@ -49,17 +50,26 @@ class Sent(TorchDispatchMode):
         self.largest_reduced = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.name()
-        if name.startswith("c10d::") and name != "c10d::recv_":
-            large = max((t.nbytes for t in _tensors(args)), default=0)
-            if large > 64:  # the step's counts and flags are no gradients or weights
-                kind = KINDS[name.removeprefix("c10d::").removesuffix("_")]
-                ranks = next(_group(each) for each in args if isinstance(each, torch.ScriptObject)).size()
-                ring = large * (ranks - 1) // ranks * (2 if kind == "all_reduce" else 1)
-                self.bytes[kind] += large if kind == "send" else ring
-                if kind != "all_gather":
-                    self.largest_reduced = max(self.largest_reduced, large)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        library, name = function.name().split(".")[0].split("::")
+        if library == "c10d" and name != "recv_":
+            self._count(KINDS[name.removesuffix("_")], args, next(map(_group, _objects(args))))
+        elif library == "_c10d_functional" and name != "wait_tensor":
+            group = torch.distributed.distributed_c10d._resolve_process_group(args[-1])
+            self._count(FUNCTIONAL.get(name, name), [*args, result], group)
+        return result
+
+    def _count(self, kind: str, tensors: Any, group: dist.ProcessGroup) -> None:
+        large, ranks = max((t.nbytes for t in _tensors(tensors)), default=0), group.size()
+        if large <= 64:  # the step's counts and flags are no gradients or weights
+            return
+        self.bytes[kind] += large if kind == "send" else large * (ranks - 1) // ranks * (1 + (kind == "all_reduce"))
+        if kind != "all_gather":
+            self.largest_reduced = max(self.largest_reduced, large)
+
+
+def _objects(args: Any) -> Any:
+    return (each for each in args if isinstance(each, torch.ScriptObject))
 
 
 def _group(script_object: Any) -> dist.ProcessGroup:

@@ -11,9 +11,9 @@ from lightning_llm.model.attention import document_mask, dot_product_attention
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.context import SequenceCut, context_attention, context_mask, positions_of
+from lightning_llm.parallel.context import ContextAttention, SequenceCut, context_mask, positions_of
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tensor import Edge, _row
+from lightning_llm.parallel.tensor import Edge, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.schema import ParallelConfig
 
@@ -66,7 +66,7 @@ def attention_differences(documents: bool) -> dict[str, float]:
     assert torch.equal(labels, cut)
     own = {name: tensor.detach()[:, positions].clone().requires_grad_() for name, tensor in whole.items()}
     own_mask = context_mask(positions, cut_ids, 2)
-    found = context_attention(own["q"], own["k"], own["v"], own_mask, layout.group("cp"))
+    found = ContextAttention(layout.group("cp"))(own["q"], own["k"], own["v"], own_mask)
     (found * weight[:, positions]).sum().backward()
     leave_groups(layout)
     gradients = {name: largest(own[name].grad - whole[name].grad[:, positions]) for name in own}
@@ -80,7 +80,8 @@ def bias_gradient_is_the_sum(dtype: torch.dtype) -> bool:
     linear = Linear(ELEMENTS, ELEMENTS)
     x = torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).to(dtype)
     dy = (400 * torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).abs()).to(dtype)
-    _row(linear, Edge(layout.group("tp"), sequence=False), x).backward(dy)
+    _become(linear, _Row, Edge(layout.group("tp"), sequence=False))
+    linear(x).backward(dy)
     leave_groups(layout)
     return torch.equal(linear.bias.grad, dy.float().sum((0, 1)).to(dtype).float())
 

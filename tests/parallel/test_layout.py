@@ -1,8 +1,11 @@
-"""The groups of a rank's place in the mesh. 5 seconds."""
+"""The groups of a rank's place in the mesh, and what a step asks of it. 5 seconds."""
 
+import pytest
 import torch
 from traced_run import leave_groups
 
+from lightning_llm.parallel import layout as layout_module
+from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.schema import ParallelConfig
 
@@ -20,3 +23,38 @@ def test_every_group_waits_as_long_as_the_config_says(ranks):
     """Those of the axes and those of two axes together; of themselves they would wait half an hour."""
     keys = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "zero_stage": 3}
     assert ranks(8).call(seconds_to_wait, ParallelConfig(name="test", timeout_seconds=7, **keys)) == [7.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero_stage"),
+    [
+        (Degrees(dp_shard=1024), 3),
+        (Degrees(dp_replicate=16, dp_shard=32, tp=2), 2),
+        (Degrees(pp=2, dp_replicate=4, dp_shard=16, cp=2, tp=4), 3),
+        (Degrees(pp=2, dp_replicate=512), 0),
+        (Degrees(dp_replicate=2, dp_shard=512), 1),
+    ],
+)
+def test_micro_batches_are_ordered_without_asking_every_rank_again(degrees, zero_stage, monkeypatch):
+    """Each step gathers the losses of all micro-batches: what depends on the world's size is worked out once."""
+    count, asked = 3, []
+    keys = {axis: getattr(degrees, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+    config, rank = ParallelConfig(name="big", zero_stage=zero_stage, **keys), degrees.world - 5
+    dealt = layout_module.micro_batches_of
+    (mine,) = (ranks for ranks in degrees.groups("dp_replicate", "dp_shard") if rank in ranks)
+    indices = torch.tensor([float(index) for each in mine for index in dealt(degrees, zero_stage, each, count)])
+
+    def counted(*arguments):
+        asked.append(arguments)
+        return dealt(*arguments)
+
+    monkeypatch.setattr(layout_module, "micro_batches_of", counted)
+    monkeypatch.setattr(Degrees, "groups", lambda *_: pytest.fail("the world was looked through"))
+    monkeypatch.setattr(Layout, "group", lambda *_: object())
+    monkeypatch.setattr(layout_module, "all_gather", lambda out, values, group: out.copy_(indices))
+    layout = Layout(config, degrees, rank)
+    first = layout.gather_micro_batches(torch.zeros(count))
+    asked.clear()
+    assert torch.equal(layout.gather_micro_batches(torch.zeros(count)), first)
+    assert torch.equal(first, torch.arange(degrees.dp * count, dtype=torch.float32))
+    assert asked == []

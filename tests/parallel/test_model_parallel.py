@@ -206,7 +206,7 @@ def test_recipes_as_shipped_train_as_one_rank_does(layout, model, precision, run
     ],
 )
 def test_compiled_blocks_train_as_one_rank_does(layout, world, checkpointing, run, alone):
-    """Graphs end where something crosses the group; one rank is not compiled."""
+    """Collectives are part of the graphs; one rank is not compiled."""
     shape = ["model.num_layers=1", *(["data.global_batch_size=8"] if world == 8 else [])]
     how = ["parallel.compile=true", f"parallel.activation_checkpoint={checkpointing}"]
     ours = run(world, f"parallel={layout}", f"trainer.devices={world}", *how, *shape)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_llm.__main__ import main
 
@@ -48,6 +49,20 @@ def test_micro_batch_size_changes_only_the_order_of_sums(whole, tmp_path, small_
         assert ours[:2] == theirs[:2]
         if ours[2] is not None:
             assert ours[2] == pytest.approx(theirs[2], rel=2e-6)
+
+
+def test_asked_to_be_deterministic_a_run_has_the_same_bits_and_fills_no_buffers(whole, tmp_path, small_run):
+    assert not torch.are_deterministic_algorithms_enabled()  # unless asked for
+    try:
+        assert main(["train", *small_run(tmp_path, "trainer.deterministic=true")]) == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            torch.empty(64)
+        assert "aten::fill_" not in {event.key for event in seen.key_averages()}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert curve(tmp_path / "run") == curve(whole)
 
 
 @pytest.mark.parametrize("change", ["parallel.activation_checkpoint=full", "trainer.validate_every_steps=null"])

@@ -1,0 +1,87 @@
+"""What layouts take from torch beyond its documented interface, all of it here, and what is said where it is gone.
+
+The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and on GPUs with 2.11.
+"""
+
+from datetime import timedelta
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, _utils
+
+from lightning_llm.errors import ConfigError, Problem
+
+TESTED = ">=2.11,<2.14"
+
+
+def private(owner: Any, *names: str) -> Any:
+    """Return the attribute of `owner` that goes by the first of `names` it has: names of one thing, newest first.
+
+    Raises:
+        ConfigError: it has none, with the range of torch that is tested.
+    """
+    for name in names:
+        found = getattr(owner, name, None)
+        if found is not None:
+            return found
+    raise _untested(f"has no {_name(owner)}.{' or '.join(names)}")
+
+
+def check_overridden(own: type, method: str) -> None:
+    """Return quietly if torch's base class of `own` has `method` with the parameters of the one that takes its place.
+
+    Otherwise torch would call another, and what `own` does in it would be left out without a word.
+
+    Raises:
+        ConfigError: with the range of torch that is tested.
+    """
+    ours, theirs = (list(signature(private(each, method)).parameters) for each in (own, own.__mro__[1]))
+    if ours != theirs:
+        raise _untested(f"has {_name(own.__mro__[1])}.{method}({', '.join(theirs)}), not ({', '.join(ours)})")
+
+
+def _untested(what: str) -> ConfigError:
+    text = f"{torch.__version__} {what}, which layouts need. Install torch{TESTED}, the versions this is tested with."
+    return ConfigError(Problem("torch", text))
+
+
+def _name(owner: Any) -> str:
+    return str(getattr(owner, "__name__", owner))
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Have collectives of `group` give up after `seconds`."""
+    private(distributed_c10d, "_set_pg_timeout")(timedelta(seconds=seconds), group)
+
+
+def flattened(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Return one axis `name` of all ranks of `axes` of `mesh`, with a process group of its own. Collective."""
+    made: DeviceMesh = private(DeviceMesh, "_flatten")(mesh[axes], name)
+    return made
+
+
+def side_by_side(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of both axes, of which `inner` may be one that `flattened` made: those cannot be sliced."""
+    made: DeviceMesh = private(DeviceMesh, "_concatenate")([outer, inner])
+    return made
+
+
+def shard_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Return where in the whole tensor this rank's shard begins, on each axis."""
+    where = private(_utils, "compute_local_shape_and_global_offset")
+    offset: tuple[int, ...] = where(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return offset
+
+
+def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `output` [R n, ...] with `tensor` [n, ...] of every rank, in their order; renamed in torch 2.13."""
+    private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group)
+
+
+def functional(name: str) -> Any:
+    """Return the functional collective `name`, an operator that a compiler takes into its graph."""
+    return private(torch.ops._c10d_functional, name)

@@ -1,0 +1,113 @@
+"""Where what is sent goes, within machines and between them, against a count of every transfer; what follows for
+`parallel.reduction`."""
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
+from lightning_llm.config_file import write_config
+from lightning_llm.parallel.degrees import Degrees
+from lightning_llm.parallel.nodes import reduction_note, share_between_nodes, with_reduction
+from lightning_llm.parallel.traffic import bytes_sent, traffic_bytes
+
+PSI = 8_030_261_248  # llama_8b's parameters
+ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=128", "data.global_batch_size=128"]
+
+
+def transfers(ranks: list[int], kind: str, size: float) -> Counter[tuple[int, int]]:
+    """Return the bytes on each link of a collective whose ranks send `size` bytes each, transfer by transfer."""
+    links: Counter[tuple[int, int]] = Counter()
+    if kind == "all_to_all":
+        for one, other in itertools.permutations(ranks, 2):
+            links[one, other] += size / (len(ranks) - 1)
+        return links
+    for _ in range(len(ranks) - 1):  # of a reduce-scatter or all-gather: R - 1 chunks go to the next rank
+        for place, rank in enumerate(ranks):
+            links[rank, ranks[(place + 1) % len(ranks)]] += size / (len(ranks) - 1)
+    return links
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("axes", [["dp_shard"], ["dp_shard", "cp"], ["dp_replicate"], ["tp"], ["pp"]])
+@pytest.mark.parametrize("per_node", [1, 4, 8, 64])
+def test_the_share_between_machines_is_that_of_every_transfer(kind, axes, per_node):
+    degrees = Degrees(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2)
+    links: Counter[tuple[int, int]] = Counter()
+    for ranks in degrees.groups(*axes):
+        links += transfers(ranks, kind, 1.0)
+    between = sum(size for (one, other), size in links.items() if one // per_node != other // per_node)
+    assert share_between_nodes(degrees, axes, kind, per_node) == pytest.approx(between / sum(links.values()))
+
+
+def test_stages_send_between_machines_where_they_lie_on_two():
+    degrees = Degrees(pp=4, tp=4)
+    assert share_between_nodes(degrees, ["pp"], "send", 8) == 1 / 3  # stages 0 and 1 on one machine, 2 and 3 on another
+    assert share_between_nodes(degrees, ["pp"], "send", 4) == 1
+    assert share_between_nodes(degrees, ["pp"], "send", 16) == 0
+
+
+def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
+    """Of fp32 gradients of S bytes over R ranks, a machine of 8 sends 8 S (R - 8) / R by all-to-all, S (R - 1) / R by
+    a ring (docs/parallel.md's figures)."""
+
+    def of_gradients(reduction):
+        config = compose_config([*ZERO3, f"parallel.reduction={reduction}"])
+        gathers = bytes_sent(config)["all_gather"] / 8  # of rings: one of 8 ranks sends to another machine
+        return 8 * (traffic_bytes(config)["between_nodes"] - gathers)
+
+    gradients = 4 * PSI
+    assert of_gradients("tree") == pytest.approx(8 * gradients * (128 - 8) / 128, rel=1e-6)
+    assert of_gradients("native") == pytest.approx(gradients * 127 / 128, rel=1e-6)
+    assert (round(of_gradients("tree") / 1e9), round(of_gradients("native") / 1e9)) == (241, 32)
+
+
+@pytest.mark.parametrize(
+    ("words", "chosen"),
+    [
+        (["world=128"], "native"),
+        (["world=8"], "tree"),
+        (["world=16", "trainer.devices=16"], "tree"),
+        (["world=16", "trainer.devices=4"], "native"),
+        (["world=128", "parallel.reduction=tree"], "tree"),
+        (["world=8", "parallel.reduction=native"], "native"),
+        (["parallel=tp", "world=8", "trainer.devices=4"], "tree"),  # no gradient is summed over machines
+        (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage lies on one
+        (["parallel=fsdp_pp", "world=32", "trainer.devices=8"], "native"),
+        (["world=100", "parallel.tp=8"], "tree"),  # which fits no layout, as is said elsewhere
+    ],
+)
+def test_sums_are_the_librarys_where_they_cross_machines_and_nobody_asked_for_bits(words, chosen):
+    config = compose_config([*ZERO3, "data.global_batch_size=1024", *words])
+    assert with_reduction(config).parallel.reduction == chosen
+
+
+def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
+    assert main(["plan", *ZERO3]) == 0
+    out = capsys.readouterr().out
+    assert "native reduction" in out
+    assert "over 16 machines of 8 ranks (assumed) (parallel.reduction=native)" in out.replace("by the library ", "")
+    assert main(["plan", *ZERO3, "parallel.reduction=tree", "trainer.devices=8"]) == 0
+    out = capsys.readouterr().out
+    assert "sends 7.56 times as much of them between machines" in out
+    assert "(of 8 ranks)" in out
+    assert main(["plan", "--json", *ZERO3]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sum(facts["traffic_bytes"].values()) == sum(facts["bytes_sent"].values())
+    assert facts["layout"]["ranks_per_node_assumed"] is True
+
+
+def test_nothing_is_said_of_machines_that_gradients_do_not_cross():
+    for words in (["world=8"], ["parallel=single", "world=1"], ["parallel=tp", "world=8"]):
+        config = with_reduction(compose_config([*ZERO3, "data.global_batch_size=1024", *words]))
+        assert reduction_note(config) is None
+
+
+def test_a_runs_config_holds_the_reduction_that_it_took(tmp_path):
+    """So that its file repeats the run, and a plan has the identity of the run."""
+    config = with_reduction(compose_config([*ZERO3, "trainer.devices=8"]))
+    write_config(config, tmp_path / "config.yaml")
+    assert "reduction: native" in (tmp_path / "config.yaml").read_text()

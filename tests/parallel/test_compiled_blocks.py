@@ -1,0 +1,76 @@
+"""Blocks compile to one graph per kind, however many there are and whatever axis of the mesh cuts them. 10 seconds.
+
+What the graphs compute is compared in test_model_parallel.py (test_compiled_blocks_train_as_one_rank_does).
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
+from traced_run import leave_groups
+
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.apply import apply_parallel
+from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.schema import ModelConfig, ParallelConfig, PrecisionConfig
+
+LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
+LLAMA: dict[str, Any] = {}
+GPT = {"norm": "layernorm", "bias": True, "position": "learned", "activation": "gelu", "tie_embeddings": True}
+
+
+def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str, int]:
+    """Return how many `graphs` and `breaks` 12 blocks make in a forward and backward pass, and how often one `ran`."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
+    config = ModelConfig(name="tiny", num_layers=LAYERS, max_sequence_length=TOKENS, **sizes, **shape)
+    layout, device = Layout.of(parallel, torch.device("cpu")), torch.device("cpu")
+    with torch.device("meta"):
+        model = Decoder(config, torch.bfloat16)
+    graphs, runs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        run = lookup_backend("aot_eager")(graph, inputs)
+
+        def counted(*arguments: Any) -> Any:
+            runs.append(len(graphs))
+            return run(*arguments)
+
+        return counted
+
+    torch._dynamo.reset()
+    counters.clear()
+    compile_module = nn.Module.compile
+    with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
+        (sync,) = apply_parallel(model, layout, PrecisionConfig(name="bf16", compute_dtype="bf16"), 0, TOKENS, device)
+    tokens = torch.arange(TOKENS)[None]
+    own, _, positions, _ = SequenceCut(layout)(tokens, tokens, None)
+    model(own, positions).float().sum().backward()
+    sync.finish()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    leave_groups(layout)
+    return {"graphs": len(graphs), "breaks": sum(counters["graph_break"].values()), "ran": len(runs)}
+
+
+CASES = [
+    (2, {"tp": 2}, LLAMA, 1),
+    (2, {"tp": 2, "sequence_parallel": False}, GPT, 1),
+    (2, {"tp": 2, "activation_checkpoint": "full"}, LLAMA, 1),
+    (2, {"tp": 2, "activation_checkpoint": "selective", "activation_checkpoint_every": 2}, LLAMA, 2),
+    (2, {"cp": 2}, LLAMA, 1),
+    (2, {"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"}, LLAMA, 1),
+    pytest.param(4, {"dp_shard": 2, "tp": 2, "zero_stage": 3}, LLAMA, 1, marks=pytest.mark.full),
+    pytest.param(4, {"cp": 2, "tp": 2}, GPT, 1, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("world", "keys", "shape", "kinds"), CASES)
+def test_blocks_share_one_graph_per_kind(world, keys, shape, kinds, ranks):
+    parallel = ParallelConfig(name="compiled", compile=True, **keys)
+    found = ranks(world).call(compiled_blocks, parallel, shape)
+    assert found == {"graphs": kinds, "breaks": 0, "ran": LAYERS}
