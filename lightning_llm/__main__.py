@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import lightning_llm
+from lightning_llm.config_dir import open_config_dir
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import is_first_rank
 
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     arguments = _parse(argv)
     module, _, function = VERBS[arguments.verb][0].partition(":")
+    if getattr(arguments, "config_dir", None) is not None:
+        open_config_dir(arguments.config_dir)
     try:
         return int(getattr(importlib.import_module(module), function)(arguments))
     except ConfigError as error:
@@ -71,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
         if verb in ("train", "plan", "recipes"):
             child.add_argument(
-                "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
+                "--config-dir",
+                type=Path,
+                metavar="DIR",
+                help="further config groups, DIR/recipe/mine.yaml, and callbacks, DIR/callbacks/mine.py",
             )
         if verb == "plan":
             child.add_argument(

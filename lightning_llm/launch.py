@@ -11,6 +11,7 @@ from typing import Any
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.check import check_config, check_disk
 from lightning_llm.compose import compose_config, load_config
+from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import adopt_world, rank_environment
@@ -50,7 +51,7 @@ def train(arguments: argparse.Namespace) -> int:
         raise ConfigError(Problem("world", text))
     start = decide_start(config)
     if start.finished:
-        print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+        print(start.nothing_left(config))
         return 0
     if config.trainer.devices > 1:
         if note := crowd_note(config, os.cpu_count() or 1):
@@ -109,7 +110,9 @@ def start_ranks(config: Config) -> int:
         shutdown_timeout=SAVE_SECONDS,
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
+        elastic_launch(settings, sys.executable)(
+            "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
+        )
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)

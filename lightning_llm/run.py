@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from lightning_llm.build import build_module, build_trainer, choose_device
+from lightning_llm.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.provenance import code_hash, versions
 from lightning_llm.callbacks.run_folder import RecordSink
@@ -53,6 +53,7 @@ def run(config: Config) -> int:
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
+        chosen = build_callbacks(config)
         decision = native_decision(config)
         if decision.runs == "refused":  # a rank may find another machine than the one that was checked
             raise ConfigError(decision.refusals())
@@ -62,7 +63,7 @@ def run(config: Config) -> int:
         config = agree_on_config(config)
         start = decide_together(config, claims)
         if start.finished:
-            say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+            say(start.nothing_left(config))
             return 0
         say(plan_line(config, device))
         for line in [*notes(config), *resume_lines(config, start)]:
@@ -74,7 +75,7 @@ def run(config: Config) -> int:
             facts["earlier"] = earlier
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
+        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts, chosen)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)

@@ -19,6 +19,7 @@ LAYERS = {
         "check",
         "compare",
         "compose",
+        "config_dir",
         "config_file",
         "conform",
         "earlier_parts",
