@@ -77,6 +77,8 @@ def run(config: Config) -> int:
         module = build_module(config, corpus)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts, chosen)
         trainer.fit(module, CorpusDataModule(corpus, config))
+        if ended := module.ended_early:
+            say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
         return 128 + stop.number

@@ -1,6 +1,6 @@
-"""What callbacks keep in a checkpoint: their `state_dict`, and what `on_save_checkpoint` adds to Lightning's dictionary.
+"""What callbacks keep in a checkpoint: their `state_dict`, and what `on_save_checkpoint` adds.
 
-A tensor that stands under a parameter's name and has its shape (the averaged weights of WeightAveraging) is stored as
+`on_save_checkpoint` is handed Lightning's dictionary. A tensor there that stands under a parameter's name and has its shape (the averaged weights of WeightAveraging) is stored as
 parameters are, sharded, so that any layout reads it. Everything else is rank 0's and goes into one file, which torch
 reads back without running code (`weights_only`): numbers, strings, tensors, lists and dictionaries of them.
 """

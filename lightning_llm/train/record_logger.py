@@ -1,4 +1,4 @@
-"""Lightning's road from a callback to `metrics.jsonl`: the Trainer's one logger, and the names that `self.log` was given."""
+"""Lightning's road from a callback to `metrics.jsonl`: the Trainer's one logger, and `self.log`."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -191,8 +191,8 @@ class TrainStrategy(ModelParallelStrategy):
             RuntimeError: always; it is what trainer.save_checkpoint asks for first.
         """
         raise RuntimeError(
-            "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps; a callback's state_dict "
-            "is saved with each checkpoint, and the last step's is always made"
+            "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps; a callback's "
+            "state_dict is saved with each checkpoint, and the last step's is always made"
         )
 
     def teardown(self) -> None:
