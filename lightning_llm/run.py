@@ -4,6 +4,8 @@ import logging
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -15,6 +17,14 @@ from filelock import FileLock
 from lightning_llm.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.provenance import code_hash, versions
+from lightning_llm.callbacks.rank_heartbeat import (
+    RankHeartbeat,
+    RankSilentError,
+    clear_beats,
+    say_silent,
+    silent_ranks,
+)
+from lightning_llm.callbacks.records import mark_failed
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
 from lightning_llm.compose import load_config
@@ -36,6 +46,7 @@ from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import drop_after
+from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.nonfinite import StepNotMadeError
 
 
@@ -45,6 +56,7 @@ def run(config: Config) -> int:
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
     claims: list[FileLock] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_training)
@@ -76,7 +88,8 @@ def run(config: Config) -> int:
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts, chosen)
-        trainer.fit(module, CorpusDataModule(corpus, config))
+        with watched_ranks(config, module):
+            trainer.fit(module, CorpusDataModule(corpus, config))
         if ended := module.ended_early:
             say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
     except StoppedBySignal as stop:
@@ -85,9 +98,13 @@ def run(config: Config) -> int:
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
         return 1
+    except RankSilentError:
+        return 1
     finally:
         for each in claims:
             each.release()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # a notebook, or whoever calls this, goes on
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
@@ -201,6 +218,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
         write_config(config, folder / "config.yaml")
         corpus.tokenizer.save(folder / "tokenizer.json")
         drop_after(folder / "checkpoints", start.step)
+        clear_beats(folder)
     if dist.is_initialized():
         seen: list[bool] = [False] * dist.get_world_size()
         dist.barrier()
@@ -215,6 +233,51 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+@contextmanager
+def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
+    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
+
+    A run that fails leaves the signs in its folder.
+
+    Raises:
+        RankSilentError: the run failed because other ranks are silent.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    timeout = config.parallel.timeout_seconds
+    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
+    heartbeat.start()
+    try:
+        yield
+    except Exception as error:
+        name_silent_ranks(config, error)
+        raise
+    except BaseException:  # a signal
+        heartbeat.stop()
+        raise
+    heartbeat.stop()
+
+
+def name_silent_ranks(config: Config, error: Exception) -> None:
+    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
+
+    Raises:
+        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
+    """
+    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
+    silent = silent_ranks(folder, timeout)
+    if not silent:
+        return
+    text = say_silent(silent, timeout)
+    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        mark_failed(folder, text)
+    for each in silent:
+        each.end_if_stopped()
+    raise RankSilentError(text) from error
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What callbacks keep in a checkpoint: their `state_dict`, and what `on_save_checkpoint` adds.
 
-`on_save_checkpoint` is handed Lightning's dictionary. A tensor there that stands under a parameter's name and has its shape (the averaged weights of WeightAveraging) is stored as
-parameters are, sharded, so that any layout reads it. Everything else is rank 0's and goes into one file, which torch
-reads back without running code (`weights_only`): numbers, strings, tensors, lists and dictionaries of them.
+`on_save_checkpoint` gets Lightning's dictionary. A tensor that stands there under a parameter's name and has its shape
+(the averaged weights of WeightAveraging) is stored as parameters are, sharded, so that any layout reads it. Everything
+else is rank 0's and goes into one file, which torch reads back without running code (`weights_only`): numbers, strings,
+tensors, lists and dictionaries of them.
 """
 
 import io

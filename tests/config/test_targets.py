@@ -85,7 +85,11 @@ def test_what_a_constructor_refuses_is_said_with_its_key(tmp_path, small_run, ca
 
 @pytest.mark.parametrize(
     ("key", "ours"),
-    [("accumulate_grad_batches", "data.global_batch_size"), ("strategy", "parallel=zero3"), ("max_epochs", "max_steps")],
+    [
+        ("accumulate_grad_batches", "data.global_batch_size"),
+        ("strategy", "parallel=zero3"),
+        ("max_epochs", "max_steps"),
+    ],
 )
 def test_a_key_of_lightnings_trainer_leads_to_ours(key, ours, tmp_path, small_run, capsys):
     assert main(["plan", *small_run(tmp_path, f"trainer.{key}=2")]) == 2

@@ -27,7 +27,11 @@ def stopped(tmp_path_factory, small_run) -> Path:
 
 def test_early_stopping_is_a_finished_run_with_a_reason(stopped):
     found = summary(stopped)
-    assert (found["status"], found["ended_by"]["callback"], found["ended_by"]["step"]) == ("finished", "callbacks.stop", 6)
+    assert (found["status"], found["ended_by"]["callback"], found["ended_by"]["step"]) == (
+        "finished",
+        "callbacks.stop",
+        6,
+    )
     assert "val_loss did not improve in the last 1 records" in found["detail"]
     assert steps_saved(stopped / "run")[-1] == 6
 
