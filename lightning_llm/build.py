@@ -87,7 +87,7 @@ def build_trainer(
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
         callbacks=_callbacks(config, chosen, folder),
-        logger=RecordLogger(folder.run_dir),
+        logger=RecordLogger(folder.run_dir, sinks),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from lightning_llm.build import build_callbacks, build_module, build_trainer, choose_device
+from lightning_llm.callbacks.loggers import LoggerSink
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.provenance import code_hash, versions
 from lightning_llm.callbacks.rank_heartbeat import (
@@ -301,7 +302,8 @@ def tracking_sinks(config: Config) -> list[RecordSink]:
     """Return where the run's records go beside its own folder; rank 0 alone tracks."""
     if config.logger.name == "none" or not is_first_rank():
         return []
-    return [MLflowTracker(config, Path(config.run.dir))]
+    sink = MLflowTracker if config.logger.name == "mlflow" else LoggerSink
+    return [sink(config, Path(config.run.dir))]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """Lightning's road from a callback to `metrics.jsonl`: the Trainer's one logger, and `self.log`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ class RecordLogger(Logger):
     TensorBoard's SummaryWriter, wandb's Run; None where there is none, and on other ranks than 0.
     """
 
-    def __init__(self, run_dir: Path, experiment: Callable[[], Any] = lambda: None):
+    def __init__(self, run_dir: Path, sinks: Sequence[Any] = ()):
         super().__init__()
         self._run_dir = run_dir
-        self._experiment = experiment
+        self._sinks = sinks
         self._values: dict[str, Any] = {}
         self._names: set[str] = set()
 
@@ -33,7 +33,7 @@ class RecordLogger(Logger):
 
     @property
     def version(self) -> str:
-        """None: a run's folder holds one run."""
+        """Empty: a run's folder holds one run."""
         return ""
 
     @property
@@ -44,7 +44,8 @@ class RecordLogger(Logger):
     @property
     def experiment(self) -> Any:
         """What the chosen logger writes to."""
-        return self._experiment()
+        found = (getattr(sink, "experiment", None) for sink in self._sinks)
+        return next((each for each in found if each is not None), None)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: config.yaml holds them."""
