@@ -30,7 +30,7 @@ class RankSilentError(Exception):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said, `age_seconds` before the last that any rank did."""
+    """What a rank last said, `age_seconds` before the last that any rank did. `step`: optimizer steps it had made."""
 
     rank: int
     process: str
@@ -62,7 +62,7 @@ class Beat:
         state = ", which is stopped" if self.is_stopped else ""
         return (
             f"rank {self.rank} ({whose(self.process)}{state}) has given no sign of life for {self.age_seconds:.0f} s; "
-            f"its last step was {self.step}, at {self.at}"
+            f"it was last heard of in step {self.step + 1}, at {self.at}"
         )
 
 
@@ -131,7 +131,8 @@ def say_silent(silent: list[Beat], timeout_seconds: float) -> str:
 def _line_of_main_thread() -> str:
     """Return the innermost line that is not torch's or Lightning's, as "file.py:12 function"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and any(part in frame.f_code.co_filename for part in ("/torch/", "/lightning/")):
+    passed_over = ("/torch/", "/lightning/", __file__)
+    while frame is not None and any(part in frame.f_code.co_filename for part in passed_over):
         frame = frame.f_back
     if frame is None:
         return "?"

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
 from lightning_llm.check import native_decision
@@ -125,6 +126,8 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
     for key in sorted({each for each in stateful if stateful.count(each) > 1}):
         text = f"hold two with state under '{key}'. Give their class a state_key that tells them apart."
         problems.append(Problem("callbacks", text))
+    if sum(isinstance(each, WeightAveraging) for each in made.values()) > 1:
+        problems.append(Problem("callbacks", "hold two that average weights, which validation can see but one of."))
     if problems:
         raise ConfigError(problems)
     return made

@@ -37,7 +37,7 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.process_group import join_process_group, leave_process_group
+from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
 from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
@@ -74,6 +74,7 @@ def run(config: Config) -> int:
             choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
+        record_collectives(device, Path(config.run.dir))
         start = decide_together(config, claims)
         if start.finished:
             say(start.nothing_left(config))

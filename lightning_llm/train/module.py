@@ -86,6 +86,12 @@ class LanguageModule(pl.LightningModule):
         self.model = model
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are made and stay: Lightning, which moves none of them here, does not know."""
+        device: torch.device = self.trainer.strategy.root_device
+        return device
+
+    @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of this rank that another pipeline stage holds, too, and counts."""
         return list(self.pipeline.copies) if self.pipeline else []

@@ -16,7 +16,6 @@ from lightning_llm.train.checkpoint import read_tensors
 DECAY = 0.8
 CALLBACKS = [
     f"+callbacks.ema={{_target_: lightning.pytorch.callbacks.EMAWeightAveraging, decay: {DECAY}}}",
-    "+callbacks.mean={_target_: lightning.pytorch.callbacks.WeightAveraging}",
     "+callbacks.patience={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, patience: 9}",
     "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMonitor}",
     "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: {hours: 1}}",
@@ -49,13 +48,12 @@ def averages(folder: Path, step: int) -> dict[str, torch.Tensor]:
     "chain", [[("single", 1), ("zero3", 2)], pytest.param([("pp_tp", 4), ("hsdp", 4)], marks=pytest.mark.full)]
 )
 def test_state_comes_back_under_another_layout(chain, ranks, words, tmp_path):
-    ema = [each for each in CALLBACKS if "callbacks.mean" not in each]
     every = ["checkpoint.every_steps=1", "checkpoint.keep_last=6"]
-    whole = words(tmp_path / "whole", "single", 1, *ema, *every)
+    whole = words(tmp_path / "whole", "single", 1, *CALLBACKS, *every)
     seen = ranks(1).call(train, whole)
     (before, ranks_before), (after, ranks_after) = chain
-    ranks(ranks_before).call(train, words(tmp_path / "parts", before, ranks_before, *ema, "trainer.max_steps=4"))
-    resumed = ranks(ranks_after).call(train, words(tmp_path / "parts", after, ranks_after, *ema, "resume=auto"))
+    ranks(ranks_before).call(train, words(tmp_path / "parts", before, ranks_before, *CALLBACKS, "trainer.max_steps=4"))
+    resumed = ranks(ranks_after).call(train, words(tmp_path / "parts", after, ranks_after, *CALLBACKS, "resume=auto"))
     one, two = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     equal = before == "single"
     if equal:  # the others sum in another order
@@ -87,9 +85,14 @@ def test_state_comes_back_under_another_layout(chain, ranks, words, tmp_path):
 
 def test_one_rank_that_ends_the_run_ends_it_on_all(ranks, words, tmp_path):
     stop = "+callbacks.stop={_target_: own_callbacks.StopsAlone, rank: 1, step: 3}"
-    config = words(tmp_path, "zero3", 2, stop)
+    mean = "+callbacks.mean={_target_: lightning.pytorch.callbacks.WeightAveraging}"
+    config = words(tmp_path, "zero3", 2, stop, mean, "checkpoint.every_steps=1", "checkpoint.keep_last=6")
     ranks(2).call(train, config)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["ended_by"] == {"step": 3, "callback": None, "reason": "a callback set trainer.should_stop"}
     assert [each["step"] for each in read_metrics(tmp_path / "run")] == [1, 2, 2, 3, 3]  # validated once more
+    after = [read_tensors(tmp_path / "run" / "checkpoints" / f"step={step}", "model.") for step in (1, 2, 3)]
+    for name, tensor in averages(tmp_path / "run", 3).items():
+        of_steps = torch.stack([each[name.removeprefix("callbacks.state_dict.")] for each in after])
+        torch.testing.assert_close(tensor, of_steps.mean(dim=0), rtol=1e-6, atol=1e-7)

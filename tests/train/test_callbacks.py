@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
+from lightning_llm.run import run
 
 STOP = "callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, "
 STOPPED = ["schedule.total_steps=9", "trainer.max_steps=9", f"+{STOP}patience: 1, min_delta: 9}}"]
@@ -86,3 +89,9 @@ def test_timer_counts_over_resumes(tmp_path, small_run):
     assert main(["train", *small_run(tmp_path, timer, "resume=auto")]) == 0
     assert summary(tmp_path)["ended_by"]["callback"] == "callbacks.timer"
     assert steps_saved(tmp_path / "run")[-1] <= 3
+
+
+def test_a_run_from_python_gives_its_signal_handlers_back(tmp_path, small_run):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert run(compose_config(small_run(tmp_path, "trainer.max_steps=1", "data.validation.fraction=0"))) == 0
+    assert {number: signal.getsignal(number) for number in before} == before
