@@ -16,6 +16,7 @@ from lightning_llm.callbacks.provenance import code_hash, git_state, process_mar
 from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, summary_of, write_json
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
+from lightning_llm.train.record_logger import RecordLogger
 
 __all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
 
@@ -166,21 +167,40 @@ class RunFolder(pl.Callback):
             self.open(describe_device(trainer.strategy.root_device, trainer.world_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        """Write the step's record, which every other callback has added to by now."""
+        """Write the step's record, which every other callback has added to by now, and what they have logged."""
+        pl_module.step_record |= self._logged(trainer, pl_module.step_record)
         if trainer.is_global_zero:
             self.write(pl_module.step_record)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Write the validation's record."""
-        if trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        """Write the validation's record, and what callbacks have logged since the step's."""
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        pl_module.validation_record |= self._logged(trainer, pl_module.validation_record)
+        if trainer.is_global_zero:
             self.write(pl_module.validation_record)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Keep what callbacks have logged for the epoch, which is the whole run, for the summary."""
+        if logged := self._logged(trainer, {}):
+            self._summary["logged"] = logged
+
+    @staticmethod
+    def _logged(trainer: pl.Trainer, record: Record) -> dict[str, float]:
+        logger = trainer.logger
+        return logger.take(trainer.callback_metrics, record) if isinstance(logger, RecordLogger) else {}
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Close the folder: finished, or stopped where the last step was not reached."""
         steps = pl_module.step_record.get("step", self.resumed_from_step or 0)
         max_steps = pl_module.config.trainer.max_steps
+        ended = getattr(pl_module, "ended_early", None)
         if steps >= max_steps:
             self.close("finished")
+        elif ended is not None:  # as the config asked for
+            self._summary["ended_by"] = ended
+            who = ended["callback"] or "a callback"
+            self.close("finished", f"ended by {who} after step {steps} of {max_steps}: {ended['reason']}")
         else:
             self.close("stopped", f"after step {steps} of {max_steps}")
 

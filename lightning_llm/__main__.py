@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import lightning_llm
 from lightning_llm import completion
+from lightning_llm.config_dir import open_config_dir
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.hydra_options import without_hydra_options
 from lightning_llm.ranks import is_first_rank
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         module, _, function = VERBS[arguments.verb][0].partition(":")
+        if getattr(arguments, "config_dir", None) is not None:
+            open_config_dir(arguments.config_dir)
         code = int(getattr(importlib.import_module(module), function)(arguments))
         sys.stdout.flush()
         return code
@@ -106,7 +109,10 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument("shell", choices=completion.SHELLS, help='bash: eval "$(lightning-llm completion bash)"')
         if verb in (*COMPOSES, "recipes"):
             child.add_argument(
-                "--config-dir", type=Path, metavar="DIR", help="further config groups: DIR/recipe/mine.yaml"
+                "--config-dir",
+                type=Path,
+                metavar="DIR",
+                help="further config groups, DIR/recipe/mine.yaml, and callbacks, DIR/callbacks/mine.py",
             )
         if verb == "plan":
             child.add_argument(

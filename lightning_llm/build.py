@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
 from lightning_llm.check import native_decision
@@ -17,10 +18,13 @@ from lightning_llm.identity import config_hash
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.ranks import rank_environment
 from lightning_llm.schema import Config
+from lightning_llm.schema.targets import refused
 from lightning_llm.train.checkpointing import Checkpointing
+from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.manifest import Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
+from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.strategy import TrainStrategy
 
 
@@ -59,11 +63,14 @@ def build_trainer(
     checkpoint: Checkpoint | None,
     sinks: list[RecordSink],
     facts: Mapping[str, Any] | None = None,
+    chosen: Mapping[str, pl.Callback] | None = None,
 ) -> pl.Trainer:
-    """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing.
+    """Return the Trainer, its callbacks in the order: `chosen`, the run folder's writer, checkpointing.
 
-    `facts` is what the run's summary says of it beside the config.
+    `facts` is what the run's summary says of it beside the config. `chosen`: what `build_callbacks` returned, if that
+    was called.
     """
+    chosen = build_callbacks(config) if chosen is None else chosen
     if config.trainer.deterministic:
         # It would fill every tensor that torch.empty makes, so that whoever reads one before writing it reads NaN: a
         # search for faults in kernels, and 4.7 % of the quickstart's operator time.
@@ -84,8 +91,9 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, folder),
-        logger=False,
+        callbacks=_callbacks(config, chosen, folder),
+        logger=RecordLogger(folder.run_dir, sinks),
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -94,10 +102,45 @@ def build_trainer(
     )
 
 
-def _callbacks(config: Config, folder: RunFolder) -> list[pl.Callback]:
-    chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
+def build_callbacks(config: Config) -> dict[str, pl.Callback]:
+    """Return the callbacks of the config by name. Source text was checked before; this is the class itself.
+
+    Raises:
+        ConfigError: with each that cannot be imported or made, is none, or would fight the strategy, and where two have
+            state under one key.
+    """
+    made: dict[str, pl.Callback] = {}
+    problems = []
+    for name, node in config.callbacks.items():
+        if node is None:
+            continue
+        key = f"callbacks.{name}"
+        try:
+            callback = instantiate(node, _convert_="all")
+        except Exception as error:  # an import, or whatever a constructor has against its arguments
+            cause = error.__cause__ or error
+            text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {' '.join(str(cause).split())}"
+            problems.append(Problem(key, text))
+            continue
+        lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]
+        if problem := refused(node["_target_"], lineage):
+            problems.append(Problem(f"{key}._target_", problem))
+        made[name] = callback
+    stateful = [each.state_key for each in made.values() if type(each).state_dict is not pl.Callback.state_dict]
+    for key in sorted({each for each in stateful if stateful.count(each) > 1}):
+        text = f"hold two with state under '{key}'. Give their class a state_key that tells them apart."
+        problems.append(Problem("callbacks", text))
+    if sum(isinstance(each, WeightAveraging) for each in made.values()) > 1:
+        problems.append(Problem("callbacks", "hold two that average weights, which validation can see but one of."))
+    if problems:
+        raise ConfigError(problems)
+    return made
+
+
+def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFolder) -> list[pl.Callback]:
     return [
-        *chosen,
+        *chosen.values(),
+        EarlyEnd(chosen),
         folder,
         Checkpointing(
             folder.run_dir / "checkpoints",

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_llm.data.cache import nearest_existing
@@ -50,6 +51,7 @@ def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
         lambda: _native_problems(config, to_train),
         lambda: place_problems(config),
         lambda: tracking_problems(config),
+        lambda: _logger_problems(config) if to_train else [],
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: _data_parallel_ranks(config)),
     ]
     return gather(rules)
@@ -124,6 +126,14 @@ def shape_problems(model: ModelConfig) -> list[Problem]:
         text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
         problems.append(Problem("model.rope_scaling", text))
     return problems
+
+
+def _logger_problems(config: Config) -> list[Problem]:
+    name = config.logger.name
+    if name not in ("tensorboard", "wandb") or find_spec(name) is not None:
+        return []
+    text = f"is {name}, and that package is not installed. pip install 'lightning-llm[{name}]', or choose logger=csv."
+    return [Problem("logger", text)]
 
 
 def _length_problems(config: Config) -> list[Problem]:

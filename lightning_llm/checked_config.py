@@ -14,9 +14,6 @@ from lightning_llm.schema.strict import Reading
 
 def read_arguments(arguments: argparse.Namespace) -> Reading:
     """Return the config that --config, or else the overrides and --config-dir, say. Raises ConfigError."""
-    if arguments.config and arguments.config_dir:
-        text = "has no part in --config, which is one resolved run. Leave one of them out."
-        raise ConfigError(Problem("--config-dir", text))
     if arguments.config:
         return read_file(arguments.config, arguments.overrides)
     return read_words(arguments.overrides, arguments.config_dir)

@@ -3,13 +3,17 @@
 import argparse
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.callbacks.rank_heartbeat import say_silent, silent_ranks
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.checked_config import checked_config
+from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import rank_environment
@@ -43,7 +47,7 @@ def train(arguments: argparse.Namespace) -> int:
         raise ConfigError(Problem("world", text))
     start = decide_start(config)
     if start.finished:
-        print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+        print(start.nothing_left(config))
         return 0
     if config.trainer.devices > 1:
         if note := crowd_note(config, os.cpu_count() or 1):
@@ -78,7 +82,7 @@ def start_ranks(config: Config) -> int:
 
     The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -91,7 +95,9 @@ def start_ranks(config: Config) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=config.trainer.devices,
@@ -102,7 +108,9 @@ def start_ranks(config: Config) -> int:
         shutdown_timeout=SAVE_SECONDS,
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
+        elastic_launch(settings, sys.executable)(
+            "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
+        )
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
@@ -110,13 +118,14 @@ def start_ranks(config: Config) -> int:
             return 1
         return 128 + int(stop.sigval)
     except ChildFailedError as error:
-        return _first_failure(error, folder)
+        return _first_failure(error, folder, config.parallel.timeout_seconds)
     finally:
+        shutil.rmtree(logs, ignore_errors=True)
         file.unlink(missing_ok=True)  # the run's folder holds it as config.yaml
     return 0
 
 
-def _first_failure(error: Any, folder: Path) -> int:
+def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
     rank, failure = error.get_first_failure()
     if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
@@ -131,6 +140,11 @@ def _first_failure(error: Any, folder: Path) -> int:
     message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
     why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[0]}"
+    if silent := silent_ranks(folder, timeout_seconds):
+        said = str(summary_of(folder).get("detail", ""))
+        if said.startswith(f"rank {silent[0].rank} ("):
+            return 1  # a rank that waited has said so
+        detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
     return 1

@@ -4,6 +4,8 @@ import logging
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -12,9 +14,18 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from lightning_llm.build import build_module, build_trainer, choose_device
+from lightning_llm.build import build_callbacks, build_module, build_trainer, choose_device
+from lightning_llm.callbacks.loggers import LoggerSink
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.provenance import code_hash, versions
+from lightning_llm.callbacks.rank_heartbeat import (
+    RankHeartbeat,
+    RankSilentError,
+    clear_beats,
+    say_silent,
+    silent_ranks,
+)
+from lightning_llm.callbacks.records import mark_failed
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
 from lightning_llm.compose import load_config
@@ -26,7 +37,7 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.process_group import join_process_group, leave_process_group
+from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
 from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import choose_backend
@@ -36,6 +47,7 @@ from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import drop_after
+from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.nonfinite import StepNotMadeError
 
 
@@ -45,6 +57,7 @@ def run(config: Config) -> int:
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
     claims: list[FileLock] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_training)
@@ -53,6 +66,7 @@ def run(config: Config) -> int:
         device = choose_device(config)
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
+        chosen = build_callbacks(config)
         decision = native_decision(config)
         if decision.runs == "refused":  # a rank may find another machine than the one that was checked
             raise ConfigError(decision.refusals())
@@ -60,9 +74,10 @@ def run(config: Config) -> int:
             choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
         layout = open_layout(config, device)
         config = agree_on_config(config)
+        record_collectives(device, Path(config.run.dir))
         start = decide_together(config, claims)
         if start.finished:
-            say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+            say(start.nothing_left(config))
             return 0
         say(plan_line(config, device))
         for line in [*notes(config), *resume_lines(config, start)]:
@@ -75,17 +90,24 @@ def run(config: Config) -> int:
             facts["earlier"] = earlier
         prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
-        trainer.fit(module, CorpusDataModule(corpus, config))
+        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts, chosen)
+        with watched_ranks(config, module):
+            trainer.fit(module, CorpusDataModule(corpus, config))
+        if ended := module.ended_early:
+            say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
     except StoppedBySignal as stop:
         say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
         return 128 + stop.number
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
         return 1
+    except RankSilentError:
+        return 1
     finally:
         for each in claims:
             each.release()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # a notebook, or whoever calls this, goes on
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
@@ -208,6 +230,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
         write_config(config, folder / "config.yaml")
         corpus.tokenizer.save(folder / "tokenizer.json")
         drop_after(folder / "checkpoints", start.step)
+        clear_beats(folder)
     if dist.is_initialized():
         seen: list[bool] = [False] * dist.get_world_size()
         dist.barrier()
@@ -222,6 +245,51 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+@contextmanager
+def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
+    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
+
+    A run that fails leaves the signs in its folder.
+
+    Raises:
+        RankSilentError: the run failed because other ranks are silent.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    timeout = config.parallel.timeout_seconds
+    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
+    heartbeat.start()
+    try:
+        yield
+    except Exception as error:
+        name_silent_ranks(config, error)
+        raise
+    except BaseException:  # a signal
+        heartbeat.stop()
+        raise
+    heartbeat.stop()
+
+
+def name_silent_ranks(config: Config, error: Exception) -> None:
+    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
+
+    Raises:
+        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
+    """
+    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
+    silent = silent_ranks(folder, timeout)
+    if not silent:
+        return
+    text = say_silent(silent, timeout)
+    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        mark_failed(folder, text)
+    for each in silent:
+        each.end_if_stopped()
+    raise RankSilentError(text) from error
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
@@ -245,7 +313,8 @@ def tracking_sinks(config: Config) -> list[RecordSink]:
     """Return where the run's records go beside its own folder; rank 0 alone tracks."""
     if config.logger.name == "none" or not is_first_rank():
         return []
-    return [MLflowTracker(config, Path(config.run.dir))]
+    sink = MLflowTracker if config.logger.name == "mlflow" else LoggerSink
+    return [sink(config, Path(config.run.dir))]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

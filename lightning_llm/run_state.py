@@ -20,17 +20,27 @@ from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpo
 class Start:
     """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do.
 
-    `made_steps`: those of a finished run whose checkpoints are gone.
+    `made_steps`: those of a finished run whose checkpoints are gone. `ended`: who ended a run before its last step.
     """
 
     checkpoint: Checkpoint | None = None
     finished: bool = False
     made_steps: int = 0
+    ended: str = ""
 
     @property
     def step(self) -> int:
         """Optimizer steps made before the start."""
         return self.checkpoint.step if self.checkpoint else self.made_steps
+
+    def nothing_left(self, config: Config) -> str:
+        """Return what to say of a finished run, and how it can go on."""
+        if self.ended:
+            return (
+                f"{config.run.dir} is finished at step {self.step} of {config.trainer.max_steps}: {self.ended}. "
+                "It goes on where that callback is left out or set to something else"
+            )
+        return f"{config.run.dir} is finished at step {self.step}; raise trainer.max_steps to go on"
 
 
 def decide_start(config: Config) -> Start:
@@ -60,6 +70,8 @@ def decide_start(config: Config) -> Start:
             return Start()
         checkpoint = last_checkpoint(folder / "checkpoints")
         _must_match(config, folder, checkpoint)
+        if ended := _ended_early(config, folder):
+            return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
         if checkpoint is None and state_of(folder) == "finished":
             return _finished_without_checkpoint(config, folder)
     else:
@@ -69,6 +81,19 @@ def decide_start(config: Config) -> Start:
         raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     return Start(checkpoint, done)
+
+
+def _ended_early(config: Config, folder: Path) -> str:
+    """Return by whom the run was ended before its last step, and why; "" if by none, or none that would do so again."""
+    summary = summary_of(folder)
+    ended = summary.get("ended_by")
+    if not ended or summary.get("status") != "finished":
+        return ""
+    before, name = load_config(folder / "config.yaml", []).callbacks, ended["callback"]
+    now = config.callbacks
+    if name is not None:
+        before, now = ({name: each.get(name.removeprefix("callbacks."))} for each in (before, now))
+    return f"ended by {name or 'a callback'} ({ended['reason']})" if before == now else ""
 
 
 def _finished_without_checkpoint(config: Config, folder: Path) -> Start:

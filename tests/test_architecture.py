@@ -21,6 +21,7 @@ LAYERS = {
         "compare",
         "completion",
         "compose",
+        "config_dir",
         "config_file",
         "config_folder",
         "config_listing",

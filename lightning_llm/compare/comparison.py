@@ -118,7 +118,11 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         unfinished.append(run)
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
-        further = "" if run.status == "running" else "; resume=auto, or its sweep's command again, goes on with it"
+        further = (
+            ""
+            if run.status in ("running", "ended early")
+            else "; resume=auto, or its sweep's command again, goes on with it"
+        )
         after = f" after step {run.last_step}" if run.last_step else ""
         text = f"is not finished: {run.status}{after}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))

@@ -59,6 +59,8 @@ class Run:
     @property
     def status(self) -> str:
         """How the run ended, "running" where it has not, as far as its summary says."""
+        if self.summary.get("ended_by"):
+            return "ended early"
         if self.summary:
             return str(self.summary.get("status", "running"))
         return "it has no summary.json" if self.last_step else "never begun"
@@ -148,7 +150,7 @@ def read_run(folder: Path) -> Run:
         _read_metrics(run, folder / "metrics.jsonl")
         if run.finished and not run.last_step:
             raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
-        steps = run.config.get("trainer.max_steps")
+        steps = run.config.get("trainer.max_steps")  # of a run that a callback ended, `finished` is false
         if run.finished and isinstance(steps, int) and run.last_step < steps:
             raise ValueError(
                 f"its summary says that it finished, and metrics.jsonl ends at step {run.last_step} of {steps}"

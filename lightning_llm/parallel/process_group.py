@@ -2,11 +2,19 @@
 
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from lightning_llm.errors import ConfigError, Problem
+
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name before torch 2.10
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""NCCL's last collectives, kept in memory (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
 
 
 def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
@@ -24,6 +32,9 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
     if world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    if device.type == "cuda":
+        for name, value in FLIGHT_RECORDER.items():
+            os.environ.setdefault(name, value)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
@@ -35,6 +46,14 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
             f"not all of {world} ranks came to {where} within {timeout_seconds:g} s ({error}). Start the missing ones."
         )
         raise ConfigError(Problem("WORLD_SIZE", text)) from error
+
+
+def record_collectives(device: torch.device, run_dir: Path) -> None:
+    """Have NCCL's flight recorder write to `run_dir`/ranks/nccl_RANK when a collective times out."""
+    if device.type != "cuda" or not dist.is_initialized():
+        return
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str(run_dir / "ranks" / "nccl_"))
 
 
 def leave_process_group() -> None:

@@ -103,9 +103,11 @@ class RunConfig(Group):
 class LoggerConfig(Group):
     """`logger`: where runs are tracked beside their own folder."""
 
-    name: Literal["mlflow", "none"]
-    tracking_uri: str | None = Field(None, description="null: MLFLOW_TRACKING_URI, else run.root/mlflow.db")
-    tags: dict[str, str] = {}
+    name: Literal["mlflow", "csv", "tensorboard", "wandb", "none"]
+    tracking_uri: str | None = Field(None, description="mlflow: null: MLFLOW_TRACKING_URI, else run.root/mlflow.db")
+    tags: dict[str, str] = Field({}, description="mlflow: tags of the run")
+    project: str | None = Field(None, description="wandb: null: run.experiment")
+    offline: bool = Field(True, description="wandb: write to the run's folder alone")
 
 
 class LauncherConfig(Group):

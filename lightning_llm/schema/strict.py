@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.schema import Config
+from lightning_llm.schema.lightning_words import TRAINER_KEYS
 from lightning_llm.schema.partial import sound_part
 from lightning_llm.schema.targets import check_target
 
@@ -76,6 +77,8 @@ def _problem(details: Any) -> Problem:
     location = [str(part) for part in details["loc"]]
     key = ".".join(location)
     if details["type"] == "extra_forbidden":
+        if location[0] == "trainer" and (ours := TRAINER_KEYS.get(location[-1])):
+            return Problem(key, f"is an argument of Lightning's Trainer; here {ours} does it.")
         siblings = _keys_at(location[:-1])
         hint = did_you_mean(location[-1], siblings)
         elsewhere = [each for each in _all_keys(Config) if each.rpartition(".")[2] == location[-1]]

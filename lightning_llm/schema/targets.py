@@ -1,16 +1,18 @@
-"""Arguments of a `_target_` node checked against the class's source text, without importing it.
+"""The classes that a config may name, and their arguments, checked against source text without importing it.
 
-A callback's class lives behind torch and Lightning, seconds of import that a typo should not cost. So the signature is
-read from the file's syntax tree. A class that cannot be found so (built at run time, re-exported) is left to the call.
+Only `callbacks.NAME` may name a class, and only one that derives from Lightning's Callback: whatever else is callable
+(`subprocess.Popen`) is refused by every verb, before anything is imported. A callback's class lives behind torch and
+Lightning, seconds of import that a typo should not cost; so classes and signatures are read from files' syntax trees.
 """
 
 import ast
-import importlib.util
 import re
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_llm.errors import Problem, did_you_mean
+from lightning_llm.schema.class_source import SourceClass, find_class, lineage, names_in
+from lightning_llm.schema.lightning_words import CALLBACK, REFUSED_CALLBACKS
 
 _SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
@@ -26,53 +28,80 @@ def check_target(key: str, node: Any) -> list[Problem]:
     if node is None:
         return []
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        return [Problem(key, "must be a mapping with _target_: the dotted path of a class, or null.")]
-    module, _, name = node["_target_"].rpartition(".")
+        return [Problem(key, "must be a mapping with _target_: the dotted path of a callback's class, or null.")]
+    hidden = [*_hidden_keys(node, key)]
+    if hidden:
+        return [Problem(each, "may not stand here: only the callback itself names a class.") for each in hidden]
+    target = node["_target_"]
     try:
-        file = _source_file(module)
+        found = find_class(target)
+        known = [] if found else names_in(target.rpartition(".")[0])
     except ModuleNotFoundError:
-        return [
-            Problem(f"{key}._target_", f"there is no module '{module}'. Check its spelling, or install what holds it.")
-        ]
-    if file is None:
-        return []
-    classes = {
-        each.name: each for each in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(each, ast.ClassDef)
-    }
-    if name not in classes:
-        if file.name == "__init__.py":
-            return []  # a re-export, which only an import resolves
-        return [Problem(f"{key}._target_", f"there is no class '{name}' in {module}.{did_you_mean(name, classes)}")]
-    return _check_arguments(key, node, _signature(classes[name]))
+        return [Problem(f"{key}._target_", _no_module(target))]
+    if found is None:
+        text = f"there is no class '{target.rpartition('.')[2]}' in {target.rpartition('.')[0]}, as far as its source "
+        return [Problem(f"{key}._target_", f"{text}text shows.{did_you_mean(target.rpartition('.')[2], known)}")]
+    parents = list(lineage(found))
+    if problem := refused(target, [each.path for each in parents]):
+        return [Problem(f"{key}._target_", problem)]
+    return _check_arguments(key, node, _signature(parents))
 
 
-def _source_file(module: str) -> Path | None:
-    """Return the file of `module`, importing no parent but `lightning_llm` itself; None if it is no Python text."""
-    root, *rest = module.split(".")
-    spec = importlib.util.find_spec(root)
-    if spec is None:
-        raise ModuleNotFoundError(module)
-    folders = [Path(each) for each in spec.submodule_search_locations or []]
-    if root == "lightning_llm":
-        spec = importlib.util.find_spec(module)
-        if spec is None:
-            raise ModuleNotFoundError(module)
-        return Path(spec.origin) if spec.origin else None
-    for folder in folders:
-        path = folder.joinpath(*rest)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                return file
-    if rest or not spec.origin:
-        raise ModuleNotFoundError(module)
-    return Path(spec.origin) if spec.origin.endswith(".py") else None
+def refused(target: str, lineage_paths: list[str]) -> str | None:
+    """Return why the class `target` cannot be a callback here, None if it can; `lineage_paths`: what it derives from.
 
-
-def _signature(node: ast.ClassDef) -> ast.arguments | None:
-    for each in node.body:
-        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
-            return each.args
+    The paths are those of the definitions, the class's own first.
+    """
+    if any(path.startswith("pytorch_lightning.") for path in lineage_paths):
+        return (
+            f"is {target}, of the package pytorch_lightning. Take lightning.pytorch, its name today, which runs here."
+        )
+    if CALLBACK not in lineage_paths:
+        return f"is {target}, and that is no callback: name a class derived from lightning.pytorch.Callback."
+    for path in lineage_paths:
+        name = path.rpartition(".")[2]
+        if path.startswith("lightning.pytorch.") and name in REFUSED_CALLBACKS:
+            what = name if target.endswith(f".{name}") else f"{target.rpartition('.')[2]} (a {name})"
+            return f"{what} would fight the strategy here: {REFUSED_CALLBACKS[name]}."
     return None
+
+
+def _hidden_keys(node: dict[str, Any], key: str) -> Iterator[str]:
+    """Yield the keys that Hydra would take for more than an argument: a class deeper down, positional arguments, ..."""
+    for name, value in node.items():
+        if str(name).startswith("_") and name != "_target_":
+            yield f"{key}.{name}"
+        yield from _targets_within(value, f"{key}.{name}")
+
+
+def _targets_within(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield f"{key}._target_"
+        for name, each in value.items():
+            yield from _targets_within(each, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _targets_within(each, f"{key}.{index}")
+
+
+def _no_module(target: str) -> str:
+    module = target.rpartition(".")[0]
+    if module.partition(".")[0] == "config_dir":
+        return f"there is no '{module}': give --config-dir DIR, the folder whose callbacks/*.py it names."
+    hint = "Check its spelling, or install what holds it. A class of your own: --config-dir DIR (docs/callbacks.md)"
+    return f"there is no module '{module}'. {hint}." if module else f"is '{target}', and must be package.module.Class."
+
+
+def _signature(classes: list[SourceClass]) -> ast.arguments | None:
+    """Return the arguments of the first `__init__` among a class and its parents; None where a decorator writes it."""
+    for each in classes:
+        if each.node.decorator_list:
+            return None
+        for statement in each.node.body:
+            if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
+                return statement.args
+    return ast.arguments([], [ast.arg("self")], None, [], [], None, [])
 
 
 def _check_arguments(key: str, node: dict[str, Any], signature: ast.arguments | None) -> list[Problem]:

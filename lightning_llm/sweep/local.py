@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import write_config
 from lightning_llm.sweep.definition import Job
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
@@ -86,7 +87,7 @@ def job_command(job: Job) -> tuple[list[str], Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
     write_config(job.config.model_copy(update={"resume": resume}), file)
-    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file)], file
+    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()], file
 
 
 def _may_use_cuda(job: Job) -> bool:

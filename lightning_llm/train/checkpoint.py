@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.loss_scale import LossScale
+from lightning_llm.train.callback_state import FILE as CALLBACKS
+from lightning_llm.train.callback_state import CallbackState, collect, restore_callbacks
 from lightning_llm.train.manifest import PRECISION, PROGRESS, TENSORS, VERSION, Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
@@ -48,9 +50,10 @@ def save(
     optimizer_state = get_optimizer_state_dict(model, optimizer, options=FLAT)
     tensors = {name: value for name, value in optimizer_state.items() if isinstance(value, Tensor)}
     scalars = {name: value for name, value in optimizer_state.items() if not isinstance(value, Tensor)}
+    callbacks = collect(module.trainer)
     with _without_its_warning():
         dcp.save(
-            {"model": _parameters(model), "optimizer": tensors},
+            {"model": _parameters(model), "optimizer": tensors, "callbacks": callbacks.tensors},
             storage_writer=dcp.FileSystemWriter(partial / TENSORS, sync_files=True),
             no_dist=not dist.is_initialized(),
         )
@@ -61,6 +64,7 @@ def save(
         save_file({name: tensor.contiguous() for name, tensor in delayed.items()}, partial / PRECISION)
         loss_scale = asdict(precision.state) if precision.state else None
         counters = {"step": step, "skipped_steps": module.skipped_steps, "spikes": asdict(module.spikes.state)}
+        (partial / CALLBACKS).write_bytes(callbacks.encode())
         _write_json(partial / PROGRESS, {**counters, "loss_scale": loss_scale, "optimizer": scalars})
         _finish(partial, final, {"step": step, "config_hash": config_hash})
     _barrier()
@@ -102,15 +106,23 @@ def restore(
     own = _parameters(model)
     shapes = {name: tensor.shape for name, tensor in own.items()}
     whole = _union(module.trainer.strategy.layout.gather_over_stages(shapes))
-    problems = _differences(reader.read_metadata().state_dict_metadata, whole, checkpoint.folder)
+    stored = reader.read_metadata().state_dict_metadata
+    problems = _differences(stored, whole, checkpoint.folder)
     if problems:
         raise ConfigError(problems)
     progress = json.loads((checkpoint.folder / PROGRESS).read_text())
     # An optimizer that has made no step has no moments yet; this makes them, without a step.
     state = get_optimizer_state_dict(model, optimizer, options=FLAT)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    kept = [name.removeprefix("callbacks.") for name in stored if name.startswith("callbacks.")]
+    callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # whose tensors are those to load into
+    averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
     with torch.no_grad(), _without_its_warning():
-        dcp.load({"model": own, "optimizer": tensors}, storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(
+            {"model": own, "optimizer": tensors, "callbacks": averages},
+            storage_reader=reader,
+            no_dist=not dist.is_initialized(),
+        )
     scalars = {name: value for name, value in progress["optimizer"].items() if name in state}  # this stage's
     set_optimizer_state_dict(model, optimizer, {**tensors, **scalars}, options=FLAT)
     module.quantisation.begin_step(model, int(progress["step"]))
@@ -120,6 +132,7 @@ def restore(
     module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
     if precision.state is not None and progress["loss_scale"] is not None:
         precision.state = LossScale(**progress["loss_scale"])
+    restore_callbacks(module.trainer, checkpoint.folder / CALLBACKS, callbacks, averages)
     return int(progress["step"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_llm.schema import CheckpointConfig
+from lightning_llm.train.callback_state import CallbackState
 from lightning_llm.train.checkpoint import save
 from lightning_llm.train.manifest import find_checkpoint, prune
 from lightning_llm.train.spike_policy import SpikeStop
@@ -50,6 +51,7 @@ class Checkpointing(pl.Callback):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
+        CallbackState.of_dicts(trainer).encode()  # a state that cannot be kept is said now, not at the first checkpoint
         step = pl_module.completed_steps
         if step and find_checkpoint(self.folder / f"step={step}") is None:
             self._save(trainer, pl_module)  # it lies in another run's folder: from here on this one holds its own start
@@ -60,12 +62,12 @@ class Checkpointing(pl.Callback):
         if self._validates_after(trainer, step):
             return
         self._stop_if_asked(trainer, pl_module)
-        if self._due(step):
+        if self._due(step, trainer.should_stop):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_if_asked(trainer, pl_module)
-        if self._due(pl_module.completed_steps):
+        if self._due(pl_module.completed_steps, trainer.should_stop):
             self._save(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,14 +78,17 @@ class Checkpointing(pl.Callback):
         if isinstance(exception, SpikeStop) and pl_module.completed_steps:
             self._save(trainer, pl_module)
 
-    def _due(self, step: int) -> bool:
+    def _due(self, step: int, last: bool) -> bool:
+        # The last one too, before on_train_end: WeightAveraging then puts its averages in the weights' place.
         every = self.config.every_steps
-        return every is not None and step % every == 0
+        return last or step == self.max_steps or (every is not None and step % every == 0)
 
     def _validates_after(self, trainer: pl.Trainer, step: int) -> bool:
         if not trainer.datamodule.corpus.validation_sequences:
             return False
-        return step == self.max_steps or (self.validate_every is not None and step % self.validate_every == 0)
+        every = self.validate_every
+        # Lightning validates once more where a callback ends the run.
+        return trainer.should_stop or step == self.max_steps or (every is not None and step % every == 0)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked == signal.SIGINT == number:

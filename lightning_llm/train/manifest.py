@@ -2,8 +2,10 @@
 
     manifest.json           version, step, config hash, torch's version, every file with its size
     tensors/                torch.distributed.checkpoint: "model.<parameter>" in the recipe's master dtype, and
-                            "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them
+                            "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
+                            "callbacks.<path>.<parameter>": what a callback keeps for each parameter, averages say
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
+    callbacks.pt            what callbacks keep beside that; torch reads it without running code
     progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because

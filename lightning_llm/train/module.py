@@ -26,6 +26,7 @@ from lightning_llm.precision.native import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.schema import Config
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.spike_policy import SpikePolicy
 
 
@@ -36,6 +37,8 @@ class LanguageModule(pl.LightningModule):
     complete in on_validation_end. `completed_steps` counts optimizer steps since the very start, over all resumes, and
     `skipped_steps` those of them whose update the loss scaler or `spikes` dropped: they do not advance the schedule.
     `micro_batch_losses` [global micro-batches] are what each contributed to the step's loss, on every rank.
+    Both records' numbers are in `trainer.callback_metrics`: a step's from on_train_batch_end on, a validation's from
+    on_validation_epoch_end on. What callbacks `log` goes into the records. `ended_early`: `early_end.py`.
     """
 
     model: Decoder
@@ -62,6 +65,7 @@ class LanguageModule(pl.LightningModule):
         self.micro_batch_losses = torch.zeros(0)
         self.step_record: dict[str, Any] = {}
         self.validation_record: dict[str, Any] = {}
+        self.ended_early: dict[str, Any] | None = None
         self._validation_sums = torch.zeros(0)
 
     def configure_model(self) -> None:
@@ -80,6 +84,12 @@ class LanguageModule(pl.LightningModule):
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
         self.quantisation.watch_overflow(model)
         self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are made and stay: Lightning, which moves none of them here, does not know."""
+        device: torch.device = self.trainer.strategy.root_device
+        return device
 
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
@@ -149,6 +159,7 @@ class LanguageModule(pl.LightningModule):
         if plugin.skip:
             self.step_record["skipped"] = True
             self.skipped_steps += 1
+        self._publish(self.step_record)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the strategy zeroes before its forward passes. Here it would wipe the gradients just made."""
@@ -188,7 +199,12 @@ class LanguageModule(pl.LightningModule):
             sums[source, 0] += self.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != -100).sum()
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        # Not in on_validation_epoch_end, which callbacks have first: they find the loss there, and the shards in place.
+        if batch_idx + 1 == self.trainer.num_val_batches[dataloader_idx]:
+            self._finish_validation()
+
+    def _finish_validation(self) -> None:
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         layout = self.trainer.strategy.layout
         # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
@@ -206,3 +222,36 @@ class LanguageModule(pl.LightningModule):
                 if count
             }
         self.validation_record = record
+        self._publish(record)
+
+    def _publish(self, record: dict[str, Any]) -> None:
+        """Put the numbers of `record` where callbacks look for metrics."""
+        numbers = {
+            key: torch.tensor(value, dtype=torch.float64)
+            for key, value in record.items()
+            if isinstance(value, int | float) and key not in ("step", "tokens")
+        }
+        self.trainer.callback_metrics.update(numbers)
+        self.trainer.logged_metrics.update(numbers)
+
+    def log(self, name: str, value: Any, *args: Any, logger: bool | None = None, **kwargs: Any) -> None:
+        """Log a number from a callback: `trainer.callback_metrics` has it, and the record of the step or validation."""
+        super().log(name, value, *args, logger=False, **kwargs)
+        if logger is not False and isinstance(self.trainer.logger, RecordLogger):
+            self.trainer.logger.expect(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a module that holds copies of the parameters alone, under their names, sharded as they are.
+
+        WeightAveraging copies the whole module to have a place for averages; what FSDP2 has sharded forbids that.
+        """
+        copy = torch.nn.Module()
+        for name, parameter in self.named_parameters():
+            node = copy
+            *path, last = name.split(".")
+            for part in path:
+                if part not in node._modules:
+                    node.add_module(part, torch.nn.Module())
+                node = node.get_submodule(part)
+            node.register_parameter(last, torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        return copy

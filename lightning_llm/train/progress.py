@@ -14,3 +14,4 @@ def set_completed_steps(trainer: Any, steps: int) -> None:
     batches.ready = batches.started = batches.processed = batches.completed = steps
     updates = loop.automatic_optimization.optim_progress.optimizer.step.total
     updates.ready = updates.completed = steps
+    loop._batches_that_stepped = steps  # what callbacks that log by themselves number their values by

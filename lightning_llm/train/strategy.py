@@ -177,6 +177,24 @@ class TrainStrategy(ModelParallelStrategy):
         reduced = self.layout.reduce(tensor, op)
         return reduced / self.layout.degrees.dp if mean else reduced
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, decide so: of the whole world, whatever its axes."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Refuse to gather the model for a checkpoint in Lightning's format.
+
+        Raises:
+            RuntimeError: always; it is what trainer.save_checkpoint asks for first.
+        """
+        raise RuntimeError(
+            "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps; a callback's "
+            "state_dict is saved with each checkpoint, and the last step's is always made"
+        )
+
     def teardown(self) -> None:
         self.precision_plugin.teardown()
         if self.accelerator is not None:

@@ -82,6 +82,6 @@ def test_all_callbacks_together_cost_little_per_step(
 def test_the_config_files_fit_the_schema(tmp_path: Path) -> None:
     for name in ("default", "none"):
         make_config(tmp_path, callbacks=yaml.safe_load((CONF / f"callbacks/{name}.yaml").read_text()))
-    for name in ("mlflow", "none"):
+    for name in ("mlflow", "csv", "tensorboard", "wandb", "none"):
         logger = yaml.safe_load((CONF / f"logger/{name}.yaml").read_text())
         assert make_config(tmp_path, logger=logger).logger.name == name

@@ -103,6 +103,24 @@ def test_one_rank_that_fails_ends_the_run_and_is_named_first(small_run, tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("hung", [1, 0])
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waited(small_run, tmp_path, hung):
+    fault = f"+callbacks.fault={{_target_: faults.Fail, rank: {hung}, step: 3, stop: true}}"
+    words = small_run(tmp_path, *TIMES, "trainer.max_steps=300", "parallel=zero3", "trainer.devices=2", fault)
+    (tmp_path / "temporary").mkdir()
+    with start([*words, "parallel.timeout_seconds=15"], TMPDIR=str(tmp_path / "temporary")) as process:
+        _, complained = process.communicate(timeout=240)
+    assert process.returncode == 1, complained
+    (said,) = [line for line in complained.splitlines() if line.startswith("error: ")]
+    assert said.startswith(f"error: rank {hung} (process "), complained
+    assert "of this machine, which is stopped) has given no sign of life for" in said
+    assert " it was last heard of in step " in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
+    assert not list((tmp_path / "temporary").glob("*elastic*")) + list((tmp_path / "temporary").glob("*-ranks-*"))
+
+
+@pytest.mark.full
 def test_torchrun_on_two_nodes_is_recognised(small_run, tmp_path):
     words = small_run(tmp_path / "nodes", *TIMES, "trainer.max_steps=4", "parallel=zero2")
     port = free_port()

@@ -1,0 +1,30 @@
+"""`--config-dir DIR` as a package: DIR/callbacks/mine.py is `config_dir.callbacks.mine`.
+
+Naming the folder on the command line is the choice to run what lies in it. A recipe alone imports installed code only.
+"""
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+
+PACKAGE = "config_dir"
+
+
+def open_config_dir(folder: Path | None) -> None:
+    """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None, or no folder: of nowhere."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
+        del sys.modules[name]
+    if folder is None or not folder.is_dir():  # which the composition refuses
+        return
+    spec = ModuleSpec(PACKAGE, None, is_package=True)
+    spec.submodule_search_locations = [str(folder.absolute())]
+    sys.modules[PACKAGE] = module_from_spec(spec)
+    importlib.invalidate_caches()
+
+
+def config_dir_words() -> list[str]:
+    """Return the words that open the same folder in a process started from here: a rank, a job of a sweep."""
+    module = sys.modules.get(PACKAGE)
+    return ["--config-dir", *module.__path__] if module else []

@@ -1,0 +1,92 @@
+"""Ranks that give no sign of life are told from those that wait; a second."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_llm.callbacks.provenance import process_mark
+from lightning_llm.callbacks.rank_heartbeat import RankHeartbeat, beats, clear_beats, say_silent, silent_ranks
+
+TIMEOUT = 60.0
+
+
+@pytest.fixture
+def sleeper():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def mark_of(process: subprocess.Popen) -> str:
+    host, _, _ = process_mark().split()
+    return f"{host} {process.pid} {psutil.Process(process.pid).create_time():.0f}"
+
+
+def stop(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+
+
+def write(run_dir: Path, rank: int, mark: str, age: float, step: int = 3) -> None:
+    heartbeat = RankHeartbeat(run_dir, rank, TIMEOUT, lambda: step)
+    heartbeat._about["process"] = mark
+    heartbeat._write()
+    now = time.time()
+    os.utime(heartbeat.file, (now - age, now - age))
+
+
+def test_the_rank_that_is_stopped_is_named_and_ended(tmp_path, sleeper):
+    for rank, age in ((0, 0.0), (2, 7.0)):
+        write(tmp_path, rank, process_mark(), age)
+    write(tmp_path, 1, mark_of(sleeper), 58.0)
+    stop(sleeper)
+    (silent,) = silent_ranks(tmp_path, TIMEOUT)
+    said = say_silent([silent], TIMEOUT)
+    assert said.startswith(
+        f"rank 1 (process {sleeper.pid} of this machine, which is stopped) has given no sign of life"
+    )
+    assert "for 58 s; it was last heard of in step 4, at test_rank_heartbeat.py:" in said
+    assert said.endswith("The others waited for it (parallel.timeout_seconds=60)")
+    silent.end_if_stopped()
+    assert sleeper.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_a_silent_process_that_is_not_stopped_or_is_another_now_is_left_alone(tmp_path, sleeper):
+    host, number, started = mark_of(sleeper).split()
+    write(tmp_path, 0, process_mark(), 0.0)
+    write(tmp_path, 1, f"{host} {number} {started}", 50.0)
+    write(tmp_path, 2, f"{host} {number} {int(started) - 1000}", 55.0)
+    write(tmp_path, 3, f"elsewhere {number} {started}", 59.0)
+    stop(sleeper)
+    found = {each.rank: each.is_stopped for each in silent_ranks(tmp_path, TIMEOUT)}
+    assert found == {1: True, 2: False, 3: False}
+    sleeper.send_signal(signal.SIGCONT)
+    os.waitpid(sleeper.pid, os.WCONTINUED)
+    for each in silent_ranks(tmp_path, TIMEOUT):
+        each.end_if_stopped()
+    assert sleeper.poll() is None
+    assert "rank 3 (process " in say_silent(silent_ranks(tmp_path, TIMEOUT), TIMEOUT)
+    assert "of the machine elsewhere) has given no sign of life for 59 s" in say_silent(beats(tmp_path), TIMEOUT)
+
+
+def test_ranks_that_live_are_not_named_whatever_their_clock(tmp_path):
+    steps = iter(range(1000))
+    heartbeat = RankHeartbeat(tmp_path, 0, 0.05, lambda: next(steps))
+    heartbeat.start()
+    deadline = time.monotonic() + 30
+    while beats(tmp_path)[0].step < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert beats(tmp_path)[0].step >= 3
+    heartbeat.stop()
+    long_ago = time.time() - 1e6  # a file server whose clock is days behind
+    write(tmp_path, 1, process_mark(), 1e6)
+    heartbeat._write()
+    os.utime(heartbeat.file, (long_ago, long_ago))
+    assert silent_ranks(tmp_path, TIMEOUT) == []
+    clear_beats(tmp_path)
+    assert beats(tmp_path) == []

@@ -1,0 +1,60 @@
+"""Callbacks as a user writes them, for runs whose config names them."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Remembers(pl.Callback):
+    """Has state: every loss that it found where Lightning's users look; logs how many."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.validations: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        metrics = trainer.callback_metrics
+        self.losses.append(metrics["loss"].item())
+        assert {"loss", "grad_norm", "lr"} <= metrics.keys() & trainer.logged_metrics.keys()
+        self.log("own/remembered", float(len(self.losses)))
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.validations.append(trainer.callback_metrics["val_loss"].item())
+        self.log("own/validations", len(self.validations))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses, "validations": self.validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses, self.validations = state_dict["losses"], state_dict["validations"]
+
+
+class StopsAlone(pl.Callback):
+    """Sets `trainer.should_stop` on one rank, after `step`."""
+
+    def __init__(self, rank: int, step: int):
+        self.rank, self.step = rank, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank and pl_module.completed_steps >= self.step:
+            trainer.should_stop = True
+
+
+class Misbehaves(pl.Callback):
+    """Does what cannot work here."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if self.what == "checkpoint":
+            trainer.save_checkpoint("mine.ckpt")
+        if self.what == "name":
+            self.log("loss", 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": object()} if self.what == "state" else {}
+
+
+class Bars(pl.callbacks.TQDMProgressBar):
+    """A refused one, by another name."""

@@ -1,0 +1,97 @@
+"""Lightning's own callbacks, and a user's, in runs as the command line makes them. 15 seconds."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from run_metrics import curve, read_metrics, steps_saved
+
+from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
+from lightning_llm.run import run
+
+STOP = "callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, "
+STOPPED = ["schedule.total_steps=9", "trainer.max_steps=9", f"+{STOP}patience: 1, min_delta: 9}}"]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, small_run) -> Path:
+    """The folder above a run that EarlyStopping has ended at its second validation, step 6 of 9."""
+    folder = tmp_path_factory.mktemp("stopped")
+    assert main(["train", *small_run(folder, *STOPPED, "+callbacks.own={_target_: own_callbacks.Remembers}")]) == 0
+    return folder
+
+
+def test_early_stopping_is_a_finished_run_with_a_reason(stopped):
+    found = summary(stopped)
+    assert (found["status"], found["ended_by"]["callback"], found["ended_by"]["step"]) == (
+        "finished",
+        "callbacks.stop",
+        6,
+    )
+    assert "val_loss did not improve in the last 1 records" in found["detail"]
+    assert steps_saved(stopped / "run")[-1] == 6
+
+
+def test_callbacks_find_the_records_numbers(stopped):
+    records = read_metrics(stopped / "run")
+    assert [each["own/remembered"] for each in records if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    assert [each["own/validations"] for each in records if "val_loss" in each] == [1, 2]
+
+
+def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path, small_run, capsys):
+    shutil.copytree(stopped / "run", tmp_path / "run")
+    own = "+callbacks.own={_target_: own_callbacks.Remembers}"
+    for steps in (9, 12):
+        words = small_run(tmp_path, *STOPPED, own, f"trainer.max_steps={steps}", "resume=auto")
+        assert main(["train", *words]) == 0
+        said = capsys.readouterr().out
+        assert f"is finished at step 6 of {steps}: ended by callbacks.stop (Monitored metric val_loss" in said
+    assert curve(tmp_path / "run") == curve(stopped / "run")
+    more = [f"+{STOP}patience: 4, min_delta: 9}}", own, "schedule.total_steps=9", "trainer.max_steps=9", "resume=auto"]
+    assert main(["train", *small_run(tmp_path, *more)]) == 0  # with more patience, it does
+    assert "resume from step 6" in capsys.readouterr().out
+    assert (summary(tmp_path)["status"], summary(tmp_path).get("ended_by")) == ("finished", None)
+    assert [each["own/remembered"] for each in read_metrics(tmp_path / "run") if "loss" in each] == [*range(1, 10)]
+    assert main(["train", *small_run(tmp_path / "whole", *more[:-1])]) == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole" / "run")
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("state", 2, "the state of Misbehaves cannot be kept in a checkpoint"),
+        ("checkpoint", None, "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps"),
+        ("name", None, "a callback logs 'loss', a key of the run's own records"),
+    ],
+)
+def test_what_cannot_work_is_said(what, code, said, tmp_path, small_run, capsys):
+    words = small_run(tmp_path, f"+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {what}}}")
+    if code is not None:
+        assert main(["train", *words]) == code
+        assert said in capsys.readouterr().err
+        assert not read_metrics(tmp_path / "run")
+    else:
+        with pytest.raises((RuntimeError, ValueError), match=said.split(".")[0]):
+            main(["train", *words])
+        assert said in summary(tmp_path)["detail"]
+
+
+def test_timer_counts_over_resumes(tmp_path, small_run):
+    timer = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: {microseconds: 1}}"
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=2")]) == 0
+    assert main(["train", *small_run(tmp_path, timer, "resume=auto")]) == 0
+    assert summary(tmp_path)["ended_by"]["callback"] == "callbacks.timer"
+    assert steps_saved(tmp_path / "run")[-1] <= 3
+
+
+def test_a_run_from_python_gives_its_signal_handlers_back(tmp_path, small_run):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    assert run(compose_config(small_run(tmp_path, "trainer.max_steps=1", "data.validation.fraction=0"))) == 0
+    assert {number: signal.getsignal(number) for number in before} == before
