@@ -22,6 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.named_casts import fill_named_casts
 from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, unknown_option
 from lightning_llm.recipes_catalog import register_recipes
 from lightning_llm.schema import Config
@@ -174,6 +175,7 @@ def _compose_one(parsed: Sequence[Override], search: list[str]) -> Config:
             del tree["hydra"]
             tree.pop("sweep", None)  # read by compose_sweep
             _leave_out_observers(tree, parsed)
+        fill_named_casts(tree, search)
         config = _checked(tree)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error

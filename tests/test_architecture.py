@@ -24,6 +24,7 @@ LAYERS = {
         "earlier_parts",
         "launch",
         "matrix",
+        "named_casts",
         "overrides",
         "plan",
         "probe",

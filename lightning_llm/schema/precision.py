@@ -113,6 +113,15 @@ class CastConfig(Group):
 
 
 HIGH = CastConfig()
+SELECTS = {"names", "first_blocks", "first_fraction", "last_blocks", "last_fraction"}
+"""Keys of a `CastRule` that say which layers it is for."""
+LATER = (
+    ("", "allow"),
+    ("modules", "first_fraction_high"),
+    ("modules", "last_fraction_high"),
+    ("modules", "casts"),
+)
+"""Keys, with their group, that recipes once did not have: null is no part of a recipe's hash."""
 
 
 class FpropConfig(Group):
@@ -139,13 +148,97 @@ class WgradConfig(Group):
 Globs = Annotated[tuple[str, ...], Field(strict=False)]
 
 
+class FpropSlots(Group):
+    """Slots of fprop that a rule sets; null: the recipe's own."""
+
+    x: CastConfig | None = None
+    w: CastConfig | None = None
+
+
+class DgradSlots(Group):
+    """Slots of dgrad that a rule sets; null: the recipe's own."""
+
+    dy: CastConfig | None = None
+    w: CastConfig | None = None
+
+
+class WgradSlots(Group):
+    """Slots of wgrad that a rule sets; null: the recipe's own."""
+
+    dy: CastConfig | None = None
+    x: CastConfig | None = None
+
+
+class CastRule(Group):
+    """Casts of their own for the linear layers that `names` matches, in the blocks that are named (none: in all).
+
+    `recipe`, `high` or slots say which casts; slots beside a `recipe` come before that recipe's.
+    """
+
+    names: Globs = Field(("*",), min_length=1, description="globs over module names; a layer needs one that matches")
+    first_blocks: PositiveInt | None = Field(None, description="only in so many blocks at the start, or `last_...`")
+    first_fraction: Fraction | None = Field(None, description="the same as a fraction of the model's blocks")
+    last_blocks: PositiveInt | None = Field(None, description="only in so many blocks at the end, or `first_...`")
+    last_fraction: Fraction | None = Field(None, description="the same as a fraction of the model's blocks")
+    recipe: str | None = Field(None, description="take the six slots of this precision recipe, and nothing else of it")
+    high: Literal[True] | None = Field(None, description="stay in compute_dtype")
+    fprop: FpropSlots | None = None
+    dgrad: DgradSlots | None = None
+    wgrad: WgradSlots | None = None
+
+    def given(self) -> dict[str, CastConfig]:
+        """Return the casts that the rule sets, by dotted slot name; the others are the recipe's own."""
+        if self.high:
+            return {f"{gemm}.{operand}": HIGH for gemm, operand in SLOTS}
+        parts = {gemm: getattr(self, gemm) for gemm, _ in SLOTS if getattr(self, gemm) is not None}
+        named = {f"{gemm}.{operand}": getattr(parts[gemm], operand) for gemm, operand in SLOTS if gemm in parts}
+        return {slot: cast for slot, cast in named.items() if cast is not None}
+
+    @model_validator(mode="after")
+    def _says_which_casts(self) -> Self:
+        _one_of_each_end(self, "first_blocks", "last_blocks", "first_fraction", "last_fraction")
+        given = self.given()
+        if self.high and (self.recipe is not None or self.fprop or self.dgrad or self.wgrad):
+            raise ValueError("high: true leaves nothing to cast; drop it, or `recipe` and the slots")
+        if self.recipe is not None and len(given) < len(SLOTS):
+            raise ValueError(
+                f"recipe: {self.recipe} is read when a config is composed (--config-dir, precision=...), and was not "
+                "here; write its six slots"
+            )
+        if not given:
+            raise ValueError("says no casts; give `recipe` (another precision recipe), `high: true`, or slots")
+        return self
+
+
+def _one_of_each_end(group: Group, *keys: str) -> None:
+    """Raise ValueError where an end of the model is given as a count and as a fraction; `keys`: counts, fractions."""
+    for count, fraction in zip(keys[:2], keys[2:], strict=True):
+        if getattr(group, count) and getattr(group, fraction) is not None:
+            raise ValueError(
+                f"has {count}={getattr(group, count)} and {fraction}={getattr(group, fraction):g}; drop one of them"
+            )
+
+
 class ModuleRules(Group):
-    """Which linear layers are quantised. Norms, embeddings, attention and the head are never."""
+    """Which linear layers are quantised, and how. Norms, embeddings, attention and the head are never.
+
+    A fraction of the blocks is rounded to the nearest count of them, halves up.
+    """
 
     first_blocks_high: NonNegativeInt = Field(0, description="blocks at the start that stay high, by global index")
     last_blocks_high: NonNegativeInt = Field(0, description="blocks at the end that stay high, by global index")
+    first_fraction_high: Fraction | None = Field(None, description="instead of a count: a fraction of the blocks")
+    last_fraction_high: Fraction | None = Field(None, description="instead of a count: a fraction of the blocks")
     include: Globs = Field(("*",), description="globs over module names; a layer needs one that matches")
     exclude: Globs = Field((), description="globs over module names; one that matches keeps the layer high")
+    casts: Annotated[tuple[CastRule, ...], Field(strict=False)] | None = Field(
+        None, description="casts of their own for some layers of those that do not stay high; the first rule that fits"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_for_each_end(self) -> Self:
+        _one_of_each_end(self, "first_blocks_high", "last_blocks_high", "first_fraction_high", "last_fraction_high")
+        return self
 
 
 class LossScalingConfig(Group):
@@ -214,6 +307,9 @@ class PrecisionConfig(Group):
     dgrad: DgradConfig = DgradConfig()
     wgrad: WgradConfig = WgradConfig()
     modules: ModuleRules = ModuleRules()
+    allow: Annotated[tuple[str, ...], Field(strict=False)] | None = Field(
+        None, description="rules of the lint that this recipe breaks knowingly, by name (docs/precision.md lists them)"
+    )
     loss_scaling: LossScalingConfig | None = None
     optimizer: OptimizerHints = OptimizerHints()
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
@@ -226,24 +322,54 @@ class PrecisionConfig(Group):
                 raise ValueError(f"phases overlap: one ends at {before.end}, the next starts at {after.start}")
         return self
 
+    def cast_sets(self) -> "dict[str, dict[str, CastConfig]]":
+        """Return every set of six casts, by the key it stands under: "" (the recipe's own), "modules.casts.0", ..,
+
+        "phases.0", .. A phase replaces all of the others for its steps.
+        """
+        own = slots_of(self)
+        rules = {f"modules.casts.{n}": own | rule.given() for n, rule in enumerate(self.modules.casts or ())}
+        return {"": own, **rules, **{f"phases.{n}": slots_of(phase) for n, phase in enumerate(self.phases)}}
+
+    def casts_under(self, rule: int | None) -> "dict[str, CastConfig]":
+        """Return the six casts of layers that rule number `rule` of `modules.casts` fits (None: none does)."""
+        own = slots_of(self)
+        return own if rule is None or self.modules.casts is None else own | self.modules.casts[rule].given()
+
     @property
     def quantises(self) -> bool:
-        """Whether any slot, in any phase, leaves compute_dtype."""
-        parts: tuple[PrecisionConfig | PhaseConfig, ...] = (self, *self.phases)
-        return any(cast.quantises for part in parts for cast in slots_of(part).values())
+        """Whether any slot, in any module or phase, leaves compute_dtype."""
+        return any(cast.quantises for casts in self.cast_sets().values() for cast in casts.values())
 
     @property
     def recipe_hash(self) -> str:
-        """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers."""
+        """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers, and over `allow`.
+
+        Keys that came later are left out while they are null, so that recipes without them keep their hash.
+        """
         content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend", "casts"})
+        for group, key in LATER:
+            values = content[group] if group else content
+            if values[key] is None:
+                del values[key]
+        if self.modules.casts is not None:  # by what they come to, however a rule says it
+            rules = [rule.model_dump(mode="json", include=SELECTS) for rule in self.modules.casts]
+            for number, rule in enumerate(rules):
+                casts = self.casts_under(number)
+                rule["slots"] = {slot: cast.model_dump(mode="json") for slot, cast in casts.items()}
+            content["modules"]["casts"] = rules
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
     def at(self, step: int, max_steps: int) -> "PrecisionConfig":
-        """Return the recipe in force at `step` (from 0) of `max_steps`: itself, or with a phase's slots."""
+        """Return the recipe in force at `step` (from 0) of `max_steps`: itself, or with a phase's slots in all layers.
+
+        Layers that stay high by `modules` do so in phases, too.
+        """
         for phase in self.phases:
             if phase.start * max_steps <= step < phase.end * max_steps:
-                return self.model_copy(update={gemm: getattr(phase, gemm) for gemm in ("fprop", "dgrad", "wgrad")})
+                slots = {gemm: getattr(phase, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+                return self.model_copy(update={**slots, "modules": self.modules.model_copy(update={"casts": None})})
         return self
 
 

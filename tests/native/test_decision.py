@@ -21,7 +21,9 @@ NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks a
     "fp8_subchannel_fp32scales": {"sm_90"},
     "mxfp8": {"sm_100"},
     "fp16_mxfp8": {"sm_100"},
-    "nvfp4": {"sm_100", "sm_120"},
+    "fp16_mxfp8_hybrid": {"sm_100"},
+    "nvfp4": {"sm_100"},
+    "nvfp4_all_blocks": {"sm_100"},
 }
 HOPPER = DEVICES["sm_90"]
 
