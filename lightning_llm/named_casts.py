@@ -47,7 +47,9 @@ def _not_to_take(other: Node, compute_dtype: object) -> Iterator[str]:
     """Yield what keeps a rule from taking the slots of the recipe `other`."""
     name, modules = other.get("name"), other.get("modules") or {}
     if other.get("compute_dtype") != compute_dtype:
-        text = "is '{}', which computes in {}, and this recipe in {}. Take one of the same compute_dtype, or write slots."
+        text = (
+            "is '{}', which computes in {}, and this recipe in {}. Take one of the same compute_dtype, or write slots."
+        )
         yield text.format(name, other.get("compute_dtype"), compute_dtype)
     if modules.get("casts") or other.get("phases"):
         yield f"is '{name}', whose layers or steps have different casts themselves. Write the slots."

@@ -122,7 +122,9 @@ def render(facts: dict[str, Any]) -> str:
 
 def _backend(facts: dict[str, Any]) -> str:
     """Return " native" or " emulated" behind a recipe that quantises; why is said where its layers are counted."""
-    quantises = any("block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values())
+    quantises = any(
+        "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
+    )
     return f" {facts['runs']}" if quantises else ""
 
 

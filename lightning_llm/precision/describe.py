@@ -28,9 +28,7 @@ def precision_facts(
         its = _slots(casts, recipe.compute_dtype, decision)
         return {slot: facts for slot, facts in its.items() if facts != slots[slot]}
 
-    phases = [
-        {"start": phase.start, "end": phase.end, "slots": changed(slots_of(phase))} for phase in recipe.phases
-    ]
+    phases = [{"start": phase.start, "end": phase.end, "slots": changed(slots_of(phase))} for phase in recipe.phases]
     layers = layers_of_casts(names, recipe, num_layers)
     rules = [
         {

@@ -141,9 +141,7 @@ class ProbedModel:
         for name, (scale, history) in kept.items():
             self.layers[name].scale, self.layers[name].amax_history = scale, history
 
-    def quantised(
-        self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()
-    ) -> Pass:
+    def quantised(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
         """Return the pass with the casts of `recipe` (null: the probed one) in every layer but those of `kept`.
 
         `key`: for its noise. `recipe` has as many rules in `modules.casts` as the probed one.

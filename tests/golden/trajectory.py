@@ -111,7 +111,13 @@ class _Curve(pl.Callback):
 def trajectory(recipe: str, folder: Path) -> str:
     """Return the first steps under `recipe`, run in `folder`, as text whose numbers read back to the same bits."""
     torch.set_num_threads(1)
-    words = [*WORDS, *MORE_WORDS.get(recipe, []), f"precision={recipe}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / recipe}"]
+    words = [
+        *WORDS,
+        *MORE_WORDS.get(recipe, []),
+        f"precision={recipe}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"run.dir={folder / recipe}",
+    ]
     norms, curve = _GradientNorms(), _Curve()
     with patch("lightning_llm.callbacks.run_folder.draw_losses"):  # nobody looks at it
         run_with(compose_config(words), norms, curve)
