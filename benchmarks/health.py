@@ -9,7 +9,7 @@ from benchmarks.rotation import Row
 from lightning_llm.__main__ import main
 
 EVERY, STEPS, WARMUP, DEFAULT_EVERY = 4, 40, 8, 100
-RECIPES = ("mxfp8", "nvfp4")
+RECIPES = ("mxfp8", "nvfp4_all_blocks")
 
 
 def step_seconds(recipe: str) -> list[float]:

@@ -15,7 +15,8 @@ from lightning_llm.precision.swap import swap_linears
 
 TOKENS, SHAPES = 2048, ((1024, 1024), (1024, 2816))
 TARGETS = {
-    "fp8_delayed": 1.5, "fp8_current": 1.5, "fp8_subchannel": 1.5, "mxfp8": 1.5, "mxfp4_sr": 1.6, "nvfp4": 1.6,
+    "fp8_delayed": 1.5, "fp8_current": 1.5, "fp8_subchannel": 1.5, "mxfp8": 1.5, "mxfp4_sr": 1.6,
+    "nvfp4_all_blocks": 1.6,
 }  # fmt: skip
 
 

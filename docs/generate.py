@@ -15,7 +15,7 @@ import yaml
 
 from lightning_llm.compare.statistics import power, seeds_needed
 from lightning_llm.matrix import matrix, numbered
-from lightning_llm.precision.lint import RULES
+from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 
 DOCS = Path(__file__).resolve().parent
@@ -104,13 +104,14 @@ def loss_scaling(config: LossScalingConfig | None) -> str:
 
 
 def lint_rules() -> str:
-    """Return the lint's rules, one numbered item each: what is refused, and who found out."""
+    """Return the lint's rules, one numbered item each: its name, what is refused, and who found out."""
     items = []
     for number, rule in enumerate(RULES, 1):
         text, _, source = inspect.cleandoc(rule.__doc__ or "").partition("\n\nSource: ")
         if not source:
             raise ValueError(f"{rule.__name__}: its docstring needs a line 'Source: ...'")
-        items.append(f"{number}. {_line(text)}<br>Source: {_line(source)}")
+        fixed = " Cannot be allowed." if rule in NOT_TO_ALLOW else ""
+        items.append(f"{number}. `{rule_name(rule)}`: {_line(text)}{fixed}<br>Source: {_line(source)}")
     return "\n".join(items) + "\n"
 
 

@@ -9,19 +9,23 @@ from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import data_rules
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
-from lightning_llm.model.linear_names import linear_inputs, linear_names, linear_widths
+from lightning_llm.model.linear_names import block_linears, linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.parallel.degrees import Degrees, fitting_degrees, given_degrees, layout_problems
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.capability import Capability, capability_here, device_here
 from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, unmatched
+from lightning_llm.precision.module_rules import (
+    layers_of_casts,
+    nothing_converted,
+    reasons_to_stay_high,
+    unmatched,
+)
 from lightning_llm.precision.native import Decision, decide
 from lightning_llm.run_place import place_problems, tracking_problems
 from lightning_llm.schema import Config, ModelConfig
 from lightning_llm.schema.partial import Rule, gather
-from lightning_llm.schema.precision import PhaseConfig, PrecisionConfig, slots_of
 
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""
@@ -166,7 +170,7 @@ def _precision_problems(config: Config) -> list[Problem]:
         )
         problems.append(Problem("precision.reduce_dtype", text))
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
-    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons)
+    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons, config.model.num_layers)
     return problems + _rotation_problems(config)
 
 
@@ -212,18 +216,26 @@ def _native_problems(config: Config, to_train: bool) -> list[Problem]:
 
 def _rotation_problems(config: Config) -> list[Problem]:
     """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
-    data, inputs, outputs = config.data, linear_inputs(config.model), linear_widths(config.model)
+    data, model, recipe = config.data, config.model, config.precision
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
-    axes = {"fprop": inputs, "dgrad": outputs, "wgrad": tokens}
-    parts: list[PrecisionConfig | PhaseConfig] = [config.precision, *config.precision.phases]
-    found = {
-        (axis, length, slot, cast.hadamard.size)
-        for part in parts
-        for slot, cast in slots_of(part).items()
-        if cast.hadamard is not None
-        for axis, length in axes[slot.partition(".")[0]].items()
-        if length % cast.hadamard.size
-    }
+    linears = {linear.name: linear for linear in block_linears(model)}
+    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
+    found = set()
+    for key, casts in recipe.cast_sets().items():
+        its = [linears[each] for each in dict.fromkeys(name.split(".", 2)[2] for name in layers[key])]
+        inputs, outputs = {linear.in_features for linear in its}, {linear.out_features for linear in its}
+        axes = {
+            "fprop": {axis: length for axis, length in linear_inputs(model).items() if length in inputs},
+            "dgrad": {axis: length for axis, length in linear_widths(model).items() if length in outputs},
+            "wgrad": tokens if its else {},
+        }
+        found |= {
+            (axis, length, f"{key}.{slot}" if key.startswith("modules.") else slot, cast.hadamard.size)
+            for slot, cast in casts.items()
+            if cast.hadamard is not None
+            for axis, length in axes[slot.partition(".")[0]].items()
+            if length % cast.hadamard.size
+        }
     return [
         Problem(
             f"precision.{slot}.hadamard.size", f"{size} does not divide {axis} = {length}, which that GEMM sums over."

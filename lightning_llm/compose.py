@@ -23,6 +23,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from lightning_llm.composition import Composer
 from lightning_llm.config_folder import search_override
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.named_casts import fill_named_casts
 from lightning_llm.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.recipes_catalog import name_clashes, register_recipes
 from lightning_llm.schema import Config
@@ -233,6 +234,7 @@ def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, d
     with open_dict(tree):
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)
+    fill_named_casts(tree, composer.search)
     return tree, choices
 
 

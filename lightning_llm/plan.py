@@ -10,6 +10,7 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.model.linear_names import linear_names
 from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
 from lightning_llm.parallel.nodes import reduction_note, with_reduction
 from lightning_llm.precision.describe import precision_facts, precision_rows
@@ -51,7 +52,9 @@ def plan_facts(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
         "layout": layout,
-        "precision": precision_facts(config.precision, native_decision(config)),
+        "precision": precision_facts(
+            config.precision, native_decision(config), linear_names(config.model), config.model.num_layers
+        ),
         "data": config.data.name,
         "step_tokens": tokens,
         "accumulation": layout["micro_batches_per_rank"],
@@ -120,7 +123,9 @@ def render(facts: dict[str, Any]) -> str:
 
 def _backend(facts: dict[str, Any]) -> str:
     """Return " native" or " emulated" behind a recipe that quantises; why is said where its layers are counted."""
-    quantises = any("block" in slot for part in (facts, *facts["phases"]) for slot in part["slots"].values())
+    quantises = any(
+        "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
+    )
     return f" {facts['runs']}" if quantises else ""
 
 

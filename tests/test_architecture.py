@@ -30,6 +30,7 @@ LAYERS = {
         "hydra_options",
         "launch",
         "matrix",
+        "named_casts",
         "overrides",
         "plan",
         "probe",

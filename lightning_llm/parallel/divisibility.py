@@ -9,9 +9,9 @@ from lightning_llm.errors import Problem
 from lightning_llm.model.linear_names import BlockLinear, block_linears, linear_names
 from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.degrees import Degrees
-from lightning_llm.precision.module_rules import reasons_to_stay_high
+from lightning_llm.precision.module_rules import layers_of_casts
 from lightning_llm.schema import Config, ModelConfig
-from lightning_llm.schema.precision import CastConfig, PhaseConfig, PrecisionConfig, slots_of
+from lightning_llm.schema.precision import CastConfig
 
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
 """The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""
@@ -78,19 +78,19 @@ def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
     model, recipe = config.model, config.precision
-    reasons = reasons_to_stay_high(linear_names(model), recipe, model.num_layers)
-    quantised = {re.sub(r"^layers\.\d+\.", "", name) for name, reason in reasons.items() if reason is None}
-    linears = [linear for linear in block_linears(model) if linear.name in quantised]
-    parts: list[PrecisionConfig | PhaseConfig] = [recipe, *recipe.phases]
+    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
     slots: dict[tuple[Cut, int], dict[str, None]] = {}
-    for part in parts:
-        for slot, cast in slots_of(part).items():
-            if not cast.quantises:
+    for key, casts in recipe.cast_sets().items():
+        its = {re.sub(r"^layers\.\d+\.", "", name) for name in layers[key]}
+        linears = [linear for linear in block_linears(model) if linear.name in its]
+        prefix = f"{key}." if key.startswith("modules.") else ""
+        for slot, cast in casts.items():
+            if not (cast.quantises and linears):
                 continue
             for axis, cut in _cuts(slot.rpartition(".")[2], linears, config, degrees):
                 for size, what in _extents(cast, axis == CONTRACTION[slot]):
                     if size > 1 and cut.whole % (cut.parts * size):
-                        slots.setdefault((cut, size), {})[f"{slot} ({what})"] = None
+                        slots.setdefault((cut, size), {})[f"{prefix}{slot} ({what})"] = None
     for (cut, size), found in slots.items():
         share = f"{cut.whole} / {cut.parts} = {cut.whole / cut.parts:g}"
         text = (

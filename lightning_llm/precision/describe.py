@@ -1,27 +1,44 @@
 """What a precision recipe does, as plain data and as words, for `plan`. Pure: needs neither torch nor a model."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_llm.precision.module_rules import fractions_of_no_block, layers_of_casts, reasons_to_stay_high
 from lightning_llm.precision.native import Decision
-from lightning_llm.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
+from lightning_llm.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
 
 ALWAYS = ("block", "scale", "rounding")
 """Keys of a cast that are shown even where they have their default."""
 
 
-def precision_facts(recipe: PrecisionConfig, decision: Decision) -> dict[str, Any]:
-    """Return the recipe as data: its identity, what it sets beside the slots, how it runs, and its slots.
+def precision_facts(
+    recipe: PrecisionConfig, decision: Decision, names: Sequence[str], num_layers: int
+) -> dict[str, Any]:
+    """Return the recipe as data: its identity, what it sets beside the slots, how it runs, its layers and its slots.
 
     `decision` is how its casts run where it would train; each slot has its `format`, how it `runs` and the `reason`;
-    casts also `block`, `scale`, `rounding`, and each key that has not its default. A phase lists the slots that differ
-    from the recipe's own.
+    casts also `block`, `scale`, `rounding`, and each key that has not its default. A phase and a rule of
+    `modules.casts` list the slots that differ from the recipe's own. `names`: of the model's linears; `num_layers`: its
+    blocks.
     """
     slots = _slots(slots_of(recipe), recipe.compute_dtype, decision)
-    phases = []
-    for phase in recipe.phases:
-        its = _slots(slots_of(phase), recipe.compute_dtype, decision)
-        changed = {slot: facts for slot, facts in its.items() if facts != slots[slot]}
-        phases.append({"start": phase.start, "end": phase.end, "slots": changed})
+
+    def changed(casts: dict[str, CastConfig]) -> dict[str, Any]:
+        its = _slots(casts, recipe.compute_dtype, decision)
+        return {slot: facts for slot, facts in its.items() if facts != slots[slot]}
+
+    phases = [{"start": phase.start, "end": phase.end, "slots": changed(slots_of(phase))} for phase in recipe.phases]
+    layers = layers_of_casts(names, recipe, num_layers)
+    rules = [
+        {
+            "for": rule.model_dump(mode="json", include=SELECTS, exclude_none=True),
+            "recipe": rule.recipe,
+            "layers": layers[f"modules.casts.{number}"],
+            "slots": changed(recipe.casts_under(number)),
+        }
+        for number, rule in enumerate(recipe.modules.casts or ())
+    ]
     return {
         "name": recipe.name,
         "compute_dtype": recipe.compute_dtype,
@@ -31,13 +48,26 @@ def precision_facts(recipe: PrecisionConfig, decision: Decision) -> dict[str, An
         "recipe_hash": recipe.recipe_hash,
         "reference": recipe.reference,
         "hardware": recipe.hardware,
-        "modules": recipe.modules.model_dump(exclude_defaults=True),
+        "modules": recipe.modules.model_dump(exclude_defaults=True, exclude={"casts"}),
+        "allow": list(recipe.allow or ()),
+        "layers": _layers(recipe, names, num_layers),
         "loss_scaling": recipe.loss_scaling.model_dump() if recipe.loss_scaling else None,
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "backend": recipe.backend,
         **decision.facts(),
         "slots": slots,
+        "module_casts": rules,
         "phases": phases,
+    }
+
+
+def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[str, Any]:
+    """Return how many linears are quantised, how many stay high by reason, and the fractions that come to no block."""
+    reasons = Counter(reasons_to_stay_high(names, recipe, num_layers).values())
+    return {
+        "quantised": reasons.pop(None, 0),
+        "high": dict(reasons),
+        "no_block": fractions_of_no_block(recipe.modules, num_layers) if recipe.quantises else [],
     }
 
 
@@ -65,7 +95,12 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     others = {key: facts[key] for key in ("main_grad_dtype", "reduce_dtype") if facts[key] != "fp32"}
     rules = "".join(f", {each}" for each in (_pairs(others), _pairs(facts["modules"])) if each)
     rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}")]
-    rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_slot_rows(facts["slots"])]
+    rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_layer_rows(facts), *_slot_rows(facts["slots"])]
+    for number, rule in enumerate(facts["module_casts"]):
+        source = f", the slots of {rule['recipe']}" if rule["recipe"] else ""
+        text = f"modules.casts.{number} ({_pairs(rule['for'])}){source}: {len(rule['layers'])} layers, "
+        rows.append(("  casts", text + ("these slots differ" if rule["slots"] else "the same slots")))
+        rows += _slot_rows(rule["slots"], indent=4)
     if facts["loss_scaling"]:
         rows.append(("  loss scaling", _pairs(facts["loss_scaling"])))
     if facts["optimizer"]:
@@ -74,6 +109,16 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         span = f"from {100 * phase['start']:.4g}% to {100 * phase['end']:.4g}% of the steps"
         rows.append(("  phase", f"{span}, {'these slots differ' if phase['slots'] else 'the same slots'}"))
         rows += _slot_rows(phase["slots"], indent=4)
+    return rows
+
+
+def _layer_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    layers, rows = facts["layers"], []
+    if layers["quantised"]:
+        high = [f"{count} high ({why})" for why, count in layers["high"].items()]
+        rows.append(("  layers", "; ".join([f"{layers['quantised']} quantised", *high, *layers["no_block"]])))
+    if facts["allow"]:
+        rows.append(("  allowed", f"{', '.join(facts['allow'])}: known to fail, and asked for (precision.allow)"))
     return rows
 
 
@@ -102,4 +147,4 @@ def _value(key: str, value: Any) -> str:
         return f"({_pairs(value)})"
     if key == "vector":  # of signs
         return "".join("+" if sign > 0 else "-" for sign in value)
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+    return f"[{', '.join(value)}]" if isinstance(value, tuple | list) else str(value)

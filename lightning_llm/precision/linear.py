@@ -21,7 +21,7 @@ from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.random_bits import random_signs
-from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig, slots_of
+from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")
@@ -62,6 +62,7 @@ class LinearPlan:
     """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
 
     `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
+    `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
     `observe` is told of every cast, once, and must change nothing.
     """
 
@@ -70,11 +71,12 @@ class LinearPlan:
     shards: Mapping[str, Shard] = field(default_factory=dict)
     fixed: bool = False
     observe: Observe | None = None
+    rule: int | None = None
 
     @classmethod
-    def of(cls, recipe: PrecisionConfig, backend: Backend) -> "LinearPlan":
-        """Return the plan of `recipe`'s slots."""
-        return cls(slots_of(recipe), backend)
+    def of(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
+        """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
+        return cls(recipe.casts_under(rule), backend, rule=rule)
 
     def delayed_casts(self) -> dict[str, CastConfig]:
         """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""

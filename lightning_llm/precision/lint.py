@@ -1,13 +1,14 @@
 """Combinations that are known to break, as rules over a recipe. Pure: needs neither torch nor a model.
 
 Each rule is a function that yields problems; its docstring's first line is what the documentation lists, its `Source`
-line says who found out. The schema refuses what has no meaning; these rules refuse what has one and fails.
+line says who found out. The schema refuses what has no meaning; these rules refuse what has one and fails. A recipe
+may break a rule knowingly, by naming it in `allow`, but for those in `NOT_TO_ALLOW`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from lightning_llm.errors import Problem
-from lightning_llm.schema.precision import CastConfig, PhaseConfig, PrecisionConfig, slots_of
+from lightning_llm.errors import Problem, did_you_mean
+from lightning_llm.schema.precision import CastConfig, PrecisionConfig
 
 Rule = Callable[[PrecisionConfig, dict[str, CastConfig]], Iterator[Problem]]
 GRADIENTS = ("dgrad.dy", "wgrad.dy")
@@ -36,22 +37,6 @@ def _e5m2_forward(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iter
     for slot in GEMMS["fprop"]:
         if slots[slot].format == "e5m2":
             yield Problem(f"{slot}.format", "e5m2 is for gradients (arXiv 2209.05433). Set e4m3 in the forward GEMM.")
-
-
-def _delayed_with_high_blocks(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
-    """Delayed scaling with first or last blocks in high precision: the amax reduction would lack those layers.
-
-    Source: Megatron-LM asserts it (`first_last_layers_bf16`); Transformer Engine cannot mix autocast per layer.
-    """
-    if not any(cast.scale == "delayed" for cast in slots.values()):
-        return
-    for key in ("first_blocks_high", "last_blocks_high"):
-        if count := getattr(recipe.modules, key):
-            yield Problem(
-                f"modules.{key}",
-                f"{count} does not go with scale: delayed (Megatron-LM asserts against it). Set it to 0, or take "
-                "current scaling (scale: fp32), which is the recipe that keeps first and last blocks high.",
-            )
 
 
 def _fp16_hides_overflow(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
@@ -194,7 +179,6 @@ def _clip_without_rotated_backward(recipe: PrecisionConfig, slots: dict[str, Cas
 RULES: tuple[Rule, ...] = (
     _mx_gradients_in_e5m2,
     _e5m2_forward,
-    _delayed_with_high_blocks,
     _fp16_hides_overflow,
     _fp16_without_scaling,
     _fp16_with_delayed_gradients,
@@ -208,14 +192,63 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+NOT_TO_ALLOW: tuple[Rule, ...] = (
+    _one_sided_hadamard,
+    _source_without_quantiser,
+    _delayed_slots_differ,
+    _clip_without_rotated_backward,
+)
+"""What is here computed wrongly, or not at all, if it is broken: no result of another kind is to be had by it."""
+
+
+def rule_name(rule: Rule) -> str:
+    """Return the name of a rule, as in `allow`."""
+    return rule.__name__.lstrip("_")
+
+
 def lint(recipe: PrecisionConfig, key: str = "precision") -> list[Problem]:
-    """Return every known-bad combination in `recipe` and its phases, keys under `key`; empty if none is known."""
-    problems = []
-    parts: list[tuple[str, PrecisionConfig | PhaseConfig]] = [(key, recipe)]
-    parts += [(f"{key}.phases.{index}", phase) for index, phase in enumerate(recipe.phases)]
-    for prefix, part in parts:
+    """Return every known-bad combination that `recipe` does not allow, and what its `allow` needs not or may not name.
+
+    Every set of casts is looked at: the recipe's own, those of `modules.casts`, the phases'. Keys lie under `key`.
+    """
+    allowed, problems, own = recipe.allow or (), [], set[Problem]()
+    for prefix, casts in recipe.cast_sets().items():
         for rule in RULES:
-            for each in rule(recipe, slots_of(part)):
-                shared = each.key.startswith(("modules.", "loss_scaling"))
-                problems.append(Problem(f"{key if shared else prefix}.{each.key}", each.text))
-    return list(dict.fromkeys(problems))
+            for each in rule(recipe, casts):
+                if not prefix:
+                    own.add(each)
+                elif prefix.startswith("modules.") and each in own:
+                    continue  # a rule of `modules.casts` takes from them what it does not set
+                if rule_name(rule) not in allowed or rule in NOT_TO_ALLOW:
+                    place = "" if each.key.startswith("loss_scaling") else prefix
+                    where = ".".join(part for part in (key, place, each.key) if part)
+                    problems.append(Problem(where, f"{each.text} {_way_round(rule)}"))
+    return list(dict.fromkeys(problems)) + _opt_out_problems(recipe, f"{key}.allow")
+
+
+def _way_round(rule: Rule) -> str:
+    name = rule_name(rule)
+    if rule in NOT_TO_ALLOW:
+        return f"(Rule {name}.)"
+    return f"(Rule {name}; precision.allow=[{name}] trains it all the same.)"
+
+
+def still_broken(recipe: PrecisionConfig, allowed: Iterable[str]) -> tuple[str, ...] | None:
+    """Return which of the `allowed` rules `recipe` breaks; None for none, as in `allow`."""
+    sets = recipe.cast_sets().values()
+    broken = {rule_name(rule) for rule in RULES for casts in sets if any(True for _ in rule(recipe, casts))}
+    return tuple(name for name in allowed if name in broken) or None
+
+
+def _opt_out_problems(recipe: PrecisionConfig, key: str) -> list[Problem]:
+    """Return what is wrong with the rules that a recipe names in `allow`."""
+    known, problems = {rule_name(rule): rule for rule in RULES}, []
+    for name in recipe.allow or ():
+        if name not in known:
+            problems.append(Problem(key, f"has '{name}', which is no rule of the lint.{did_you_mean(name, known)}"))
+        elif known[name] in NOT_TO_ALLOW:
+            problems.append(Problem(key, f"has '{name}', without which the product would be wrong. Drop it."))
+        elif not still_broken(recipe, [name]):
+            text = f"has '{name}', a rule that the recipe does not break. Drop it: it is part of the recipe's hash."
+            problems.append(Problem(key, text))
+    return problems

@@ -243,4 +243,4 @@ def set_recipe(model: nn.Module, recipe: PrecisionConfig) -> None:
     """
     for layer in quantised_layers(model):
         if not layer.plan.fixed:
-            layer.plan = replace(layer.plan, casts=slots_of(recipe))
+            layer.plan = replace(layer.plan, casts=recipe.casts_under(layer.plan.rule))

@@ -1,13 +1,27 @@
-"""Which linear layers a recipe quantises, by name alone. Pure: needs neither torch nor a model."""
+"""Which linear layers a recipe quantises, and with which casts, by name alone. Pure: needs neither torch nor a model.
 
+In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
+one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
+`modules.casts` that fits it, or else the recipe's own.
+"""
+
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from fractions import Fraction
 
 from lightning_llm.errors import Problem
-from lightning_llm.schema.precision import ModuleRules, PrecisionConfig
+from lightning_llm.schema.precision import CastRule, ModuleRules, PrecisionConfig, slots_of
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+
+
+def blocks_of(count: int | None, fraction: float | None, num_layers: int) -> int:
+    """Return how many of `num_layers` blocks a count or a fraction is: a fraction to the nearest, halves up."""
+    if fraction is None:
+        return count or 0
+    return math.floor(Fraction(str(fraction)) * num_layers + Fraction(1, 2))
 
 
 def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, str | None]:
@@ -17,25 +31,87 @@ def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_laye
     """
     if not recipe.quantises:
         return dict.fromkeys(names, "the recipe quantises nothing")
-    return {name: why_kept(name, recipe.modules, num_layers) for name in names}
+    return {
+        name: _kept_by_modules(name, recipe.modules, num_layers) or _kept_by_casts(name, recipe, num_layers)
+        for name in names
+    }
 
 
-def why_kept(name: str, rules: ModuleRules, num_layers: int) -> str | None:
-    """Return why the linear called `name` stays high, or None where it is to be quantised."""
-    found = _BLOCK.search(f"{name}.")
-    if found is None:
+def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | None:
+    """Return why the linear called `name` stays high whatever the casts are, or None."""
+    index = _block_of(name)
+    if index is None:
         return "it lies outside the blocks (heads and embeddings stay high)"
-    index = int(found.group(1))
-    if index < rules.first_blocks_high:
-        return f"modules.first_blocks_high={rules.first_blocks_high}"
-    if index >= num_layers - rules.last_blocks_high:
-        return f"modules.last_blocks_high={rules.last_blocks_high}"
+    for end, inside in _ends(rules, num_layers):
+        if index in inside:
+            return end
     for glob in rules.exclude:
         if fnmatchcase(name, glob):
             return f"modules.exclude has '{glob}'"
-    if not any(fnmatchcase(name, glob) for glob in rules.include):
-        return "nothing in modules.include matches it"
-    return None
+    return None if any(fnmatchcase(name, glob) for glob in rules.include) else "nothing in modules.include matches it"
+
+
+def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str | None:
+    """Return why no cast in any phase quantises the linear called `name`, or None."""
+    number = rule_of(name, recipe.modules, num_layers)
+    phases = (slots_of(phase) for phase in recipe.phases)
+    if any(cast.quantises for casts in (recipe.casts_under(number), *phases) for cast in casts.values()):
+        return None
+    return "no rule of modules.casts fits it" if number is None else f"modules.casts.{number} keeps it high"
+
+
+def _block_of(name: str) -> int | None:
+    found = _BLOCK.search(f"{name}.")
+    return None if found is None else int(found.group(1))
+
+
+def _ends(rules: ModuleRules, num_layers: int) -> Iterator[tuple[str, range]]:
+    """Yield the blocks that stay high at each end, with the key that says so."""
+    for end in ("first", "last"):
+        count, fraction = getattr(rules, f"{end}_blocks_high"), getattr(rules, f"{end}_fraction_high")
+        blocks = blocks_of(count, fraction, num_layers)
+        text = f"modules.{end}_blocks_high={count}"
+        if fraction is not None:
+            text = f"modules.{end}_fraction_high={fraction:g}: {blocks} of {num_layers} blocks"
+        yield text, range(blocks) if end == "first" else range(num_layers - blocks, num_layers)
+
+
+def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
+    """Return the fractions above 0 that so few blocks round to none, in words."""
+    return [
+        text
+        for (text, inside), fraction in zip(
+            _ends(rules, num_layers), (rules.first_fraction_high, rules.last_fraction_high), strict=True
+        )
+        if fraction and not inside
+    ]
+
+
+def rule_of(name: str, rules: ModuleRules, num_layers: int) -> int | None:
+    """Return the number of the first rule of `modules.casts` that fits the linear called `name`; None: none does."""
+    fitting = (number for number, rule in enumerate(rules.casts or ()) if _fits(name, rule, num_layers))
+    return next(fitting, None)
+
+
+def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
+    index = _block_of(name)
+    if index is None or not any(fnmatchcase(name, glob) for glob in rule.names):
+        return False
+    ends = (rule.first_blocks, rule.first_fraction, rule.last_blocks, rule.last_fraction)
+    if all(each is None for each in ends):
+        return True
+    first, last = blocks_of(*ends[:2], num_layers), blocks_of(*ends[2:], num_layers)
+    return index < first or index >= num_layers - last
+
+
+def layers_of_casts(names: Iterable[str], recipe: PrecisionConfig, num_layers: int) -> dict[str, list[str]]:
+    """Return the quantised linears among `names` that each set of `recipe.cast_sets()` is for, by the same keys."""
+    quantised = [name for name, why in reasons_to_stay_high(names, recipe, num_layers).items() if why is None]
+    found: dict[str, list[str]] = {key: [] for key in recipe.cast_sets()}
+    for name in quantised:
+        number = rule_of(name, recipe.modules, num_layers)
+        found["" if number is None else f"modules.casts.{number}"].append(name)
+    return found | {key: quantised for key in found if key.startswith("phases.")}
 
 
 def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]) -> list[Problem]:
@@ -46,24 +122,55 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
         return [Problem("precision", f"'{recipe.name}' quantises linear layers, but the model has none.")]
     met = "; ".join(dict.fromkeys(why for why in reasons.values() if why is not None))
     text = (
-        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower first/last_blocks_high, "
-        f"widen include, narrow exclude, or take precision={recipe.compute_dtype}."
+        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower first/last_blocks_high "
+        f"or _fraction_high, widen include, narrow exclude, or take precision={recipe.compute_dtype}."
     )
     return [Problem("precision.modules", text)]
 
 
-def unmatched(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
-    """Return the problem of each glob of a recipe that quantises which matches none of the model's linears."""
+def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
+    """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows."""
     known, rules = list(names), recipe.modules
     if not recipe.quantises:
         return []
+    globs = [("include", rules.include), ("exclude", rules.exclude)]
+    globs += [(f"casts.{number}.names", rule.names) for number, rule in enumerate(rules.casts or ())]
     text = "has '{}', which matches no linear layer of this model. Its layers: {}."
-    return [
+    problems = [
         Problem(f"precision.modules.{key}", text.format(glob, ", ".join(_kinds(known))))
-        for key, globs in (("include", rules.include), ("exclude", rules.exclude))
-        for glob in globs
+        for key, several in globs
+        for glob in several
         if not any(fnmatchcase(name, glob) for name in known)
     ]
+    said = {problem.key for problem in problems}
+    return problems + [
+        Problem(f"precision.modules.casts.{number}", f"is for no layer: {why}. Put it first, widen it, or drop it.")
+        for number, why in idle_rules(recipe, known, num_layers).items()
+        if f"precision.modules.casts.{number}.names" not in said
+    ]
+
+
+def idle_rules(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[int, str]:
+    """Return why each rule of `modules.casts` that no linear of `names` follows is for none, by its number."""
+    rules, found = recipe.modules, {}
+    for number, rule in enumerate(rules.casts or ()):
+        why: dict[str, None] = {}
+        for name in (name for name in names if _fits(name, rule, num_layers)):
+            first = rule_of(name, rules, num_layers)
+            kept = _kept_by_modules(name, rules, num_layers)
+            if kept is None and first == number:
+                break
+            why[kept or f"modules.casts.{first} stands before it and fits its layers"] = None
+        else:
+            found[number] = "; ".join(why) or "no layer in the blocks that it names matches"
+    return found
+
+
+def without_idle_rules(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> PrecisionConfig:
+    """Return the recipe less the rules of `modules.casts` that no linear of `names` follows; the others stay whole."""
+    idle = idle_rules(recipe, list(names), num_layers)
+    kept = tuple(rule for number, rule in enumerate(recipe.modules.casts or ()) if number not in idle)
+    return recipe.model_copy(update={"modules": recipe.modules.model_copy(update={"casts": kept or None})})
 
 
 def _kinds(names: Iterable[str]) -> list[str]:

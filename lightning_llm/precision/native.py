@@ -17,9 +17,7 @@ from lightning_llm.schema.precision import (
     CastConfig,
     DelayedConfig,
     HadamardConfig,
-    PhaseConfig,
     PrecisionConfig,
-    slots_of,
 )
 
 Kind = Literal["delayed", "current", "subchannel", "mxfp8", "nvfp4"]
@@ -164,26 +162,32 @@ def _brief(value: object) -> str:
 
 
 @functools.cache
-def native_recipe(recipe: PrecisionConfig) -> tuple[NativeRecipe | None, tuple[Problem, ...]]:
-    """Return the configuration for the recipe's own slots, and every problem, its phases' included.
+def native_recipes(recipe: PrecisionConfig) -> tuple[dict[str, NativeRecipe], tuple[Problem, ...]]:
+    """Return the configuration for each set of casts that can have one, by the keys of `cast_sets`, and every problem.
 
-    A phase that quantises nothing needs no configuration: its GEMMs run in compute_dtype.
+    Casts that quantise nothing need no configuration: their GEMMs run in compute_dtype.
     """
-    parts: list[tuple[str, PrecisionConfig | PhaseConfig]] = [("precision", recipe)]
-    parts += [(f"precision.phases.{index}", phase) for index, phase in enumerate(recipe.phases)]
-    problems, own = [], None
-    for key, part in parts:
-        casts = slots_of(part)
+    found, problems = dict[str, NativeRecipe](), []
+    for key, casts in recipe.cast_sets().items():
         if all(cast == HIGH for cast in casts.values()):
             continue
-        found, differences = express(casts)
-        own = found if own is None else own
-        problems += [Problem(f"{key}.{slot}", f"is {text}.") for slot, text in differences]
-        if found is not None and recipe.compute_dtype == "fp32":
+        native, differences = express(casts)
+        prefix = f"precision.{key}" if key else "precision"
+        problems += [Problem(f"{prefix}.{slot}", f"is {text}.") for slot, text in differences]
+        if native is None:
+            continue
+        found[key] = native
+        if recipe.compute_dtype == "fp32":
             problems.append(Problem("precision.compute_dtype", "is fp32, and native GEMMs here take bf16 or fp16."))
-        if found is not None and found.kind == "nvfp4" and recipe.compute_dtype == "fp16":
+        if native.kind == "nvfp4" and recipe.compute_dtype == "fp16":
             problems.append(Problem("precision.compute_dtype", "is fp16, and NVFP4's rotation takes bf16 alone."))
-    return own, tuple(dict.fromkeys(problems))
+    return found, tuple(dict.fromkeys(problems))
+
+
+def native_recipe(recipe: PrecisionConfig) -> tuple[NativeRecipe | None, tuple[Problem, ...]]:
+    """Return the first of `native_recipes`, that of the recipe's own slots if there is one, and every problem."""
+    found, problems = native_recipes(recipe)
+    return next(iter(found.values()), None), problems
 
 
 def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
@@ -195,6 +199,8 @@ def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
     lowest = {"delayed": (8, 9), "current": (8, 9), "subchannel": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
     if compute < lowest[native.kind]:
         problems.append(f"{native.name} needs compute capability >= {'.'.join(map(str, lowest[native.kind]))}, {has}")
+    if native.kind == "nvfp4":
+        problems += _four_bit_problems(native, compute, has)
     if compute >= (12, 0) and native.kind in ("mxfp8", "subchannel"):
         through = "'s MXFP8 GEMMs" if native.kind == "subchannel" else "'s GEMMs"
         problems.append(f"{native.name}{through} are for compute capability 10.0 to 11.x, {has}")
@@ -205,6 +211,21 @@ def device_problems(native: NativeRecipe, here: Capability) -> list[str]:
         problems.append(f"{native.name} needs CUDA >= {newest[0]}.{newest[1]}, torch has {cuda[0]}.{cuda[1]}")
     if here.library_problem:
         problems.append(here.library_problem)
+    return problems
+
+
+def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str) -> list[str]:
+    """Return what NVFP4's kernels get wrong beyond compute capability 10.x, where NVIDIA's matrix says "Partial".
+
+    Source: https://nvidia.github.io/TransformerEngine/support_matrix.html; NVIDIA/TransformerEngine issue 3062 (the
+    rotation's kernel asks for more shared memory than 12.x has) and pull request 3281 (the rounding instruction is that
+    of 10.0 and 10.3 alone; without it all gradients were zero, now software rounds).
+    """
+    problems = []
+    if native.rotated and compute >= (12, 0):
+        problems.append(f"{native.name}'s rotation does not run from compute capability 12.0 on (issue 3062), {has}")
+    if native.stochastic and compute >= (11, 0):
+        problems.append(f"{native.name}'s stochastic rounding is checked on compute capability 10.x alone, {has}")
     return problems
 
 
@@ -246,7 +267,7 @@ class Decision:
     """
 
     runs: Runs
-    native: NativeRecipe | None = None
+    natives: tuple[NativeRecipe, ...] = ()
     problems: tuple[Problem, ...] = ()
     library: str | None = None
     software: str | None = None
@@ -270,7 +291,8 @@ class Decision:
     def reason(self) -> str:
         """Why it is so, in one line."""
         if self.runs == "native":
-            return f"Transformer Engine {self.library}, {self.native.name}" if self.native else "not quantised"
+            names = dict.fromkeys(native.name for native in self.natives)
+            return f"Transformer Engine {self.library}, {' and '.join(names)}" if names else "not quantised"
         return "; ".join(dict.fromkeys(_sentence(problem) for problem in self.problems))
 
 
@@ -288,8 +310,9 @@ def decide(
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key.
-    `precision.backend=native` makes "refused" of what would be emulated.
+    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe whose layers have
+    different casts is native only if all of them are. `precision.backend=native` makes "refused" of what would be
+    emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
@@ -299,16 +322,17 @@ def decide(
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
         return Decision("native")
-    native, found = native_recipe(recipe)
-    problems = list(found)
-    if native is not None:
+    found, differences = native_recipes(recipe)
+    natives, problems = tuple(dict.fromkeys(found.values())), list(differences)
+    for native in natives:
         problems += size_problems(native, widths or {}, bias)
         problems += shared_problems(native, shared or {})
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
+    problems = list(dict.fromkeys(problems))
     if recipe.backend == "emulated":
         return Decision("emulated", problems=(Problem("precision.backend", "precision.backend=emulated asks for it"),))
     if recipe.backend == "native" and problems:
-        return Decision("refused", None, tuple(problems))
+        return Decision("refused", (), tuple(problems))
     if here.compute_capability is None:  # what else stands in the way matters where there is a GPU
         return Decision("emulated", problems=(Problem("precision.backend", here.problem or "no CUDA device"),))
-    return Decision("emulated", None, tuple(problems)) if problems else Decision("native", native, library=here.library)
+    return Decision("emulated", (), tuple(problems)) if problems else Decision("native", natives, library=here.library)

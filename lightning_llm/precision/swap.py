@@ -10,7 +10,12 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
-from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high
+from lightning_llm.precision.module_rules import (
+    fractions_of_no_block,
+    nothing_converted,
+    reasons_to_stay_high,
+    rule_of,
+)
 from lightning_llm.precision.native import Decision
 from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
@@ -21,7 +26,7 @@ EMULATED = Decision("emulated")
 class SwapReport:
     """What was swapped. `kept` says why by name; `note` what the user should hear about how emulated casts run.
 
-    `decision`: whether the converted layers run natively, and why not.
+    `decision`: whether the converted layers run natively, and why not. `no_block`: fractions that round to no block.
     """
 
     converted: tuple[str, ...]
@@ -29,6 +34,7 @@ class SwapReport:
     backend: Backend
     note: str | None
     decision: Decision
+    no_block: tuple[str, ...] = ()
 
 
 def sum_in_fp32() -> None:
@@ -80,7 +86,7 @@ def swap_linears(
         backend = "eager"
     elif backend is None:
         backend, note = choose_backend(recipe, device_type)
-    quantising = LinearPlan.of(recipe.at(0, 1), backend)
+    first = recipe.at(0, 1)  # what is in force at the first step
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
     high = LinearPlan(casts, backend, fixed=True)
@@ -90,11 +96,14 @@ def swap_linears(
         raise ConfigError(problems)
     for name, module in linears.items():
         if reasons[name] is None or emulate:
-            plan = quantising if reasons[name] is None else high
+            rule = rule_of(name, recipe.modules, num_layers)
+            plan = LinearPlan.of(first, backend, rule) if reasons[name] is None else high
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)
     kept = {name: why for name, why in reasons.items() if why is not None}
-    return SwapReport(tuple(name for name in reasons if name not in kept), kept, backend, note, decision)
+    converted = tuple(name for name in reasons if name not in kept)
+    no_block = tuple(fractions_of_no_block(recipe.modules, num_layers))
+    return SwapReport(converted, kept, backend, note, decision, no_block)
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:

@@ -145,7 +145,7 @@ MXFP4_SR = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding=
 
 
 def mxfp4_stochastic(case: Case) -> Iterator[Check]:
-    """Check MXFP4 with stochastic rounding: given noise exactly, or the mean of keyed draws statistically."""
+    """Check MXFP4 with stochastic rounding: given noise exactly, or mean and spread over 4,096 draws of torch.rand."""
     x = case.tensor("x")
     if "expected" in case:
         yield case.exact("expected", case.run.quantise(x, MXFP4_SR, noise=case.tensor("u")).dequantised)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_llm.precision.ablation import all_but_slot, only_slot
 from lightning_llm.probe.model import Pass, ProbedModel
-from lightning_llm.schema.precision import slots_of
 
 TARGET = 0.8
 MEASURABLE = 0.2
@@ -50,12 +49,10 @@ def slot_shares(model: ProbedModel, reference: Pass, high: Pass, whole: float, f
     """
     found = {}
     gap = whole - floor
-    for slot, cast in slots_of(model.recipe).items():
-        if not cast.quantises:
-            continue
-        alone = model.quantised(0, slots_of(only_slot(model.recipe, slot)))
+    for slot in model.quantised_slots:
+        alone = model.quantised(0, only_slot(model.recipe, slot))
         only = gradient_error(alone, reference)
-        without = gradient_error(model.quantised(0, slots_of(all_but_slot(model.recipe, slot))), reference)
+        without = gradient_error(model.quantised(0, all_but_slot(model.recipe, slot)), reference)
         measurable = gap > MEASURABLE * floor
         found[slot] = SlotShare(
             only,

@@ -11,7 +11,7 @@ from lightning_llm.precision.linear import SLOT_NAMES, LinearPlan, quantised_lin
 from lightning_llm.precision.module import HIGH_CASTS
 from lightning_llm.probe.comparison import Sums, compare
 from lightning_llm.probe.model import ProbedModel
-from lightning_llm.schema.precision import CastConfig, slots_of
+from lightning_llm.schema.precision import CastConfig
 
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())
@@ -24,8 +24,7 @@ def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
     Products are kept in fp32, so that nothing but the operands' casts is seen. Slots that are not quantised, and the
     products of two such, are left out. `model.high()` must have run.
     """
-    recipes = {slot: slots_of(only_slot(model.recipe, slot)) for slot in SLOT_NAMES}
-    whole = slots_of(model.recipe)
+    recipes = {slot: only_slot(model.recipe, slot) for slot in SLOT_NAMES}
     found: dict[str, dict[str, Sums]] = {}
     for name, layer in model.layers.items():
         kept = model.tensors[name]
@@ -33,11 +32,13 @@ def local_sums(model: ProbedModel, keys: int) -> dict[str, dict[str, Sums]]:
             continue
         operands = kept.x.float(), layer.weight.detach().to(kept.x.dtype).float(), kept.dy.float()
         plan = replace(layer.plan, observe=None)
+        whole = model.recipe.casts_under(plan.rule)
         exact = _products(plan, HIGH_CASTS, operands, None, None)
         columns: dict[str, Sums] = {}
-        for slot, casts in [*recipes.items(), ("", whole)]:
+        for slot, recipe in [*recipes.items(), ("", model.recipe)]:
             if slot and not whole[slot].quantises:
                 continue
+            casts = recipe.casts_under(plan.rule)
             used = replace(plan, casts=casts)
             count = keys if used.random else 1
             samples = [_products(plan, casts, operands, model.keys_for(name, k), layer.scale) for k in range(count)]

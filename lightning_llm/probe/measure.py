@@ -14,7 +14,6 @@ from lightning_llm.probe.attribution import TARGET, gradient_error, layers_to_ke
 from lightning_llm.probe.comparison import Collector, Sums, figures
 from lightning_llm.probe.local import local_sums
 from lightning_llm.probe.model import Pass, ProbedModel
-from lightning_llm.schema.precision import slots_of
 
 END_TO_END = "dW end to end"
 
@@ -52,7 +51,7 @@ def measure(
     found: dict[str, Any] = {
         "recipe_hash": model.recipe.recipe_hash,
         "compute_dtype": model.recipe.compute_dtype,
-        "quantised_slots": [slot for slot, cast in slots_of(model.recipe).items() if cast.quantises],
+        "quantised_slots": model.quantised_slots,
         "quantised_layers": len(model.layers),
         "keys": count,
         "loss": {"fp32": reference.loss, "high": high.loss, "recipe": fmean(losses), "gap": fmean(losses) - high.loss},

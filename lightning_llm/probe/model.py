@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,17 +12,17 @@ from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.apply import DTYPES
-from lightning_llm.precision.linear import ROLES
+from lightning_llm.precision.linear import ROLES, SLOT_NAMES
 from lightning_llm.precision.module import (
     QuantisedLinear,
     load_delayed_state,
     quantised_layers,
+    set_recipe,
     set_step_key,
     update_delayed,
 )
 from lightning_llm.precision.swap import sum_in_fp32, swap_linears
 from lightning_llm.schema import ModelConfig, PrecisionConfig
-from lightning_llm.schema.precision import CastConfig, slots_of
 
 
 class TokenBatch(NamedTuple):
@@ -56,9 +56,6 @@ class LayerTensors:
     dy_amax: float = 0.0
 
 
-Casts = Mapping[str, CastConfig]
-
-
 class ProbedModel:
     """`weights` in a `Decoder` whose linears are swapped by `recipe`; nothing is ever updated.
 
@@ -87,6 +84,12 @@ class ProbedModel:
         self.layers = {layer.name: layer for layer in quantised_layers(self.model) if not layer.plan.fixed}
         self.loss_scale = 1.0
         self.tensors: dict[str, LayerTensors] = {}
+
+    @property
+    def quantised_slots(self) -> list[str]:
+        """The slots that are quantised in some layer."""
+        sets = [self.recipe.casts_under(layer.plan.rule) for layer in self.layers.values()]
+        return [slot for slot in SLOT_NAMES if any(casts[slot].quantises for casts in sets)]
 
     @property
     def random(self) -> bool:
@@ -138,9 +141,12 @@ class ProbedModel:
         for name, (scale, history) in kept.items():
             self.layers[name].scale, self.layers[name].amax_history = scale, history
 
-    def quantised(self, key: int, casts: Casts | None = None, kept: frozenset[str] = frozenset()) -> Pass:
-        """Return the pass with `casts` (null: the recipe's) in every layer but those of `kept`; `key` for its noise."""
-        with self._casting(casts or slots_of(self.recipe), kept):
+    def quantised(self, key: int, recipe: PrecisionConfig | None = None, kept: frozenset[str] = frozenset()) -> Pass:
+        """Return the pass with the casts of `recipe` (null: the probed one) in every layer but those of `kept`.
+
+        `key`: for its noise. `recipe` has as many rules in `modules.casts` as the probed one.
+        """
+        with self._casting(recipe or self.recipe, kept):
             return self._run(key)
 
     def keys_for(self, layer: str, key: int) -> Tensor | None:
@@ -175,10 +181,11 @@ class ProbedModel:
                 layer.bypass = False
 
     @contextmanager
-    def _casting(self, casts: Casts, kept: frozenset[str]) -> Iterator[None]:
+    def _casting(self, recipe: PrecisionConfig, kept: frozenset[str]) -> Iterator[None]:
         before = {name: layer.plan for name, layer in self.layers.items()}
+        set_recipe(self.model, recipe)
         for name, layer in self.layers.items():
-            layer.plan, layer.bypass = replace(layer.plan, casts=casts), name in kept
+            layer.bypass = name in kept
         self.model.eval()  # delayed scales are those that were set
         try:
             yield

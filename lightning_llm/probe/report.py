@@ -9,6 +9,7 @@ import yaml
 
 from lightning_llm.precision.ablation import as_yaml_values, only_slot
 from lightning_llm.precision.linear import SLOT_NAMES
+from lightning_llm.precision.module_rules import without_idle_rules
 from lightning_llm.probe.local import COLUMNS
 from lightning_llm.probe.measure import END_TO_END, worst
 from lightning_llm.schema import PrecisionConfig
@@ -179,14 +180,18 @@ def draw(name: str, its: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120, format="png")
 
 
-def write_recipes(recipe: PrecisionConfig, its: Mapping[str, Any], folder: Path) -> None:
-    """Write recipes to train with `--config-dir`: each slot alone, and the one that keeps the named layers high."""
+def write_recipes(recipe: PrecisionConfig, its: Mapping[str, Any], num_layers: int, folder: Path) -> None:
+    """Write recipes to train with `--config-dir`: each slot alone, and the one that keeps the named layers high.
+
+    `num_layers`: blocks of the model that was probed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made = [only_slot(recipe, slot) for slot in SLOT_NAMES if slot in its["quantised_slots"]]
     if its["keep_high"]["layers"]:
         exclude = (*recipe.modules.exclude, *its["keep_high"]["layers"])
         modules = recipe.modules.model_copy(update={"exclude": exclude})
-        made.append(recipe.model_copy(update={"name": f"{recipe.name}_kept", "modules": modules}))
+        kept = recipe.model_copy(update={"name": f"{recipe.name}_kept", "modules": modules})
+        made.append(without_idle_rules(kept, its["layers"], num_layers))
     for each in made:
         text = yaml.safe_dump(as_yaml_values(each), sort_keys=False, allow_unicode=True, width=120)
         (folder / f"{each.name}.yaml").write_text(f"# Made by `lightning-llm probe` of {recipe.name}.\n{text}")

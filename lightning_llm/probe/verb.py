@@ -33,7 +33,7 @@ def probe(arguments: argparse.Namespace) -> int:
     facts, recipes = _measure(place, configs, device, arguments)
     facts["skipped"] = skipped
     folder = Path(arguments.output or Path(default_outputs(), "probe", place.name)).expanduser().absolute()
-    _write(facts, recipes, folder)
+    _write(facts, recipes, place.config.model.num_layers, folder)
     print(json.dumps(as_json(facts), indent=1, allow_nan=False) if arguments.json else render(facts))
     print(f"written    {folder}", file=sys.stderr)
     return 0
@@ -156,11 +156,11 @@ def _progress(title: str) -> Callable[[str], None]:
     return show
 
 
-def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], folder: Path) -> None:
+def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], num_layers: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "probe.json").write_text(json.dumps(as_json(facts), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "probe.txt").write_text(render(facts) + "\n", encoding="utf-8")
     for name, its in facts["recipes"].items():
         draw(name, its, folder / f"{name}.png")
         if "keep_high" in its:
-            write_recipes(recipes[name], its, folder / "precision")
+            write_recipes(recipes[name], its, num_layers, folder / "precision")

@@ -17,102 +17,54 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lightning_llm.schema.base import Fraction, Group, NonNegativeInt, PositiveFloat, PositiveInt
+from lightning_llm.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+from lightning_llm.schema.casts import (
+    HIGH,
+    SLOTS,
+    STOCHASTIC,
+    Block,
+    CastConfig,
+    DelayedConfig,
+    Format,
+    HadamardConfig,
+    Rounding,
+    Scale,
+)
+from lightning_llm.schema.module_rules import SELECTS, CastRule, ModuleRules
+
+__all__ = [
+    "HIGH",
+    "SELECTS",
+    "SLOTS",
+    "STOCHASTIC",
+    "Block",
+    "CastConfig",
+    "CastRule",
+    "DelayedConfig",
+    "DgradConfig",
+    "Dtype",
+    "Format",
+    "FpropConfig",
+    "HadamardConfig",
+    "LossScalingConfig",
+    "ModuleRules",
+    "OptimizerHints",
+    "PhaseConfig",
+    "PrecisionConfig",
+    "Rounding",
+    "Scale",
+    "WgradConfig",
+    "slots_of",
+]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-Format = Literal["high", "e4m3", "e5m2", "e2m1"]
-Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
-Scale = Literal["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "two_level_e4m3", "delayed", "quest"]
-Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
-Sign = Annotated[int, Field(ge=-1, le=1)]
-
-STOCHASTIC = ("stochastic", "stochastic_compare")
-SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "dy"), ("wgrad", "x"))
-
-
-class HadamardConfig(Group):
-    """The rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester)."""
-
-    size: int = Field(ge=2, le=1024, description="a power of two that divides the contraction axis")
-    signs: Literal["none", "fixed", "random"] = Field("none", description="random: keyed, fresh per call and GEMM")
-    vector: Annotated[tuple[Sign, ...], Field(strict=False)] | None = Field(None, description="signs=fixed: +1 and -1")
-    round_to: Literal["fp32", "bf16"] = Field("fp32", description="dtype the rotated tensor is kept in")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.size & (self.size - 1):
-            raise ValueError(f"size {self.size} is not a power of two; allowed are 2, 4, ..., 1024")
-        if (self.signs == "fixed") != (self.vector is not None):
-            raise ValueError("`vector` goes with signs: fixed, and only with it")
-        if self.vector is not None and (len(self.vector) != self.size or 0 in self.vector):
-            raise ValueError(f"vector needs {self.size} entries, each 1 or -1; it has {len(self.vector)}")
-        return self
-
-
-class DelayedConfig(Group):
-    """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
-
-    history_length: PositiveInt = Field(1024, description="optimizer steps")
-    algorithm: Literal["max", "most_recent"] = "max"
-    margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
-
-
-class CastConfig(Group):
-    """How one operand of one GEMM is quantised. Blocks lie along the contraction axis (1x32: 32 elements of it)."""
-
-    format: Format = Field("high", description="high: stays in compute_dtype")
-    block: Block = Field("tensor", description="who shares a scale; last number: along the contraction axis")
-    scale: Scale = Field("fp32", description="kind of the scale, see docs/precision.md")
-    rounding: Rounding = "even"
-    noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
-    prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
-    hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
-    source: Literal["high_precision", "quantised"] = Field(
-        "high_precision", description="quantised: re-quantise (or, with format high, use) what fprop's slot produced"
-    )
-    clip_gradient: bool = Field(False, description="fprop only: no gradient through elements that were clipped")
-    amax_scope: Literal["logical", "shard"] = Field("logical", description="tensor-level amax over all shards, or one")
-    delayed: DelayedConfig | None = None
-
-    @property
-    def quantises(self) -> bool:
-        """Whether the operand leaves compute_dtype at all."""
-        return self.format != "high"
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether rounding draws random bits."""
-        return self.rounding in STOCHASTIC
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.format == "high":
-            plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
-            if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
-                raise ValueError("format: high takes no block, scale, rounding or prescale; name a format or drop them")
-        if (self.scale == "delayed") != (self.delayed is not None):
-            raise ValueError("`delayed` ({history_length, ...}) goes with scale: delayed, and only with it")
-        self._check_blocks()
-        if self.prescale != 1 and self.scale not in ("e8m0_floor", "e8m0_ceil"):
-            raise ValueError(f"prescale goes with an e8m0 scale, not with {self.scale}")
-        if self.clip_gradient and self.scale != "quest":
-            raise ValueError("clip_gradient goes with scale: quest, the only scale that clips on purpose")
-        return self
-
-    def _check_blocks(self) -> None:
-        """Raise ValueError where a scale kind is not defined for the block or the format."""
-        tensor, sixteen = self.block == "tensor", self.block in ("1x16", "16x16")
-        if self.scale == "delayed" and not tensor:
-            raise ValueError(f"scale: delayed is one scale per tensor; block is {self.block}")
-        if self.scale == "two_level_e4m3" and not (sixteen and self.format == "e2m1"):
-            raise ValueError("scale: two_level_e4m3 is NVFP4's: format e2m1 with block 1x16 or 16x16")
-        if self.scale.startswith("e8m0") and tensor:
-            raise ValueError("an e8m0 scale belongs to a block (1x32 in the OCP MX formats), not to a tensor")
-        if self.scale == "quest" and not (self.block == "1x32" and self.format == "e2m1"):
-            raise ValueError("scale: quest is Quartet's: format e2m1 with block 1x32")
-
-
-HIGH = CastConfig()
+LATER = (
+    ("", "allow"),
+    ("modules", "first_fraction_high"),
+    ("modules", "last_fraction_high"),
+    ("modules", "casts"),
+)
+"""Keys, with their group, that recipes once did not have: null is no part of a recipe's hash."""
 
 
 class FpropConfig(Group):
@@ -134,18 +86,6 @@ class WgradConfig(Group):
 
     dy: CastConfig = HIGH
     x: CastConfig = HIGH
-
-
-Globs = Annotated[tuple[str, ...], Field(strict=False)]
-
-
-class ModuleRules(Group):
-    """Which linear layers are quantised. Norms, embeddings, attention and the head are never."""
-
-    first_blocks_high: NonNegativeInt = Field(0, description="blocks at the start that stay high, by global index")
-    last_blocks_high: NonNegativeInt = Field(0, description="blocks at the end that stay high, by global index")
-    include: Globs = Field(("*",), description="globs over module names; a layer needs one that matches")
-    exclude: Globs = Field((), description="globs over module names; one that matches keeps the layer high")
 
 
 class LossScalingConfig(Group):
@@ -214,6 +154,9 @@ class PrecisionConfig(Group):
     dgrad: DgradConfig = DgradConfig()
     wgrad: WgradConfig = WgradConfig()
     modules: ModuleRules = ModuleRules()
+    allow: Annotated[tuple[str, ...], Field(strict=False)] | None = Field(
+        None, description="rules of the lint that this recipe breaks knowingly, by name (docs/precision.md lists them)"
+    )
     loss_scaling: LossScalingConfig | None = None
     optimizer: OptimizerHints = OptimizerHints()
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
@@ -226,24 +169,54 @@ class PrecisionConfig(Group):
                 raise ValueError(f"phases overlap: one ends at {before.end}, the next starts at {after.start}")
         return self
 
+    def cast_sets(self) -> "dict[str, dict[str, CastConfig]]":
+        """Return every set of six casts, by the key it stands under: "" (the recipe's own), "modules.casts.0", ..,
+
+        "phases.0", .. A phase replaces all of the others for its steps.
+        """
+        own = slots_of(self)
+        rules = {f"modules.casts.{n}": own | rule.given() for n, rule in enumerate(self.modules.casts or ())}
+        return {"": own, **rules, **{f"phases.{n}": slots_of(phase) for n, phase in enumerate(self.phases)}}
+
+    def casts_under(self, rule: int | None) -> "dict[str, CastConfig]":
+        """Return the six casts of layers that rule number `rule` of `modules.casts` fits (None: none does)."""
+        own = slots_of(self)
+        return own if rule is None or self.modules.casts is None else own | self.modules.casts[rule].given()
+
     @property
     def quantises(self) -> bool:
-        """Whether any slot, in any phase, leaves compute_dtype."""
-        parts: tuple[PrecisionConfig | PhaseConfig, ...] = (self, *self.phases)
-        return any(cast.quantises for part in parts for cast in slots_of(part).values())
+        """Whether any slot, in any module or phase, leaves compute_dtype."""
+        return any(cast.quantises for casts in self.cast_sets().values() for cast in casts.values())
 
     @property
     def recipe_hash(self) -> str:
-        """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers."""
+        """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers, and over `allow`.
+
+        Keys that came later are left out while they are null, so that recipes without them keep their hash.
+        """
         content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend", "casts"})
+        for group, key in LATER:
+            values = content[group] if group else content
+            if values[key] is None:
+                del values[key]
+        if self.modules.casts is not None:  # by what they come to, however a rule says it
+            rules = [rule.model_dump(mode="json", include=SELECTS) for rule in self.modules.casts]
+            for number, rule in enumerate(rules):
+                casts = self.casts_under(number)
+                rule["slots"] = {slot: cast.model_dump(mode="json") for slot, cast in casts.items()}
+            content["modules"]["casts"] = rules
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return blake2b(text.encode(), digest_size=6).hexdigest()
 
     def at(self, step: int, max_steps: int) -> "PrecisionConfig":
-        """Return the recipe in force at `step` (from 0) of `max_steps`: itself, or with a phase's slots."""
+        """Return the recipe in force at `step` (from 0) of `max_steps`: itself, or with a phase's slots in all layers.
+
+        Layers that stay high by `modules` do so in phases, too.
+        """
         for phase in self.phases:
             if phase.start * max_steps <= step < phase.end * max_steps:
-                return self.model_copy(update={gemm: getattr(phase, gemm) for gemm in ("fprop", "dgrad", "wgrad")})
+                slots = {gemm: getattr(phase, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+                return self.model_copy(update={**slots, "modules": self.modules.model_copy(update={"casts": None})})
         return self
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -140,9 +140,20 @@ def _annotation_at(location: list[str]) -> Any:
             annotation = group.model_fields[part].annotation
         elif get_origin(annotation) is dict:
             annotation = get_args(annotation)[1]
+        elif part.isdigit() and (item := _item_of(annotation)) is not None:
+            annotation = item
         else:
             return None
     return annotation
+
+
+def _item_of(annotation: Any) -> Any:
+    """Return what a list in `annotation` ("tuple[X, ...]", also Annotated, also "or None") holds, if there is one."""
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0]
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return next((item for each in get_args(annotation) if (item := _item_of(each)) is not None), None)
+    return None
 
 
 def _group_of(annotation: Any) -> type[BaseModel] | None:

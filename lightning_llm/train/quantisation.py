@@ -88,7 +88,7 @@ class Quantisation:
             how = f"emulated, {self.report.backend} (precision.casts={self.recipe.casts})"
         reasons = Counter(self.report.kept.values())
         kept = [f"{count} high ({why})" for why, count in reasons.items()]
-        line = "; ".join([f"casts  {len(self.report.converted)} linear layers, {how}", *kept])
+        line = "; ".join([f"casts  {len(self.report.converted)} linear layers, {how}", *kept, *self.report.no_block])
         notes = [] if self.report.note is None else [self.report.note]
         if self.decision.runs != "native" and self.decision.problems:
             notes.insert(0, f"not native: {self.decision.reason}")
@@ -104,7 +104,7 @@ class Quantisation:
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
         key = StepKey(self.seed, step, micro_batch)
-        if self.decision.runs == "native" and self.decision.native is not None and self.decision.native.stochastic:
+        if self.decision.runs == "native" and any(native.stochastic for native in self.decision.natives):
             seed_random_bits(key.word())
         set_step_key(model, key)
 
@@ -119,7 +119,9 @@ class Quantisation:
     @property
     def changes_forward(self) -> bool:
         """Whether validation through the recipe differs from validation in high precision."""
-        return self._in_force.fprop.x.quantises or self._in_force.fprop.w.quantises
+        rules = range(len(self._in_force.modules.casts or ()))
+        sets = [self._in_force.casts_under(rule) for rule in (None, *rules)]
+        return any(casts[slot].quantises for casts in sets for slot in ("fprop.x", "fprop.w"))
 
     @contextmanager
     def high_precision(self, model: nn.Module) -> Iterator[None]:

@@ -10,6 +10,7 @@ from run_folders import NO_MEANING, curve, make_run
 
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.factor import varying_keys
 from lightning_llm.compare.reading import read_run
 from lightning_llm.errors import ConfigError
 
@@ -166,3 +167,14 @@ def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp
     assert row["controlled"] == controlled
     if not controlled:
         assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.swa_lrs"}
+
+
+def test_what_a_recipe_allows_and_casts_by_layer_are_part_of_what_is_compared(tmp_path):
+    rule = '[{names: ["*.o_proj"], high: true}]'
+    words = ("precision.allow=[mx_gradients_in_e5m2]", f"precision.modules.casts={rule}")
+    for number, word in enumerate(words):
+        pair = [
+            read_run(make_run(tmp_path / f"{number}{i}", "precision=mxfp8", *more))
+            for i, more in enumerate(((), (word,)))
+        ]
+        assert varying_keys(pair) == [word.partition("=")[0]]

@@ -26,6 +26,9 @@ NOT_DEFAULT = {
 }  # fmt: skip
 
 
+LINEARS = [f"layers.{index}.feed_forward.down_proj" for index in range(4)]
+
+
 def cast_of(facts: dict) -> CastConfig:
     """Read a slot of `plan --json` back."""
     keys = {key: value for key, value in facts.items() if key not in ("runs", "reason")}
@@ -33,7 +36,7 @@ def cast_of(facts: dict) -> CastConfig:
 
 
 def as_json(recipe: PrecisionConfig) -> dict:
-    return json.loads(json.dumps(precision_facts(recipe, decide(recipe, DEVICES["cpu"]))))
+    return json.loads(json.dumps(precision_facts(recipe, decide(recipe, DEVICES["cpu"]), LINEARS, 4)))
 
 
 @pytest.mark.parametrize("name", RECIPES)

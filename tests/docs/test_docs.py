@@ -53,15 +53,16 @@ def commands():
 
 @pytest.fixture(scope="module")
 def own_recipe(tmp_path_factory):
-    """The document's YAML block, written where its first line says; returns (folder of --config-dir, name)."""
-    (block,) = [text for language, text in FENCED if language == "yaml"]
-    place = Path(block.splitlines()[0].removeprefix("# "))
+    """The document's YAML blocks, written where their first lines say; returns (folder of --config-dir, first name)."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / place).parent.mkdir(parents=True)
-    (folder / place).write_text(block)
-    assert place.parent.name == "precision"
-    assert len(block.splitlines()) <= 12
-    return folder / place.parts[0], place.stem
+    places = []
+    for block in (text for language, text in FENCED if language == "yaml"):
+        places.append(Path(block.splitlines()[0].removeprefix("# ")))
+        (folder / places[-1]).parent.mkdir(parents=True, exist_ok=True)
+        (folder / places[-1]).write_text(block)
+        assert places[-1].parent.name == "precision"
+        assert len(block.splitlines()) <= 12
+    return folder / places[0].parts[0], places[0].stem
 
 
 def test_generated_sections_are_current():

@@ -21,7 +21,9 @@ NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks a
     "fp8_subchannel_fp32scales": {"sm_90"},
     "mxfp8": {"sm_100"},
     "fp16_mxfp8": {"sm_100"},
-    "nvfp4": {"sm_100", "sm_120"},
+    "fp16_mxfp8_hybrid": {"sm_100"},
+    "nvfp4": {"sm_100"},
+    "nvfp4_all_blocks": {"sm_100"},
 }
 HOPPER = DEVICES["sm_90"]
 
@@ -174,6 +176,29 @@ def test_each_kernel_has_its_multiple():
         decision = decide(load(name), HOPPER, {"model.hidden_size": 3 * multiple + multiple // 2})
         assert decision.runs == "emulated"
         assert f"no multiple of {multiple}" in decision.reason
+
+
+@pytest.mark.parametrize(("device", "keys", "runs", "said"), [
+    ((10, 3), {}, "native", ""),
+    ((11, 0), {}, "emulated", "stochastic rounding is checked on compute capability 10.x alone"),
+    ((12, 0), {}, "emulated", "rotation does not run from compute capability 12.0 on (issue 3062)"),
+    ((12, 1), {"rounding": "even", "noise_bits": 20}, "emulated", "rotation does not run"),
+    ((12, 1), {"hadamard": None}, "emulated", "stochastic rounding"),
+    ((12, 1), {"rounding": "even", "noise_bits": 20, "hadamard": None}, "native", ""),
+])  # fmt: skip
+def test_nvfp4_is_native_only_where_its_kernels_rotate_and_round(device, keys, runs, said):
+    """NVIDIA's matrix says "Partial" of 12.0: plain NVFP4 runs there, the recipe's rotation and rounding do not."""
+    recipe = load("nvfp4")
+    for slot in ("dgrad.dy", "wgrad.dy", "wgrad.x"):
+        gemm, operand = slot.split(".")
+        part = getattr(recipe, gemm)
+        cast = getattr(part, operand)
+        changed = {key: value for key, value in keys.items() if key == "hadamard" or cast.stochastic}
+        cast = CastConfig.model_validate({**cast.model_dump(), **changed})
+        recipe = recipe.model_copy(update={gemm: part.model_copy(update={operand: cast})})
+    decision = decide(recipe, Capability.of_gpu(*device))
+    assert decision.runs == runs
+    assert said in decision.reason
 
 
 def test_emulated_is_emulated_also_where_it_could_be_native():

@@ -34,6 +34,7 @@ RECIPES = sorted(
     for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml")
     if compose_config([f"precision={file.stem}"]).precision.quantises
 )
+MIX = 'precision.modules.casts=[{names: ["*.o_proj"], recipe: mxfp4_sr}]'
 BATCH = 2
 BY_DEFINITION = {
     "column": {"x": None, "w": 0, "dy": 1},  # Y_r = X W_r^T
@@ -114,6 +115,8 @@ def _own(tensor: Tensor, operand: str, role: str, layout: Layout, length: int) -
 
 def test_operands_are_the_parts_of_one_process(ranks):
     configs = [compose_config(words_of(recipe)) for recipe in RECIPES]
+    configs.append(compose_config([*words_of("nvfp4_all_blocks"), MIX]))
+    assert configs[-1].precision.recipe_hash != configs[RECIPES.index("nvfp4_all_blocks")].precision.recipe_hash
     degrees = Layout(configs[0].parallel, compose_degrees(configs[0])).degrees
     assert [str(problem) for config in configs for problem in cut_problems(config, degrees)] == []
     assert ranks(4).call(differing_slots, configs, "logical") == []

@@ -210,3 +210,20 @@ def test_compiled_casts_give_eagers_bits(which, axis, shapes):
 @pytest.mark.parametrize("cast", DISTINCT, ids=label)
 def test_every_compiled_cast_gives_eagers_bits(cast, axis):
     compare_with_eager(cast, axis, [(64, 128), (128, 256), (37, 51)])
+
+
+@pytest.mark.parametrize(("scale", "block", "prescale", "bits", "shrinks"), [
+    ("two_level_e4m3", "1x16", 1.0, 8, 0.40), ("two_level_e4m3", "1x16", 1.0, 20, 0.35),
+    ("e8m0_floor", "1x32", 1.0, 20, 1.04), ("e8m0_floor", "1x32", 0.75, 20, 0.0),
+])  # fmt: skip
+def test_how_much_stochastic_e2m1_shrinks_a_gaussian(scale, block, prescale, bits, shrinks):
+    """In percent, as in docs/precision.md: NVFP4's rounded block scales let elements pass 6, MXFP4's 3/4 does not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2048, 1024, generator=generator)
+    noise = (torch.rand(x.shape, generator=generator) * 2**bits).floor() / 2**bits
+    cast = CastConfig(
+        format="e2m1", block=block, scale=scale, rounding="stochastic", noise_bits=bits, prescale=prescale
+    )
+    made = quantize.quantise(x, cast, noise=noise).dequantised
+    along = (made.double() * x).sum() / x.double().square().sum()
+    assert 100 * (1 - along.item()) == pytest.approx(shrinks, abs=0.03)

@@ -13,7 +13,8 @@ from tests.precision.recipes import FOLDER, RECIPES, load
 
 SHIPPED = (
     "fp32 bf16 bf16_true fp16 fp8_delayed fp8_current fp8_current_e4m3 fp8_subchannel fp8_subchannel_fp32scales mxfp8 "
-    "mxfp8_ocp nvfp4 mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht mxfp4_rht_rne quartet fp16_mxfp8"
+    "mxfp8_ocp nvfp4 nvfp4_all_blocks mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht mxfp4_rht_rne quartet fp16_mxfp8 "
+    "fp16_mxfp8_hybrid"
 )
 
 
@@ -107,9 +108,6 @@ MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
 @pytest.mark.parametrize(("text", "more", "keys"), [
     ("dgrad: {dy: {format: e5m2, block: 1x32, scale: e8m0_ceil}}", {}, ["precision.dgrad.dy.format"]),
     ("fprop: {w: {format: e5m2}}", {}, ["precision.fprop.w.format"]),
-    ("fprop: {x: {format: e4m3, scale: delayed, delayed: {}}}\n"
-     "modules: {first_blocks_high: 1, last_blocks_high: 2}", {},
-     ["precision.modules.first_blocks_high", "precision.modules.last_blocks_high"]),
     ("dgrad: {dy: {format: e4m3}}\nloss_scaling: {}", {"compute_dtype": "fp16"}, ["precision.loss_scaling.detect"]),
     ("{}", {"compute_dtype": "fp16"}, ["precision.loss_scaling"]),
     ("wgrad: {dy: {format: e5m2, scale: delayed, delayed: {}}}\nloss_scaling: {detect: operands}",
@@ -128,9 +126,62 @@ MX4 = "format: e2m1, block: 1x32, scale: e8m0_floor"
     ("fprop: {x: {format: e2m1, block: 1x32, scale: quest, clip_gradient: true}}", {},
      ["precision.fprop.x.clip_gradient"]),
     ("phases: [{start: 0.5, fprop: {w: {format: e5m2}}}]", {}, ["precision.phases.0.fprop.w.format"]),
+    ("modules: {casts: [{fprop: {w: {format: e5m2}}}]}", {}, ["precision.modules.casts.0.fprop.w.format"]),
+    ("fprop: {w: {format: e5m2}}\nmodules: {casts: [{dgrad: {w: {format: e4m3}}}]}", {},
+     ["precision.fprop.w.format"]),  # once, though the rule takes it over
 ])  # fmt: skip
 def test_what_is_known_to_break_is_refused(text, more, keys):
     assert [problem.key for problem in lint(recipe(text, **more))] == keys
+
+
+HYBRID = "dgrad: {dy: {format: e5m2, block: 1x32, scale: e8m0_ceil}}"
+
+
+def test_a_rule_of_the_lint_can_be_allowed_by_name_and_then_is_part_of_the_recipe():
+    plain, allowed = recipe(HYBRID), recipe(HYBRID, allow=["mx_gradients_in_e5m2"])
+    (problem,) = lint(plain)
+    assert "precision.allow=[mx_gradients_in_e5m2] trains it all the same" in problem.text
+    assert lint(allowed) == []
+    assert plain.recipe_hash != allowed.recipe_hash
+    both = recipe(f"{HYBRID}\nfprop: {{w: {{format: e5m2}}}}", allow=["mx_gradients_in_e5m2"])
+    assert [each.key for each in lint(both)] == ["precision.fprop.w.format"]
+
+
+@pytest.mark.parametrize(("text", "name", "said"), [
+    (HYBRID, "mx_gradient_in_e5m2", "is no rule of the lint. Did you mean 'mx_gradients_in_e5m2'?"),
+    ("fprop: {w: {format: e4m3}}", "mx_gradients_in_e5m2", "a rule that the recipe does not break"),
+    (f"dgrad: {{dy: {{{MX4}, hadamard: {{size: 32}}}}, w: {{{MX4}}}}}", "one_sided_hadamard", "would be wrong"),
+])  # fmt: skip
+def test_an_opt_out_that_is_unknown_needless_or_of_a_wrong_product_is_refused(text, name, said):
+    problems = lint(recipe(text, allow=[name]))
+    assert said in next(each.text for each in problems if each.key == "precision.allow")
+    assert all("precision.allow=" not in each.text for each in problems if "one_sided" in each.text)
+
+
+def test_hybrid_mxfp8_differs_from_mxfp8_over_fp16_in_the_gradients_format_alone():
+    ours, theirs = load("fp16_mxfp8_hybrid"), load("fp16_mxfp8")
+    assert ours.allow == ("mx_gradients_in_e5m2",)
+    changed = {slot for slot, cast in slots_of(ours).items() if cast != slots_of(theirs)[slot]}
+    assert changed == {"dgrad.dy", "wgrad.dy"}
+    back = {slot: cast.model_copy(update={"format": "e4m3"}) for slot, cast in slots_of(ours).items()}
+    assert back == slots_of(theirs)
+    surroundings = {"name", "reference", "allow", "fprop", "dgrad", "wgrad"}
+    assert ours.model_dump(exclude=surroundings) == theirs.model_dump(exclude=surroundings)
+
+
+HASHES = {
+    "bf16": "f797fb4c384f", "bf16_true": "3607be3c03ea", "fp16": "a8a2bc53a481", "fp16_mxfp8": "8ec72d75781a",
+    "fp32": "87a2231f7c33", "fp8_current": "91dae1570efb", "fp8_current_e4m3": "f59d3fa81b5b",
+    "fp8_delayed": "3aa16c7e6f38", "fp8_subchannel": "2ddedbcc7ce8", "fp8_subchannel_fp32scales": "f0390f1b5a32",
+    "mxfp4_rht_rne": "f414f1ad29e2", "mxfp4_rne": "95ff28c63ab2", "mxfp4_sr": "383bcfa441f5",
+    "mxfp4_sr_fp8": "ec1e53f2f567", "mxfp4_sr_norht": "bf58c28838c2", "mxfp8": "770c34a5e60f",
+    "mxfp8_ocp": "e7b3a61ddf62", "nvfp4_all_blocks": "181e2034cef5", "quartet": "e63ec948748b",
+}  # fmt: skip
+
+
+def test_a_recipe_keeps_the_hash_that_runs_of_earlier_versions_have():
+    """By commit dc39dec, where nvfp4_all_blocks was nvfp4: keys that came later count only where they are set."""
+    assert {name: load(name).recipe_hash for name in HASHES} == HASHES
 
 
 def test_every_rule_names_its_source():

@@ -16,6 +16,7 @@ from lightning_llm.precision.module import (
     update_delayed,
 )
 from lightning_llm.precision.swap import choose_backend, swap_linears
+from lightning_llm.schema.precision import PrecisionConfig
 from tests.precision.recipes import RECIPES, load
 
 LAYERS, WIDTH = 4, 128
@@ -89,6 +90,50 @@ def test_globs():
     assert report.converted == ("layers.0.up_proj", "layers.1.up_proj")
     assert report.kept["layers.2.up_proj"] == "nothing in modules.include matches it"
     assert report.kept["layers.0.down_proj"] == "modules.exclude has '*.down_proj'"
+
+
+def test_each_layer_is_what_its_own_recipe_makes_of_it():
+    """NVFP4, MXFP8 and bf16 in one model: every layer's products are those of a model of its recipe alone."""
+    rules = [
+        {"names": ["*.up_proj"], "last_blocks": 2, **load("mxfp8").model_dump(include={"fprop", "dgrad", "wgrad"})},
+        {"names": ["layers.3.*"], "high": True},
+    ]
+    mixed = load("nvfp4_all_blocks").model_dump()
+    mixed["modules"]["casts"] = rules
+    made = model()
+    report = swap_linears(made, PrecisionConfig.model_validate(mixed), LAYERS, "cpu", "eager")
+    assert report.kept["layers.3.down_proj"] == "modules.casts.1 keeps it high"
+    alone = {"nvfp4": swapped("nvfp4_all_blocks")[0], "mxfp8": swapped("mxfp8")[0]}
+    recipe_of = {"layers.2.up_proj": "mxfp8", "layers.3.up_proj": "mxfp8"}
+    assert len(report.converted) == 7
+    for each in (made, *alone.values()):
+        set_step_key(each, StepKey(0, 0, 0))
+    generator = torch.Generator().manual_seed(2)
+    for name in report.converted:
+        width = made.get_submodule(name).in_features
+        x = torch.randn(64, width, generator=generator).bfloat16()
+        products = []
+        for each in (made, alone[recipe_of.get(name, "nvfp4")]):
+            layer, given = each.get_submodule(name), x.clone().requires_grad_()
+            y = layer(given)
+            y.backward(torch.ones_like(y) / 7)
+            products.append((y, given.grad, layer.weight.grad))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*products, strict=True)), name
+
+
+def test_a_phase_gives_every_layer_its_casts_and_then_each_has_its_own_again():
+    mixed = load("mxfp8").model_dump()
+    mixed["modules"]["casts"] = [{"names": ["*.up_proj"], "fprop": {"x": {"format": "e4m3"}}}]
+    recipe = PrecisionConfig.model_validate(mixed | {"phases": [{"start": 0.5, "end": 0.6}]})
+    made = model()
+    swap_linears(made, recipe, LAYERS, "cpu", "eager")
+    up, down = made.layers["0"].up_proj, made.layers["0"].down_proj
+    for step, formats in ((4, ("tensor", "1x32")), (5, None), (6, ("tensor", "1x32"))):
+        set_recipe(made, recipe.at(step, 10))
+        quantises = [layer.plan.casts["fprop.x"].quantises for layer in (up, down)]
+        assert quantises == [formats is not None] * 2
+        if formats:
+            assert tuple(layer.plan.casts["fprop.x"].block for layer in (up, down)) == formats
 
 
 def test_meta_models_can_be_swapped():

@@ -10,6 +10,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.precision import quantize
+from lightning_llm.precision.ablation import all_but_slot
 from lightning_llm.probe.attribution import TARGET, gradient_error, layers_to_keep, slot_shares
 from lightning_llm.probe.comparison import figures
 from lightning_llm.probe.local import local_sums
@@ -213,3 +214,27 @@ def test_a_gradient_that_is_not_finite_is_said_to_be(weights):
     lines = "\n".join(recipe_lines("mxfp8", found))
     assert "the recipe's gradient is not finite" in lines
     assert '"error": "nan"' in json.dumps(as_json(found), allow_nan=False)
+
+
+def test_layers_with_casts_of_their_own_are_probed_with_these(weights):
+    """What a rule keeps high, or gives MXFP8, is in every figure as in a probe of that recipe alone."""
+    rules = '[{names: ["*.o_proj"], high: true}, {names: ["*.down_proj"], recipe: mxfp8}]'
+    model = probed(weights, shipped("mxfp4_rne", f"precision.modules.casts={rules}"))
+    model.high()
+    assert "layers.0.attention.o_proj" not in model.layers
+    assert model.quantised_slots == ["fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"]
+    mixed, alone = local_sums(model, keys=1), {}
+    for name in ("mxfp4_rne", "mxfp8"):
+        other = probed(weights, shipped(name))
+        other.high()
+        alone[name] = local_sums(other, keys=1)
+    for name, columns in mixed.items():
+        wanted = alone["mxfp8" if "down_proj" in name else "mxfp4_rne"][name]
+        assert {column: figures(sums) for column, sums in columns.items()} == {
+            column: figures(sums) for column, sums in wanted.items()
+        }
+    without = all_but_slot(model.recipe, "dgrad.w")
+    assert [without.casts_under(rule)["dgrad.w"].quantises for rule in (None, 1)] == [False, False]
+    assert [without.casts_under(rule)["dgrad.dy"].quantises for rule in (None, 1)] == [True, True]
+    reference = model.reference()
+    assert slot_shares(model, reference, model.high(), 1.0, 0.0).keys() == set(model.quantised_slots)

@@ -86,6 +86,26 @@ def test_resume_gives_the_same_bits(recipe, small_run, tmp_path):
     stop_and_resume(small_run, tmp_path, f"precision={recipe}")
 
 
+def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, tmp_path, capsys):
+    """Delayed scales beside a block that stays high, MXFP8 and bf16: each layer has the state of its own casts."""
+    rules = '[{names: ["*.o_proj"], recipe: mxfp8}, {names: ["*.down_proj"], high: true}]'
+    mixed = ["precision=fp8_delayed", "precision.modules.first_blocks_high=1", f"precision.modules.casts={rules}"]
+    stop_and_resume(small_run, tmp_path, *mixed)
+    told = capsys.readouterr().out
+    assert "casts  12 linear layers, emulated" in told
+    assert "7 high (modules.first_blocks_high=1); 2 high (modules.casts.1 keeps it high)" in told
+    state = load_file(next((tmp_path).rglob("precision.safetensors")))
+    scaled = {name.removesuffix(".scale") for name in state if name.endswith(".scale")}
+    parts = (
+        "attention.q_proj",
+        "attention.k_proj",
+        "attention.v_proj",
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+    )
+    assert scaled == {f"layers.{index}.{part}" for index in (1, 2) for part in parts}
+
+
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr", pytest.param("quartet", marks=pytest.mark.full)])
 def test_recomputation_gives_the_same_bits(recipe, small_run, tmp_path):
     for folder, kind in ((tmp_path / "a", "none"), (tmp_path / "b", "full")):
@@ -201,7 +221,7 @@ def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        (["precision=fp8_delayed", "precision.modules.first_blocks_high=1"], "precision.modules.first_blocks_high"),
+        (["precision=mxfp8", "precision.dgrad.dy.format=e5m2"], "precision.dgrad.dy.format"),
         (["precision=mxfp4_sr", "model.ffn_hidden_size=200"], "precision.dgrad.dy.hadamard.size"),
         (["precision=mxfp8", "precision.backend=native"], "precision.backend"),
         (["precision=mxfp8", "trainer.compile=true"], "parallel.compile"),

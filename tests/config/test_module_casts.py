@@ -1,0 +1,162 @@
+"""Recipes whose layers have different casts, in YAML alone: composed, checked, planned, judged native or not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_llm.__main__ import main
+from lightning_llm.check import check_config, native_decision
+from lightning_llm.compose import compose_config, load_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.precision.capability import DEVICES
+from lightning_llm.precision.lint import lint
+from lightning_llm.schema.precision import HIGH, slots_of
+
+MIXED = """
+defaults: [nvfp4_all_blocks, _self_]
+name: mixed
+reference: a test
+modules:
+  casts: # of an NVFP4 recipe: attention in MXFP8, the last block in bf16
+    - {last_blocks: 1, high: true}
+    - {names: ["*.attention.*"], recipe: mxfp8}
+"""
+DEEPSEEK = """
+defaults: [fp8_subchannel_fp32scales, _self_]
+name: deepseek_like
+reference: DeepSeek-V3, arXiv 2412.19437, section 3.3
+modules:
+  casts: # the input of the linear after attention: power-of-two scales
+    - names: ["*.o_proj"]
+      fprop: {x: &power {format: e4m3, block: 1x128, scale: power_of_two}}
+      wgrad: {x: *power}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A --config-dir with both recipes."""
+    made = tmp_path / "mine" / "precision"
+    made.mkdir(parents=True)
+    for text in (MIXED, DEEPSEEK):
+        (made / f"{yaml.safe_load(text)['name']}.yaml").write_text(text)
+    return made.parent
+
+
+def composed(folder, *words):
+    return compose_config(["model=llama_tiny", *words], folder)
+
+
+def test_a_rule_takes_the_slots_of_another_recipe_and_the_config_holds_them(folder, tmp_path):
+    config = composed(folder, "precision=mixed")
+    check_config(config)
+    recipe = config.precision
+    assert set(recipe.casts_under(0).values()) == {HIGH}
+    assert recipe.casts_under(1) == slots_of(compose_config(["precision=mxfp8"]).precision)
+    assert recipe.casts_under(None) == slots_of(compose_config(["precision=nvfp4_all_blocks"]).precision)
+    file = tmp_path / "config.yaml"  # as a run writes it, read where nobody knows of mxfp8
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(file, []).precision.recipe_hash == recipe.recipe_hash
+
+
+def test_slots_beside_a_recipe_come_before_its_own():
+    rule = '{names: ["*.o_proj"], recipe: mxfp8, fprop: {x: {format: e5m2}}}'
+    recipe = compose_config(["precision=bf16", f"precision.modules.casts=[{rule}]"]).precision
+    casts, theirs = recipe.casts_under(0), slots_of(compose_config(["precision=mxfp8"]).precision)
+    assert casts["fprop.x"].format == "e5m2"
+    assert {slot: cast for slot, cast in casts.items() if slot != "fprop.x"} == {
+        slot: cast for slot, cast in theirs.items() if slot != "fprop.x"
+    }
+    assert [problem.key for problem in lint(recipe)] == ["precision.modules.casts.0.fprop.x.format"]
+
+
+@pytest.mark.parametrize(("rule", "key", "said"), [
+    ("recipe: mxpf8", "precision.modules.casts.0.recipe", "there is no 'mxpf8'. Did you mean 'mxfp8'?"),
+    ("recipe: fp16_mxfp8", "precision.modules.casts.0.recipe", "computes in fp16, and this recipe in bf16"),
+    ("recipe: mixed", "precision.modules.casts.0.recipe", "whose layers or steps have different casts themselves"),
+    ("recipe: 8", "precision.modules.casts.0.recipe", "is 8, must be"),
+    ("recipe: mxfp8, hihg: true", "precision.modules.casts.0.hihg", "Did you mean 'high'?"),
+    ("high: true, names: '*.o_proj'", "precision.modules.casts.0.names", "must be"),
+])  # fmt: skip
+def test_a_rule_that_cannot_be_followed_is_named(rule, key, said, folder):
+    with pytest.raises(ConfigError) as error:
+        composed(folder, "precision=mxfp8", f"precision.modules.casts=[{{{rule}}}]")
+    assert {problem.key for problem in error.value.problems} == {key}
+    assert said in str(error.value)
+
+
+def test_a_rule_for_no_layer_is_a_problem():
+    words = ["precision=mxfp8", "precision.modules.first_blocks_high=1"]
+    config = compose_config([*words, 'precision.modules.casts=[{names: ["layers.0.*"], high: true}]'])
+    with pytest.raises(
+        ConfigError, match=r"precision\.modules\.casts\.0: is for no layer: modules\.first_blocks_high=1"
+    ):
+        check_config(config)
+
+
+def test_axes_are_judged_by_the_layers_that_a_rule_is_for():
+    """o_proj sums over 96 and makes 64: a rotation of 64 fits its dgrad, not its fprop."""
+    words = ["precision=mxfp8", "model.hidden_size=64", "model.num_heads=4", "model.head_dim=24"]
+    words += ["model.num_kv_heads=4", "data.sequence_length=64"]
+    turned = "{format: e4m3, block: 1x32, scale: e8m0_ceil, hadamard: {size: 64}}"
+    for gemm, slots, fits in (("fprop", ("x", "w"), False), ("dgrad", ("dy", "w"), True)):
+        rule = f'{{names: ["*.o_proj"], {gemm}: {{{slots[0]}: {turned}, {slots[1]}: {turned}}}}}'
+        config = compose_config([*words, f"precision.modules.casts=[{rule}]"])
+        if fits:
+            check_config(config)
+        else:
+            with pytest.raises(ConfigError, match=r"casts\.0\.fprop\.x\.hadamard\.size: 64 does not divide") as error:
+                check_config(config)
+            assert all("= 96" in problem.text for problem in error.value.problems)
+
+
+def test_blocks_that_ranks_would_cut_are_found_in_the_rules_layers_alone():
+    """With tp=2 o_proj's inputs are 2 x 32: blocks of 64 tokens' features do not fit there, and do elsewhere."""
+    shape = ["model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=32"]
+    shape += ["model.ffn_hidden_size=512", "parallel=tp", "trainer.devices=2", "precision=mxfp8"]
+    rule = '{names: ["*.o_proj"], fprop: {x: {format: e4m3, block: 1x128, scale: fp32}}}'
+    with pytest.raises(ConfigError, match=r"would cut precision\.modules\.casts\.0\.fprop\.x \(blocks of 1x128\)"):
+        check_config(compose_config([*shape, f"precision.modules.casts=[{rule}]"]))
+    check_config(compose_config([*shape, f"precision.modules.casts=[{rule.replace('o_proj', 'down_proj')}]"]))
+
+
+def test_a_mix_is_native_only_where_every_part_is(folder):
+    mixed, deepseek = (composed(folder, f"precision={name}") for name in ("mixed", "deepseek_like"))
+    runs = {
+        name: {device: native_decision(config, DEVICES[device]).runs for device in ("sm_90", "sm_100", "sm_120")}
+        for name, config in (("mixed", mixed), ("deepseek_like", deepseek))
+    }
+    assert runs["mixed"] == {"sm_90": "emulated", "sm_100": "native", "sm_120": "emulated"}
+    made = native_decision(mixed, DEVICES["sm_100"])
+    assert made.reason == "Transformer Engine 2.20.2, NVFP4BlockScaling and MXFP8BlockScaling"
+    assert any(native.stochastic for native in made.natives)
+    # Transformer Engine has one kind of scale for a layer's operands: o_proj's weight here has another than its input.
+    assert set(runs["deepseek_like"].values()) == {"emulated"}
+    said = native_decision(deepseek, DEVICES["sm_90"]).reason
+    assert "precision.modules.casts.0.fprop.w is e4m3 128x128 fp32, and" in said
+
+
+def test_the_plan_lists_the_layers_that_differ(folder, capsys, tmp_path):
+    words = ["model=llama_tiny", "precision=mixed", f"run.root={tmp_path}", "--config-dir", str(folder)]
+    assert main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert "21 quantised; 7 high (modules.casts.0 keeps it high); 1 high (it lies outside the blocks" in text
+    assert "modules.casts.1 (names=[*.attention.*]), the slots of mxfp8: 12 layers, these slots differ" in text
+    assert main(["plan", "--json", *words]) == 0
+    facts = json.loads(capsys.readouterr().out)["precision"]
+    assert facts["layers"]["quantised"] == 21
+    high, attention = facts["module_casts"]
+    assert (high["for"], high["layers"]) == ({"names": ["*"], "last_blocks": 1}, [])
+    assert attention["layers"][:2] == ["layers.0.attention.q_proj", "layers.0.attention.k_proj"]
+    assert attention["slots"]["dgrad.dy"]["block"] == "1x32"
+
+
+def test_the_plan_says_what_is_allowed_and_what_a_fraction_comes_to(capsys, tmp_path):
+    assert main(["plan", "precision=fp16_mxfp8_hybrid", f"run.root={tmp_path}"]) == 0
+    assert "mx_gradients_in_e5m2: known to fail, and asked for (precision.allow)" in capsys.readouterr().out
+    assert main(["plan", "model=llama_tiny", "precision=nvfp4", f"run.root={tmp_path}"]) == 0
+    text = capsys.readouterr().out
+    assert "7 high (modules.last_fraction_high=0.129: 1 of 4 blocks)" in text
+    assert "modules.first_fraction_high=0.032: 0 of 4 blocks" in text
