@@ -2,23 +2,26 @@
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
+from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
+from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.lost_jobs import lost_jobs
+from lightning_llm.compare.seeds import advise
+from lightning_llm.compare.verdict import open_verdicts
+from lightning_llm.compare.wording import looks_statement
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import NOT_IDENTITY, below
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print the verdicts over runs and write `compare.json` and `report.html`; return 0, or 2 where runs were unusable.
+    """Print the verdicts over runs and write them to files; return 0, or 2 where runs were unusable.
 
     What is sound is printed and written either way.
     """
@@ -32,6 +35,8 @@ def compare(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
+    comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
+    _record_look(comparison, found.home / "compare")
     folder = Path(arguments.output) if arguments.output else found.home / "compare"
     data = comparison.as_data()
     if arguments.json:
@@ -42,6 +47,17 @@ def compare(arguments: argparse.Namespace) -> int:
     if comparison.problems:
         raise ConfigError(comparison.problems)
     return 0
+
+
+def _record_look(comparison: Comparison, folder: Path) -> None:
+    """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
+    try:
+        comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
+    except (OSError, ValueError) as error:
+        comparison.notes.append(f"This look at the runs is not recorded in {folder}: {error}.")
+        return
+    if len(comparison.looks) > 1:
+        comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
 
 
 def _terms(arguments: argparse.Namespace) -> Terms:
@@ -68,6 +84,7 @@ def _print(comparison: Comparison) -> None:
 
 
 def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet: bool, log: bool) -> None:
+    from lightning_llm.compare.export import write_tables
     from lightning_llm.compare.report import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
@@ -75,7 +92,8 @@ def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "compare.json").write_text(_json(data) + "\n", encoding="utf-8")
-        write_report(comparison, folder / "report.html")
+        write_report(comparison, folder)
+        write_tables(comparison, folder)
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
         comparison.problems.append(Problem("--output", text))
@@ -113,15 +131,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 def _json(value: Any) -> str:
     """Return `value` as JSON; what is no finite number is null, for which JSON has no other word."""
-    return json.dumps(_finite(value), indent=1, default=str, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    return json.dumps(json_ready(value), indent=1, default=str, allow_nan=False)
 
 
 def _word(value: Any) -> str:

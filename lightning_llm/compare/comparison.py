@@ -2,39 +2,49 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.baseline import Baseline
+from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
+from lightning_llm.compare.looks import Look
+from lightning_llm.compare.methods import METHODS
+from lightning_llm.compare.noise import Floor
+from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.reading import Run, facts, read_run
-from lightning_llm.compare.verdict import judge
-from lightning_llm.compare.wording import power_statement
+from lightning_llm.compare.seeds import Advice
+from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import NOT_IDENTITY, below
-
-METHODS = (
-    "Paired differences of the tail of the validation loss, seed as block; simultaneous two-sided intervals against "
-    "the shared baseline: Dunnett 1955, by quadrature; variance pooled over recipes of like spread (F test, own spread "
-    "where larger: Hasler and Hothorn 2008), degrees of freedom by Satterthwaite 1946; non-inferiority at the margin "
-    "by the interval's bounds: ICH E9 1998."
-)
 
 
 @dataclass
 class Comparison:
-    """`verdicts` and `floors` as data; `runs` that were read, `problems` with what was given, `notes` to read along."""
+    """What was judged; `runs` that were read, `problems` with what was given, `notes` to read along."""
 
     factor: Factor
     terms: Terms
     runs: list[Run]
     families: list[Family] = field(default_factory=list)
-    verdicts: list[dict[str, Any]] = field(default_factory=list)
-    floors: list[dict[str, Any]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    floors: list[tuple[Family, Floor]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    advice: Advice | None = None
+    looks: list[Look] = field(default_factory=list)
+
+    @property
+    def baselines(self) -> list[Baseline]:
+        """The baseline's figures in each setting."""
+        return [Baseline(self.factor.baseline_label, family, self.terms) for family in self.families]
+
+    def verdicts_of(self, family: Family) -> list[Verdict]:
+        """Return the verdicts in one setting."""
+        return [verdict for verdict in self.verdicts if verdict.family is family]
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds."""
@@ -44,8 +54,11 @@ class Comparison:
             "margin": self.terms.margin,
             "confidence": self.terms.confidence,
             "metric": self.terms.metric,
-            "verdicts": self.verdicts,
-            "aa": self.floors,
+            "verdicts": [verdict_data(verdict) for verdict in self.verdicts],
+            "baselines": [baseline.as_data() for baseline in self.baselines],
+            "aa": [floor.as_data(family) for family, floor in self.floors],
+            "advice": self.advice.as_data() if self.advice else None,
+            "looks": [asdict(look) for look in self.looks],
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
             "methods": METHODS,
@@ -92,19 +105,18 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
         factor = choose_factor(usable, baseline)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    usable, lost = _without_lost_baselines(usable, factor)
-    comparison = Comparison(factor, terms, usable, problems=problems + lost, notes=notes)
+    comparison = Comparison(factor, terms, usable, problems=problems, notes=notes)
     comparison.families, unpaired = pair_runs(usable, factor, unfinished)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
-        rows, floor, found = judge(family, factor, terms)
-        comparison.verdicts += [row | {"emulated": _emulated(family, row["name"])} for row in rows]
+        verdicts, floor, found = judge(family, factor, terms)
+        comparison.verdicts += verdicts
         comparison.problems += found
-        if floor is not None:
-            comparison.floors.append(floor)
+        if family.aa_groups:
+            comparison.floors.append((family, floor))
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
-    comparison.notes += _notes(comparison)
+    comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
 
 
@@ -158,71 +170,3 @@ def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
     dropped = [run.name for run in runs if id(run) not in kept]
     notes = [f"Made again later to the same losses, so left out: {', '.join(dropped)}."] if dropped else []
     return [run for run in runs if id(run) in kept], notes
-
-
-def _without_lost_baselines(runs: list[Run], factor: Factor) -> tuple[list[Run], list[Problem]]:
-    lost = [run for run in runs if run.lost_its_loss and factor.level(run) == factor.baseline]
-    text = f"the baseline {factor.baseline_label} itself diverged; nothing can be held against this run."
-    return [run for run in runs if run not in lost], [Problem(str(run.folder), text) for run in lost]
-
-
-def _notes(comparison: Comparison) -> list[str]:
-    factor, verdicts = comparison.factor, comparison.verdicts
-    notes = [factor.note] if factor.note else []
-    notes.append(
-        "A verdict holds at its model size and number of tokens. It rules recipes out; that one is lossless there does "
-        "not say so for larger models or longer runs, where damage may grow: see how the gap moves over both."
-    )
-    if any(row["more_seeds"] for row in verdicts):
-        notes.append(power_statement())
-    if any(row["comparisons"] > 1 for row in verdicts):
-        notes.append("The intervals of recipes that share a baseline hold together, not one by one (Dunnett).")
-    runs = list({id(run): run for family in comparison.families for run in family.runs}.values())
-    if any((run.summary.get("git") or {}).get("dirty") and "code_hash" not in run.summary for run in runs):
-        notes.append("Some runs are of a changed checkout (git dirty): that they ran the same code is not recorded.")
-    if any(run.summary.get("data_hash") is None for run in runs):
-        notes.append(
-            "Some runs do not name their data by a hash: that it was the same is known from the configs alone."
-        )
-    notes += [
-        f"{run.name} went on from another folder at step {run.first_step}: its time to loss, spikes and skipped steps "
-        "before that are not known."
-        for run in runs
-        if run.first_step > 1
-    ]
-    notes += _short_tails(verdicts)
-    if any(row["speed_confounders"] for row in verdicts):
-        keys = sorted({key for row in verdicts for key in row["speed_confounders"]})
-        notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")
-    at_once = sorted({run.at_once for run in runs} - {1})
-    if at_once:
-        notes.append(
-            f"Speed, time to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} at "
-            "once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
-        )
-    emulated = [row["name"] for row in verdicts if row["emulated"]]
-    if emulated:
-        notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")
-    return notes
-
-
-def _short_tails(verdicts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what to say where the tail is a single validation: what its noise adds to the spread need not be there."""
-    steps = sorted({row["tail_steps"][0] for row in verdicts if len(row["tail_steps"]) == 1})
-    if not steps:
-        return []
-    every = max(1, steps[0] // 40)  # four in the last tenth
-    return [
-        f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
-        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}), or take "
-        "in more of what there is (--tail 0.3)."
-    ]
-
-
-def _emulated(family: Family, name: str) -> bool:
-    runs = [pair.run for pair in family.recipes.get(name, ())]
-    return any(
-        run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
-        for run in runs
-        if run.summary.get("backend") != "native"
-    )

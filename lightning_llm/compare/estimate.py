@@ -1,30 +1,15 @@
-"""From a recipe's pairs to its gap and interval: also where its own pairs are too few to show how far they scatter."""
+"""From a recipe's pairs to its verdict on loss, its verdict on stability, and the two together."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_llm.compare.losses import TAIL_SHARE, Tail, diverged, tail_of
-from lightning_llm.compare.noise import Floor
+from lightning_llm.compare.losses import TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
 from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.statistics import (
-    PLANNED_GAP,
-    Intervals,
-    critical_value,
-    family_spread,
-    seeds_needed,
-    simultaneous_intervals,
-)
-
-STAND_IN_FACTOR = 3.0
-"""How many times the A/A floor, or the pair's own wander where that is larger, the SD of a pair is taken to be where no
-other recipe shows its spread. A floor is rounding noise alone, and a recipe helps one seed and hurts another: pairs
-scattered by 1 to 3 floors at a learning rate of 4e-3, and by 20 to 150 at 2e-3, where rounding noise dies out. There
-they scattered by 0.4 to 5 times their wander (docs/compare.md)."""
-FEWEST_TO_WANDER = 4
-"""Validations in the second half of a run: fewer show no wander, and one pair stays inconclusive."""
+from lightning_llm.compare.stability import Stability, judge_stability, outlier_seeds
+from lightning_llm.compare.statistics import Decision, Intervals, decision_of, simultaneous_intervals
 
 
 @dataclass(frozen=True)
@@ -38,62 +23,89 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One recipe of a family on the way to its verdict. `differences`: {seed: nats}, of pairs that did not diverge.
+class Measured:
+    """One recipe of a family as its runs came out.
 
-    `pairs`: those that can be judged; `diverged_seeds`: of them, where the recipe lost its loss; `missing_seeds`: where
-    its run did not come to its end and the baseline's did; `identical`: every pair is equal to the last bit; `wander`:
-    of a single pair (`_wander`), NaN where there are more, or where it cannot be told.
+    `differences`: {seed: nats} of pairs of which neither run diverged; `diverged_seeds`, `baseline_diverged_seeds`:
+    where one did; `missing_seeds`: where the recipe's run did not come to its end and the baseline's did; `identical`:
+    every pair is equal to the last bit; `unlearned`: (the baseline's loss, what it should be below) where no run of the
+    baseline has learned anything, so that nothing can be said of the recipe.
     """
 
     label: str
-    pairs: list[Pair]
-    tail: Tail | None
-    differences: dict[int, float]
-    diverged_seeds: list[int]
-    missing_seeds: list[int]
-    identical: bool
-    wander: float = math.nan
+    pairs: list[Pair] = field(default_factory=list)
+    tail: Tail | None = None
+    differences: dict[int, float] = field(default_factory=dict)
+    diverged_seeds: list[int] = field(default_factory=list)
+    baseline_diverged_seeds: list[int] = field(default_factory=list)
+    missing_seeds: list[int] = field(default_factory=list)
+    identical: bool = False
+    unlearned: tuple[float, float] | None = None
+
+    @property
+    def seeds(self) -> list[int]:
+        """Every seed at which there is a pair, whatever became of it."""
+        return sorted({*self.differences, *self.diverged_seeds, *self.baseline_diverged_seeds})
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A recipe's gap in numbers; NaN where there is none.
+    """A recipe's gap over the seeds at which neither run failed, `outlier_seeds` left out; NaN where there is none.
 
-    `pool`: recipes that share the variance; `claims`: recipes whose intervals hold together; `stand_in`: what takes the
-    place of the spread between seeds where there is one pair (`_stand_in`): "floor alone", "floor", "family" or "".
+    `sd`: of one pair's difference, with `df` degrees of freedom, as the interval has it; `pool`: recipes that share the
+    variance; `pool_sd`: the SD that they share, which `sd` is at least; `comparisons`: intervals that hold together.
     """
 
-    gap: float
+    gap: float = math.nan
     low: float = math.nan
     high: float = math.nan
     sd: float = math.nan
     df: float = math.nan
+    pool_sd: float = math.nan
     pool: int = 1
-    claims: int = 1
-    stand_in: str = ""
+    comparisons: int = 1
+    pairs: int = 0
+    outlier_seeds: tuple[int, ...] = ()
 
 
-def measure(label: str, pairs: Sequence[Pair], missing_seeds: Sequence[int], terms: Terms) -> Recipe:
-    """Return the recipe with its tail and its differences; pairs whose baseline has no finite tail are left out."""
-    whole = [pair for pair in pairs if not pair.run.lost_its_loss]
-    runs = [run for pair in whole for run in (pair.run, pair.baseline)]
-    tail = tail_of(runs, terms.metric, terms.tail_share) if runs else None
-    judged = [pair for pair in pairs if tail is None or math.isfinite(tail.of(pair.baseline))]
-    lost = [pair for pair in judged if diverged(pair.run, tail, pair.baseline)]
-    differences = {
-        pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in judged if tail and pair not in lost
-    }
-    return Recipe(
+@dataclass(frozen=True)
+class Judged:
+    """A recipe's verdict: `loss` by the interval alone, `stability`, and what the two come to, `decision`."""
+
+    measured: Measured
+    estimate: Estimate
+    loss: Decision
+    stability: Stability
+    decision: Decision
+
+
+def measure(label: str, pairs: Sequence[Pair], missing_seeds: Sequence[int], terms: Terms) -> Measured:
+    """Return what the recipe's pairs came to: tail, differences, and what became of each seed."""
+    runs = [run for pair in pairs for run in (pair.run, pair.baseline) if not run.lost_its_loss]
+    tail = tail_of(runs, terms.metric, terms.tail_share)
+    learned = any(has_learned(pair.baseline, tail) for pair in pairs)
+    lost = {pair.run.seed for pair in pairs if diverged(pair.run, tail, learnable=learned)}
+    baseline_lost = {pair.run.seed for pair in pairs if diverged(pair.baseline, tail, learnable=learned)}
+    sound = [pair for pair in pairs if tail and pair.run.seed not in lost | baseline_lost]
+    return Measured(
         label=label,
-        pairs=judged,
+        pairs=list(pairs),
         tail=tail,
-        differences=differences,
-        diverged_seeds=sorted(pair.run.seed for pair in lost),
+        differences={pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in sound if tail},
+        diverged_seeds=sorted(lost),
+        baseline_diverged_seeds=sorted(baseline_lost),
         missing_seeds=list(missing_seeds),
-        identical=bool(differences) and not lost and all(_equal_bits(pair, terms.metric) for pair in judged),
-        wander=_wander(judged[0], terms.metric) if len(judged) == 1 else math.nan,
+        identical=bool(sound) and not lost and all(_equal_bits(pair, terms.metric) for pair in sound),
+        unlearned=None if learned else _unlearned(pairs, tail),
     )
+
+
+def _unlearned(pairs: Sequence[Pair], tail: Tail | None) -> tuple[float, float] | None:
+    """Return (the lowest loss of the baseline, what it should be below); None where all of its runs diverged."""
+    if tail is None:
+        return None
+    known = [pair.baseline for pair in pairs if not diverged(pair.baseline, tail, learnable=False)]
+    return min(((tail.of(run), learned_below(run, tail.metric)) for run in known), default=None)
 
 
 def _equal_bits(pair: Pair, metric: str) -> bool:
@@ -102,79 +114,68 @@ def _equal_bits(pair: Pair, metric: str) -> bool:
     return ours.validations[metric] == theirs.validations[metric] and ours.last_loss == theirs.last_loss
 
 
-def estimates(recipes: Sequence[Recipe], floor: Floor, terms: Terms) -> list[Estimate]:
-    """Return the gap of each recipe of one family, with intervals that hold together."""
-    seeds = sorted({seed for recipe in recipes for seed in recipe.differences})
-    # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
-    rows = [{} if recipe.identical else recipe.differences for recipe in recipes]
-    matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in rows]).reshape(len(rows), -1)
-    beside_others = any(len(row) > 1 for row in rows)
-    alone = [
-        len(row) == 1
-        and floor.sd is not None
-        and not recipe.diverged_seeds
-        and (beside_others or math.isfinite(recipe.wander))
-        for row, recipe in zip(rows, recipes, strict=True)
-    ]
-    intervals = simultaneous_intervals(matrix, terms.confidence, beside=sum(alone))
-    claims = int((intervals.pairs > 1).sum()) + sum(alone)
+def judge_all(recipes: Sequence[Measured], floor_sd: float | None, terms: Terms) -> list[Judged]:
+    """Return the verdict on each recipe of one family; intervals and tests hold together."""
+    if not recipes:
+        return []
+    outliers = [_outliers(recipe, recipes, floor_sd or 0.0, terms) for recipe in recipes]
     found = []
-    for index, recipe in enumerate(recipes):
-        if recipe.identical:
-            found.append(Estimate(0.0, 0.0, 0.0, 0.0))
-        elif alone[index]:
-            found.append(_stand_in(float(intervals.gap[index]), recipe.wander, intervals, floor, claims, terms))
-        else:
-            found.append(_own(index, intervals, claims))
+    for recipe, out, estimate in zip(recipes, outliers, _estimates(recipes, outliers, terms), strict=True):
+        failed = {*recipe.diverged_seeds, *(seed for seed in out if recipe.differences[seed] > 0)}
+        baseline_failed = {*recipe.baseline_diverged_seeds, *(seed for seed in out if recipe.differences[seed] < 0)}
+        stability = judge_stability(
+            len(recipe.seeds), sorted(failed), sorted(baseline_failed), len(recipes), terms.confidence
+        )
+        loss = decision_of(estimate.low, estimate.high, terms.margin)
+        found.append(Judged(recipe, estimate, loss, stability, _decision(recipe, loss, stability)))
     return found
 
 
-def _own(index: int, intervals: Intervals, claims: int) -> Estimate:
-    every = (intervals.gap, intervals.low, intervals.high, intervals.sd, intervals.df)
-    gap, low, high, sd, df = (float(each[index]) for each in every)
-    pool = int(intervals.pooled.sum()) if intervals.pooled[index] else 1
-    return Estimate(gap, low, high, sd, df, pool, claims)
+def _decision(recipe: Measured, loss: Decision, stability: Stability) -> Decision:
+    """Return the verdict on both counts.
 
-
-def _wander(pair: Pair, metric: str) -> float:
-    """Return how far the pair's difference strays from a straight line over the second half of its validations.
-
-    The residual SD, in nats; NaN for fewer than `FEWEST_TO_WANDER` of them, or where one is not finite.
+    Lossy where either says so. Lossless where the loss says so and no more seeds failed than of the baseline's, or so
+    few that the rate is shown to be small; and no run is missing that may have gone wrong. Nothing at all where the
+    baseline has not learned: what does not train cannot be damaged.
     """
-    ours, theirs = pair.run.validations.get(metric, {}), pair.baseline.validations.get(metric, {})
-    common = sorted(set(ours) & set(theirs))
-    steps = [step for step in common if step > common[-1] / 2] if common else []
-    differences = np.array([ours[step] - theirs[step] for step in steps])
-    if len(steps) < FEWEST_TO_WANDER or not np.isfinite(differences).all():
-        return math.nan
-    residuals = differences - np.polynomial.Polynomial.fit(steps, differences, 1)(np.array(steps))
-    return float(np.sqrt((residuals**2).sum() / (len(steps) - 2)))
+    if recipe.unlearned:
+        return "inconclusive"
+    if loss == "lossy" or stability.verdict == "unstable":
+        return "lossy"
+    return loss if stability.allows_lossless and not recipe.missing_seeds else "inconclusive"
 
 
-def _stand_in(gap: float, wander: float, intervals: Intervals, floor: Floor, claims: int, terms: Terms) -> Estimate:
-    """Return the estimate of one pair by what other runs know of the spread.
-
-    Where other recipes of the family have two pairs and more, that is the wider of their spread, all pooled, and of the
-    A/A floor; else `STAND_IN_FACTOR` times the larger of the floor and of the pair's own wander.
-    """
-    family_sd, family_df = family_spread(intervals)
-    noise = floor.sd if floor.sd is not None else math.nan
-    known = [("floor alone", STAND_IN_FACTOR * max(noise, wander), float(floor.pairs))]
-    if family_df:
-        known = [("floor", noise, float(floor.pairs)), ("family", family_sd, family_df)]
-    widths = [(critical_value(claims, df, terms.confidence) * sd, sd, df, name) for name, sd, df in known]
-    half, sd, df, name = max(widths)
-    return Estimate(gap, gap - half, gap + half, sd, df, claims=claims, stand_in=name)
+def _outliers(recipe: Measured, recipes: Sequence[Measured], floor_sd: float, terms: Terms) -> list[int]:
+    others = [value for other in recipes if other is not recipe for value in other.differences.values()]
+    return outlier_seeds(recipe.differences, others, terms.margin, floor_sd)
 
 
-def plan(estimate: Estimate, terms: Terms) -> tuple[int | None, int | None]:
-    """Return how many seeds in all would decide if the true gap is 0, and if it is `PLANNED_GAP` margins.
+def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], terms: Terms) -> list[Estimate]:
+    """Return the gap of each recipe, with intervals that hold together."""
+    rows = [
+        {seed: value for seed, value in recipe.differences.items() if seed not in out}
+        for recipe, out in zip(recipes, outliers, strict=True)
+    ]
+    seeds = sorted({seed for row in rows for seed in row})
+    # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
+    spread = [{} if recipe.identical else row for recipe, row in zip(recipes, rows, strict=True)]
+    matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in spread]).reshape(len(rows), len(seeds))
+    intervals = simultaneous_intervals(matrix, terms.confidence)
+    return [
+        Estimate(0.0, 0.0, 0.0, 0.0, pool_sd=0.0, pairs=len(row))
+        if recipe.identical
+        else _estimate(index, intervals, tuple(out))
+        for index, (recipe, row, out) in enumerate(zip(recipes, rows, outliers, strict=True))
+    ]
 
-    By the spread as estimated, and with the recipes judged together and pooled as they are; None: more than
-    `statistics.MOST_SEEDS`.
-    """
-    no_gap, lossy = (
-        seeds_needed(gap, estimate.sd, terms.margin, estimate.claims, estimate.pool, terms.confidence)
-        for gap in (0.0, PLANNED_GAP * terms.margin)
-    )
-    return no_gap, lossy
+
+def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Estimate:
+    every = (intervals.gap, intervals.low, intervals.high, intervals.sd, intervals.df, intervals.pool_sd)
+    gap, low, high, sd, df, pool_sd = (float(each[index]) for each in every)
+    return Estimate(
+        gap=gap, low=low, high=high, sd=sd, df=df, pool_sd=pool_sd,
+        pool=int(intervals.pooled.sum()) if intervals.pooled[index] else 1,
+        comparisons=max(1, int((intervals.pairs > 1).sum())),
+        pairs=int(intervals.pairs[index]),
+        outlier_seeds=outliers,
+    )  # fmt: skip

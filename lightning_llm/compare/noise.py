@@ -6,7 +6,7 @@ from statistics import variance
 from typing import Any
 
 from lightning_llm.compare.differences import ROUNDING, all_differences
-from lightning_llm.compare.losses import diverged, tail_of
+from lightning_llm.compare.losses import diverged, has_learned, tail_of
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.reading import Run
 from lightning_llm.identity import below
@@ -17,12 +17,14 @@ class Floor:
     """The run-to-run noise over groups of runs of one recipe and seed that differ in the order of sums alone.
 
     `losses`: the tail losses of each group's runs that differ at all; `identical`: runs equal to another to the last
-    bit, which show no noise and are only counted; `keys`: what the runs differ in.
+    bit, which show no noise and are only counted; `unlearned`: runs left out because their group has learned nothing;
+    `keys`: what the runs differ in.
     """
 
     losses: list[list[float]]
     identical: int
     keys: list[str]
+    unlearned: int = 0
 
     @property
     def pairs(self) -> int:
@@ -45,18 +47,26 @@ class Floor:
             "pairs": self.pairs,
             "losses": self.losses,
             "identical": self.identical,
+            "unlearned": self.unlearned,
             "keys": self.keys,
             "runs": [[str(run.folder) for run in group] for group in family.aa_groups],
         }
 
 
 def measure_floor(family: Family, metric: str, tail_share: float) -> Floor:
-    """Return the family's noise floor over the tails of `metric`; runs that diverged are left out."""
-    losses, identical, keys = [], 0, set()
+    """Return the family's noise floor over the tails of `metric`; runs that diverged or learned nothing are left out.
+
+    How far apart runs land that learn nothing says nothing of how far apart those land that do.
+    """
+    losses, identical, unlearned, keys = [], 0, 0, set()
     for group in family.aa_groups:
         whole = [run for run in group if not run.lost_its_loss]  # one that ended early has few steps in common
-        tail = tail_of(whole, metric, tail_share) if whole else None
-        kept = [run for run in whole if tail is not None and not diverged(run, tail)]
+        tail = tail_of(whole, metric, tail_share)
+        learned = any(has_learned(run, tail) for run in whole)
+        kept = [run for run in whole if tail is not None and not diverged(run, tail, learnable=learned)]
+        if not learned:
+            unlearned += len(kept)
+            continue
         distinct: list[Run] = []
         for run in kept:
             if any(run.validations[metric] == other.validations[metric] for other in distinct):
@@ -66,4 +76,4 @@ def measure_floor(family: Family, metric: str, tail_share: float) -> Floor:
         if tail is not None and len(distinct) > 1:
             losses.append([tail.of(run) for run in distinct])
             keys |= {key for run in distinct[1:] for key in all_differences(distinct[0], run) if below(key, ROUNDING)}
-    return Floor(losses, identical, sorted(keys))
+    return Floor(losses, identical, sorted(keys), unlearned)

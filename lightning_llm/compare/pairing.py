@@ -36,11 +36,13 @@ class Pair:
 class Family:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
-    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds whose runs failed or are unfinished where the
-    baseline's finished}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
+    `words`: the setting in a line of text, as overrides; `recipes`: {label: pairs, one per seed}; `missing`: {label:
+    seeds whose runs failed or are unfinished where the baseline's finished}; `aa_groups`: runs of one recipe and seed
+    that differ in rounding alone.
     """
 
     setting: dict[str, Any]
+    words: str = ""
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
     aa_groups: list[list[Run]] = field(default_factory=list)
@@ -89,7 +91,24 @@ def pair_runs(
         for label, pairs in family.recipes.items():
             if seeds := _missing_seeds(pairs, unfinished, baselines, factor):
                 family.missing[label] = seeds
+    _name_settings(list(families.values()))
     return list(families.values()), problems
+
+
+def _name_settings(families: Sequence[Family]) -> None:
+    """Give each family its `words`: a group by its name where that says which, else key by key."""
+    groups: dict[str, list[str]] = {}
+    for key in sorted({key for family in families for key in family.setting}):
+        groups.setdefault(key.partition(".")[0], []).append(key)
+    words: list[list[str]] = [[] for _ in families]
+    for group, keys in groups.items():
+        values = [tuple(str(family.setting.get(key)) for key in keys) for family in families]
+        names = [str(family.runs[0].config.get(f"{group}.name") or "") for family in families]
+        named = len(keys) > 1 and len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
+        for family, name, found in zip(families, names, words, strict=True):
+            found += [f"{group}={name}"] if named else [f"{key}={family.setting.get(key)}" for key in keys]
+    for family, found in zip(families, words, strict=True):
+        family.words = ", ".join(found)
 
 
 def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:

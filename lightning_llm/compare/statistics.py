@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
-Verdict = Literal["lossless", "lossy", "inconclusive"]
+Decision = Literal["lossless", "lossy", "inconclusive"]
 Array = NDArray[np.float64]
 
 BASELINE_CORRELATION = 0.5
@@ -32,10 +32,6 @@ Bancroft, Ann. Math. Stat. 15 (1944) 190-204). The guard: no recipe's variance i
 The level is strict because the guard keeps a loud recipe honest within the pool, while what is left of a pool that lost
 its largest variance by chance is too small: at 5 %, 2 pairs and a recipe ten times as loud as four others, some recipe
 was called lossy without a gap in 5.6 % of trials; at 1 % in 4.9 %. Quiet recipes beside a loud one pay for it."""
-POWER = 0.8
-MOST_SEEDS = 999
-PLANNED_GAP = 3
-"""In margins: the gap of a recipe that is to be found lossy, when seeds are planned."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ class Intervals:
     """One entry per recipe, [..., K]. All but `gap` and `pairs` are NaN (`pooled` False) without a variance.
 
     `gap`: mean difference, `low` and `high`: bounds; `sd`: of one pair's difference, as used; `df`: its degrees of
-    freedom; `pooled`: whether `sd` was estimated together with others; `own_sd`: from the recipe's pairs alone.
+    freedom; `pooled`: whether `sd` was estimated together with others; `own_sd`: from the recipe's pairs alone;
+    `pool_sd`: as the pool has it, of which `sd` is the larger or equal one; `own_sd` outside a pool.
     """
 
     gap: Array
@@ -53,6 +50,7 @@ class Intervals:
     df: Array
     pooled: NDArray[np.bool_]
     own_sd: Array
+    pool_sd: Array
     pairs: NDArray[np.int64]
 
 
@@ -87,13 +85,12 @@ def critical_value(
     return float(brentq(excess, single, bonferroni * (1 + 1e-6), xtol=1e-7))
 
 
-def simultaneous_intervals(differences: Array, confidence: float = 0.95, beside: int = 0) -> Intervals:
+def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Intervals:
     """Return the interval of each recipe's gap; together they hold with probability `confidence`.
 
     Args:
         differences: [..., K, S] in nats, recipe minus baseline at the same seed; NaN where there is no pair.
         confidence: of all intervals together.
-        beside: how many recipes without a spread of their own are judged together with these.
     """
     there = np.isfinite(differences)
     pairs = there.sum(-1)
@@ -106,12 +103,13 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95, beside:
     pooled = like_spread(own, own_df)
     alone = pooled.sum(-1, keepdims=True) < 2
     pooled = pooled & ~alone
-    variance = np.where(pooled, np.fmax(_pooled_variance(own, own_df, pooled), own), own)
+    shared = np.where(pooled, _pooled_variance(own, own_df, pooled), own)
+    variance = np.where(pooled, np.fmax(shared, own), own)
     df = np.where(pooled, pooled_df(own_df, pooled)[..., None], np.where(own_df > 0, own_df, np.nan))
-    q = _critical_values(df, there, confidence, beside)
+    q = _critical_values(df, there, confidence)
     with np.errstate(invalid="ignore", divide="ignore"):
         half = q * np.sqrt(variance / pairs)
-    return Intervals(gap, gap - half, gap + half, np.sqrt(variance), df, pooled, np.sqrt(own), pairs)
+    return Intervals(gap, gap - half, gap + half, np.sqrt(variance), df, pooled, np.sqrt(own), np.sqrt(shared), pairs)
 
 
 def like_spread(variances: Array, df: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -138,18 +136,6 @@ def like_spread(variances: Array, df: NDArray[np.int64]) -> NDArray[np.bool_]:
     return pool
 
 
-def family_spread(intervals: Intervals) -> tuple[float, float]:
-    """Return (SD of a pair's difference over all recipes that have one, its degrees of freedom); NaN and 0 for none.
-
-    Of one family, [K]. It is what a recipe's spread is taken to be of whose own nothing is known; so none is left out.
-    """
-    df = np.maximum(intervals.pairs - 1, 0)
-    if not df.any():
-        return math.nan, 0.0
-    pool = df > 0
-    return math.sqrt(_pooled_variance(intervals.own_sd**2, df, pool)[0]), float(pooled_df(df, pool))
-
-
 def pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
     """Return the degrees of freedom of the pooled variance, [...]: by Satterthwaite, since the differences correlate.
 
@@ -164,7 +150,7 @@ def pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
         return total**2 / (total + BASELINE_CORRELATION**2 * shared)
 
 
-def verdict_of(low: float, high: float, margin: float) -> Verdict:
+def decision_of(low: float, high: float, margin: float) -> Decision:
     """Return lossless where the gap is below the margin, lossy where it is above, and otherwise inconclusive.
 
     One-sided non-inferiority, judged by the bound of the two-sided interval as in ICH E9 (1998), section 3.3.2, and its
@@ -175,64 +161,6 @@ def verdict_of(low: float, high: float, margin: float) -> Verdict:
     return "lossy" if low > margin else "inconclusive"
 
 
-def power(
-    gap: float, sd: float, seeds: int, margin: float, recipes: int = 1, pool: int = 1, confidence: float = 0.95
-) -> float:
-    """Return the probability that a recipe of this true gap gets the verdict it deserves over so many seeds.
-
-    `sd` is that of one pair's difference; `recipes` are held against the baseline together, `pool` of them, of this
-    spread, share a variance. The verdict deserved is lossless for a gap below the margin, else lossy. For a recipe with
-    a variance of its own the probability is that of a noncentral t. In a pool the variance is the larger of the pool's
-    and its own, so that probabilities given the variances are averaged over drawn ones (the mean is independent of
-    them); recipes leaving the pool are left out of account.
-    """
-    if sd == 0:
-        return 1.0
-    df = (seeds - 1) * 4 * pool / (pool + 3)  # `pooled_df` of a complete design
-    q = critical_value(recipes, df, confidence)
-    distance = abs(margin - gap) * math.sqrt(seeds) / sd
-    if pool == 1:
-        return float(1 - special.nctdtr(df, distance, q))
-    variances = _drawn_variances(pool, seeds - 1)
-    used = np.fmax(variances.mean(-1, keepdims=True), variances)
-    return float(special.ndtr(distance - q * np.sqrt(used)).mean())
-
-
-@lru_cache(maxsize=16)
-def _drawn_variances(pool: int, df: int) -> Array:
-    """Return sample variances of `pool` recipes' differences to one baseline, [draws, pool], true variance 1.
-
-    Each is the mean square of `df` contrasts over seeds, which are independent, and share the baseline's noise.
-    """
-    draws = max(200, min(4000, 4_000_000 // ((pool + 1) * df)))  # the more degrees of freedom the less they scatter
-    noise = np.random.default_rng(0).standard_normal((draws, pool + 1, df)) / math.sqrt(2)
-    return ((noise[:, 1:] - noise[:, :1]) ** 2).mean(-1)
-
-
-def seeds_needed(
-    gap: float, sd: float, margin: float, recipes: int = 1, pool: int = 1, confidence: float = 0.95
-) -> int | None:
-    """Return the fewest seeds that decide with probability `POWER`, if `gap` and `sd` are the true ones.
-
-    `gap` is one that is to be told from the margin, chosen beforehand, and never the one observed: power at what was
-    observed says only how far from the margin that lay (J. M. Hoenig and D. M. Heisey, "The abuse of power", The
-    American Statistician 55 (2001) 19-24). None where more than `MOST_SEEDS` would be needed.
-    """
-
-    def enough(seeds: int) -> bool:
-        return power(gap, sd, seeds, margin, recipes, pool, confidence) >= POWER
-
-    few, many = 1, 2
-    while not enough(many):
-        few, many = many, 2 * many
-        if few > MOST_SEEDS:
-            return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if enough(middle) else (middle, many)
-    return many if many <= MOST_SEEDS else None
-
-
 def _pooled_variance(variances: Array, df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
     """Return the variances of `pool` averaged by degrees of freedom, [..., 1]."""
     weights = np.where(pool, df, 0)
@@ -240,7 +168,7 @@ def _pooled_variance(variances: Array, df: NDArray[np.int64], pool: NDArray[np.b
         return (np.where(pool, variances, 0.0) * weights).sum(-1, keepdims=True) / weights.sum(-1, keepdims=True)
 
 
-def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float, beside: int) -> Array:
+def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> Array:
     """Return the critical value of each recipe, [..., K], by its own degrees of freedom (Hasler and Hothorn 2008).
 
     Over seeds that not all recipes have, correlations differ; the smallest is taken for all, which can only widen the
@@ -248,7 +176,7 @@ def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float, bes
     """
     q = np.full(df.shape, np.nan)
     judged = np.isfinite(df)  # [..., K]
-    count = np.broadcast_to(judged.sum(-1, keepdims=True) + beside, df.shape)[judged]
+    count = np.broadcast_to(judged.sum(-1, keepdims=True), df.shape)[judged]
     correlation = np.broadcast_to(_smallest_correlation(there, judged)[..., None], df.shape)[judged]
     cases, which = np.unique(np.stack([count, df[judged], correlation]), axis=1, return_inverse=True)
     found = [critical_value(int(k), float(nu), confidence, float(rho)) for k, nu, rho in cases.T]

@@ -1,74 +1,99 @@
 """The verdicts on a terminal."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.wording import short
+from lightning_llm.compare.verdict import Verdict
+from lightning_llm.compare.wording import line_of
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
+COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "tokens/s", "memory", "spikes", "skipped")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table, the verdict lines and the notes."""
+    """Print the table, the verdict lines, the command that would decide more, and the notes."""
     terms, factor = comparison.terms, comparison.factor
     level = f"{100 * terms.confidence:g} % simultaneous intervals"
     console.print(
         Text(f"{factor.name} against {factor.baseline_label}", style="bold"),
         Text(f"{terms.metric}, margin {terms.margin:g} nats, {level}"),
     )
-    console.print(_table(comparison.verdicts))
-    lines = [Text(row["line"], style=STYLES[row["verdict"]]) for row in comparison.verdicts]
-    for line in [*lines, *(Text(note, style="dim") for note in comparison.notes)]:
-        if console.is_terminal:
-            console.print(Padding(line, (0, 0, 0, 2), expand=False))
-        else:  # whole, for grep and logs
-            console.print(Text("  ") + line, soft_wrap=True)
+    console.print(_table(comparison))
+    for verdict in comparison.verdicts:
+        _print(console, Text(line_of(verdict), style=STYLES[verdict.colour]))
+    if advice := comparison.advice:
+        more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
+        _print(console, Text(f"to decide ({more}; repeats nothing):"))
+        console.print(Text(f"  {advice.command}"), soft_wrap=True)
+    for note in comparison.notes:
+        _print(console, Text(note, style="dim"))
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
+def _print(console: Console, line: Text) -> None:
+    if console.is_terminal:
+        console.print(Padding(line, (0, 0, 0, 2), expand=False))
+    else:  # whole, for grep and logs
+        console.print(Text("  ") + line, soft_wrap=True)
+
+
+def _table(comparison: Comparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    settings = sorted({key for row in rows for key in row["setting"]})
-    for name in ("recipe", *settings):
-        table.add_column(name.rpartition(".")[2] or name, overflow="fold")
-    table.add_column("verdict")
-    for name in ("gap", "CI", "pairs", "A/A", "time to loss", "tokens/s", "memory", "spikes", "skipped"):
+    settings = any(family.words for family in comparison.families)
+    for name in ("recipe", *(("setting",) if settings else ()), "verdict"):
+        table.add_column(name, overflow="fold")
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row["name"],
-            *(str(row["setting"].get(key, "")) for key in settings),
-            Text(row["verdict"] + ("" if row["controlled"] else " *"), style=STYLES[row["verdict"]]),
-            *cells(row),
-        )
-    if any(not row["controlled"] for row in rows):
-        table.caption = "* not controlled: see the line below"
+    for baseline in comparison.baselines:
+        verdicts = comparison.verdicts_of(baseline.family)
+        if not verdicts:
+            continue
+        words = [baseline.family.words] if settings else []
+        table.add_row(baseline.label, *words, "baseline", *baseline_cells(baseline), style="dim")
+        for verdict in verdicts:
+            decision = Text(verdict.qualified, style=STYLES[verdict.colour])
+            table.add_row(verdict.name, *words, decision, *cells(verdict))
     return table
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return the figures of one verdict as words: those of the terminal's and of the report's table."""
-    low, high = row["ci"]
-    times = row["time_to_loss"]
-    if times["reached"] and "seconds_ratio" in times:
-        reached = f"{times['seconds']:.0f} s ({times['seconds_ratio']:.2f}x)"
-    elif times["reached"]:
-        reached = f"{short(times['tokens'])} tokens"
-    else:
-        reached = "not reached"
-    speed = row["tokens_per_second_ratio"]
+def baseline_cells(baseline: Baseline) -> list[str]:
+    """Return the baseline's own figures as words, under `COLUMNS`."""
+    data = baseline.as_data()
+    speed = baseline.tokens_per_second
+    diverged = len(baseline.runs) - len(baseline.losses)
     return [
-        "-" if row["gap"] is None else f"{row['gap']:+.4f}",
-        "-" if low is None else f"[{low:+.4f}, {high:+.4f}]",
-        str(row["pairs"]),
-        "-" if row["aa_floor"] is None else f"{row['aa_floor']:.4f}",
-        reached,
-        "-" if speed is None else f"{speed:.2f}x{' emulated' if row['emulated'] else ''}",
-        "-" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 2**30:.2f} GiB",
-        str(row["spikes"]),
-        str(row["skipped_steps"]),
+        "", "", str(len(baseline.runs)), f"{diverged}/{len(baseline.runs)}", "", _loss(baseline.loss), "",
+        "-" if speed is None else f"{speed:.0f}/s", _memory(baseline.peak_memory_bytes),
+        str(data["spikes"]), str(data["skipped_steps"]),
+    ]  # fmt: skip
+
+
+def cells(verdict: Verdict) -> list[str]:
+    """Return the figures of one verdict as words, under `COLUMNS`: for the terminal's and the report's table."""
+    judged, cost = verdict.judged, verdict.cost
+    estimate, stability = judged.estimate, judged.stability
+    speed, times = cost.tokens_per_second_ratio, cost.tokens_to_loss_ratio
+    return [
+        "-" if not estimate.pairs else f"{estimate.gap:+.4f}",
+        "-" if estimate.low != estimate.low else f"[{estimate.low:+.4f}, {estimate.high:+.4f}]",
+        str(estimate.pairs),
+        f"{len(stability.failed)}/{stability.seeds}",
+        "-" if verdict.floor.sd is None else f"{verdict.floor.sd:.4f}",
+        _loss(verdict.loss),
+        "-" if times is None else f"{times:.2f}x",
+        "-" if speed is None else f"{speed:.2f}x{' emulated' if verdict.emulated else ''}",
+        _memory(cost.peak_memory_bytes),
+        str(cost.spikes),
+        str(cost.skipped_steps),
     ]
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _memory(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**30:.2f} GiB"

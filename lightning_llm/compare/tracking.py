@@ -1,33 +1,42 @@
 """The verdicts in MLflow: on the runs they are about, and on the sweep they belong to. Never fails the command."""
 
+import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.mlflow_store import existing_store
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.pairing import Pair
+from lightning_llm.compare.verdict import Verdict
+from lightning_llm.compare.wording import line_of
+
+FILES = ("compare.json", "report.html", "verdicts.csv", "verdicts.tex")
 
 
 def log_verdicts(comparison: Comparison, folder: Path) -> str:
     """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or ""."""
-    tracked = [(pair, row) for pair, row in _pairs_with_rows(comparison) if pair.run.summary.get("mlflow_run_id")]
+    tracked = [
+        (pair, verdict)
+        for verdict in comparison.verdicts
+        for pair in verdict.pairs
+        if pair.run.summary.get("mlflow_run_id")
+    ]
     if not tracked:
         return ""
     clients: dict[str, Any] = {}
-    parents: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    parents: dict[tuple[str, str], list[Verdict]] = {}
     try:
-        for pair, row in tracked:
+        for pair, verdict in tracked:
             uri = tracking_uri(pair)
             if uri not in clients:
                 clients[uri] = existing_store(uri)
-            parent = _log_child(clients[uri], pair, row)
-            if parent and row not in parents.setdefault((uri, parent), []):
-                parents[uri, parent].append(row)
-        for (uri, parent), rows in parents.items():
-            _log_parent(clients[uri], parent, rows, folder)
+            parent = _log_child(clients[uri], pair, verdict)
+            if parent and not any(each is verdict for each in parents.setdefault((uri, parent), [])):
+                parents[uri, parent].append(verdict)
+        for (uri, parent), verdicts in parents.items():
+            _log_parent(clients[uri], parent, verdicts, folder)
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
@@ -43,34 +52,30 @@ def tracking_uri(pair: Pair) -> str:
     return str(uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{pair.run.config.get('run.root')}/mlflow.db")
 
 
-def _pairs_with_rows(comparison: Comparison) -> Iterator[tuple[Pair, dict[str, Any]]]:
-    rows = {(row["name"], str(row["setting"])): row for row in comparison.verdicts}
-    for family in comparison.families:
-        for name, pairs in family.recipes.items():
-            if row := rows.get((name, str(family.setting))):
-                yield from ((pair, row) for pair in pairs)
-
-
-def _log_child(client: Any, pair: Pair, row: dict[str, Any]) -> str | None:
+def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
     """Log what MLflow's table of runs is to be sorted by; return the id of the run's parent."""
     from mlflow.entities import Metric, RunTag
 
     run_id = pair.run.summary["mlflow_run_id"]
-    now, step = _milliseconds(), pair.run.last_step
-    values = {difference["seed"]: difference["gap"] for difference in row["differences"]}
-    figures = {"final/val_loss_gap": values.get(pair.run.seed), "verdict/gap": row["gap"], "verdict/high": row["ci"][1]}
-    metrics = [Metric(key, value, now, step) for key, value in figures.items() if value is not None]
-    tags = {"verdict": row["verdict"], "verdict.line": row["line"], "verdict.baseline_run_id": _id(pair)}
+    now, step, estimate = _milliseconds(), pair.run.last_step, verdict.judged.estimate
+    figures = {
+        "final/val_loss_gap": verdict.judged.measured.differences.get(pair.run.seed, math.nan),
+        "verdict/gap": estimate.gap,
+        "verdict/high": estimate.high,
+    }
+    metrics = [Metric(key, value, now, step) for key, value in figures.items() if math.isfinite(value)]
+    tags = {"verdict": verdict.qualified, "verdict.line": line_of(verdict), "verdict.baseline_run_id": _id(pair)}
     client.log_batch(run_id, metrics=metrics, tags=[RunTag(key, value[:5000]) for key, value in tags.items()])
     return client.get_run(run_id).data.tags.get("mlflow.parentRunId")
 
 
-def _log_parent(client: Any, parent: str, rows: list[dict[str, Any]], folder: Path) -> None:
-    for row in rows:
-        suffix = "".join(f" {key}={value}" for key, value in row["setting"].items())
-        client.set_tag(parent, f"verdict/{_safe(row['name'] + suffix)}", row["line"][:5000])
-    for name in ("compare.json", "report.html"):
-        client.log_artifact(parent, str(folder / name), "compare")
+def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> None:
+    for verdict in verdicts:
+        words = f" {verdict.family.words}" if verdict.family.words else ""
+        client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
+    for file in sorted(folder.iterdir()):
+        if file.name in FILES or (file.name.startswith("figure-") and file.suffix == ".svg"):
+            client.log_artifact(parent, str(file), "compare")
 
 
 def _safe(text: str) -> str:

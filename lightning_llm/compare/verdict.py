@@ -1,170 +1,202 @@
-"""From pairs to verdicts: one per recipe and setting, as plain data (`compare.json`), and each as one line."""
+"""A verdict: one per recipe and setting, what it rests on, and the same as plain data (`compare.json`)."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from lightning_llm.compare.estimate import Estimate, Recipe, Terms, estimates, measure, plan
-from lightning_llm.compare.factor import Factor
-from lightning_llm.compare.losses import Tail, cost_of
+from lightning_llm.compare.cost import Cost, cost_of
+from lightning_llm.compare.differences import LAYOUT, ROUNDING
+from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
+from lightning_llm.compare.factor import ITSELF, Factor
+from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.reading import Run
-from lightning_llm.compare.statistics import Verdict, verdict_of
-from lightning_llm.compare.wording import line_of, reason_of
+from lightning_llm.compare.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.statistics import Decision
 from lightning_llm.errors import Problem
+from lightning_llm.identity import below
 
-OWN, HIGH_PRECISION = "val_loss", "val_loss_high_precision"
+HIGH_PRECISION = "val_loss_high_precision"
 
 
-def judge(
-    family: Family, factor: Factor, terms: Terms
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor as data, and what could not be judged."""
-    recipes: list[Recipe] = []
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of one recipe in one setting. Everything else about it follows from these."""
+
+    judged: Judged
+    family: Family
+    factor: Factor
+    terms: Terms
+    floor: Floor
+    plan: SeedPlan
+    cost: Cost
+
+    @property
+    def name(self) -> str:
+        """The recipe, or whatever level of the factor it is."""
+        return self.judged.measured.label
+
+    @property
+    def decision(self) -> Decision:
+        """Lossless, lossy or inconclusive."""
+        return self.judged.decision
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """One per seed, those that failed included."""
+        return self.judged.measured.pairs
+
+    @cached_property
+    def sound_pairs(self) -> list[Pair]:
+        """The pairs of which neither run diverged: those whose losses and speeds can be averaged."""
+        return [pair for pair in self.pairs if pair.run.seed in self.judged.measured.differences]
+
+    @property
+    def parameters(self) -> int | None:
+        """Of the model, at which the verdict holds."""
+        return self.pairs[0].run.parameters
+
+    @property
+    def tokens(self) -> int | None:
+        """The tokens that the judged losses are after, by the baseline: a run that diverged may have ended early."""
+        seen, tail = self.pairs[0].baseline.tokens, self.judged.measured.tail
+        found = seen.get(tail.steps[-1]) if tail else None
+        return found or max((max(pair.baseline.tokens.values(), default=0) for pair in self.pairs), default=0) or None
+
+    @cached_property
+    def confounders(self) -> dict[str, list[Any]]:
+        """Each key that differs within any pair beside the factor, with all values met, the baseline's first."""
+        found: dict[str, list[Any]] = {}
+        for pair in self.pairs:
+            for key, values in pair.confounders.items():
+                for value in values:
+                    if value not in found.setdefault(key, []):
+                        found[key].append(value)
+        return dict(sorted(found.items()))
+
+    @property
+    def controlled(self) -> bool:
+        """Whether only the factor differs."""
+        return not self.confounders
+
+    @property
+    def may_not_have_acted(self) -> bool:
+        """Whether the runs equal the baseline's to the last bit though the factor changes more than the order of sums.
+
+        Layouts and ways to round are made to equal each other; a recipe that does may not have been applied at all.
+        """
+        rounding = self.factor.name == ITSELF or all(below(key, (*LAYOUT, *ROUNDING)) for key in self.factor.keys)
+        return self.judged.measured.identical and not rounding and self.factor.name != "parallel"
+
+    @property
+    def worse(self) -> bool:
+        """Whether the interval says that there is a gap, and not whether it is above the margin."""
+        return self.decision == "inconclusive" and not self.judged.measured.unlearned and self.judged.estimate.low > 0
+
+    @property
+    def qualified(self) -> str:
+        """The decision in a few words, with what keeps it from being taken at its word: for tables and tags."""
+        said: list[str] = [self.decision]
+        if self.worse:
+            said.append("worse; by more than the margin: open")
+        if self.judged.stability.verdict == "unstable":
+            said.append("unstable")
+        if self.may_not_have_acted:
+            said.append("may not have acted")
+        if not self.controlled:
+            said.append("not controlled")
+        return f"{said[0]} ({', '.join(said[1:])})" if len(said) > 1 else said[0]
+
+    @property
+    def colour(self) -> Decision:
+        """The decision whose colour it is shown in: no green where something stands against it."""
+        clean = self.controlled and not self.may_not_have_acted
+        return "inconclusive" if self.decision == "lossless" and not clean else self.decision
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the recipe ran emulated, so that its speed is none of the format's."""
+        return any(
+            run.summary.get("backend") == "emulated" or (run.typed is not None and run.typed.precision.quantises)
+            for run in (pair.run for pair in self.pairs)
+            if run.summary.get("backend") != "native"
+        )
+
+    @property
+    def loss(self) -> float | None:
+        """Mean tail loss of the recipe's runs, nats per token."""
+        return self._mean([pair.run for pair in self.sound_pairs])
+
+    @property
+    def baseline_loss(self) -> float | None:
+        """Mean tail loss of the baseline's runs of the same seeds, nats per token."""
+        return self._mean([pair.baseline for pair in self.sound_pairs])
+
+    def _mean(self, runs: list[Run]) -> float | None:
+        tail = self.judged.measured.tail
+        return math.fsum(tail.of(run) for run in runs) / len(runs) if tail and runs else None
+
+    @cached_property
+    def gap_high_precision(self) -> float | None:
+        """The gap of the same weights without casts in the forward pass; None where the recipe quantises nothing."""
+        tail = self.judged.measured.tail
+        if tail is None or not (tail.metric == LOSS or tail.metric.startswith(f"{LOSS}/")):
+            return None
+        high = Tail(tail.metric.replace(LOSS, HIGH_PRECISION, 1), tail.steps)
+        if any(set(high.steps) - set(pair.run.validations.get(high.metric, {})) for pair in self.sound_pairs):
+            return None
+        base = [high if high.metric in pair.baseline.validations else tail for pair in self.sound_pairs]
+        gaps = [high.of(pair.run) - own.of(pair.baseline) for pair, own in zip(self.sound_pairs, base, strict=True)]
+        return math.fsum(gaps) / len(gaps) if gaps else None
+
+    @cached_property
+    def gap_by_source(self) -> dict[str, float]:
+        """The mean gap on each source of the validation set that all runs scored."""
+        tail, pairs = self.judged.measured.tail, self.sound_pairs
+        if tail is None or not pairs:
+            return {}
+        keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))
+        found = {}
+        for key in sorted(key for key in keys if key.startswith(f"{LOSS}/")):
+            own = Tail(key, tail.steps)
+            value = math.fsum(own.of(pair.run) - own.of(pair.baseline) for pair in pairs) / len(pairs)
+            if math.isfinite(value):
+                found[key.removeprefix(f"{LOSS}/")] = value
+        return found
+
+
+def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], Floor, list[Problem]]:
+    """Return the verdicts of one family, its A/A floor, and what could not be judged."""
+    recipes: list[Measured] = []
     problems: list[Problem] = []
     for label, pairs in family.recipes.items():
         recipe = measure(label, pairs, family.missing.get(label, ()), terms)
-        for pair in pairs:
-            if pair not in recipe.pairs:
-                text = f"its '{terms.metric}' is not finite in the tail; nothing can be held against it."
-                problems.append(Problem(str(pair.baseline.folder), text))
-        if not recipe.pairs:
-            continue
-        if recipe.tail is None and not recipe.diverged_seeds:
+        if recipe.tail is None and not recipe.seeds:
             text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step."
             problems.append(Problem(str(pairs[0].run.folder), text))
             continue
         recipes.append(recipe)
     floor = measure_floor(family, terms.metric, terms.tail_share)
-    aa = floor.as_data(family) if family.aa_groups else None
-    if not recipes:
-        return [], aa, problems
-    found = zip(recipes, estimates(recipes, floor, terms), strict=True)
-    return [_row(recipe, estimate, floor, family, factor, terms) for recipe, estimate in found], aa, problems
+    return (
+        [_verdict(each, floor, family, factor, terms) for each in judge_all(recipes, floor.sd, terms)],
+        floor,
+        problems,
+    )
 
 
-def _verdict(recipe: Recipe, estimate: Estimate, terms: Terms) -> Verdict:
-    """Return the verdict; with seeds missing that may have gone wrong, never lossless."""
-    if recipe.diverged_seeds:
-        return "lossy"
-    verdict = verdict_of(estimate.low, estimate.high, terms.margin)
-    return "inconclusive" if verdict == "lossless" and recipe.missing_seeds else verdict
+def _verdict(judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms) -> Verdict:
+    sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
+    cost = cost_of(sound, judged.measured.tail)
+    return Verdict(judged, family, factor, terms, floor, plan_seeds(judged, terms), cost)
 
 
-def _row(
-    recipe: Recipe, estimate: Estimate, floor: Floor, family: Family, factor: Factor, terms: Terms
-) -> dict[str, Any]:
-    """Return one verdict as data; the order is that of the file."""
-    verdict = _verdict(recipe, estimate, terms)
-    confounders = _confounders(recipe.pairs)
-    run = recipe.pairs[0].run
-    sound = [pair for pair in recipe.pairs if pair.run.seed not in recipe.diverged_seeds]
-    row: dict[str, Any] = {
-        "name": recipe.label,
-        "verdict": verdict,
-        "gap": _number(estimate.gap),
-        "ci": [_number(estimate.low), _number(estimate.high)],
-        "pairs": len(recipe.pairs),
-        "controlled": not confounders,
-        "confounders": confounders,
-        "parameters": run.parameters,
-        "tokens": _tokens(recipe),
-        "model": run.config.get("model.name"),
-        "setting": family.setting,
-        "baseline": factor.baseline_label,
-        "margin": terms.margin,
-        "confidence": terms.confidence,
-        "reason": "",
-        **_seeds(recipe, estimate, verdict, terms),
-        "aa_floor": floor.sd,
-        "aa_pairs": floor.pairs,
-        "floor_stands_in": estimate.stand_in.startswith("floor"),
-        "stand_in": estimate.stand_in,
-        "sd": _number(estimate.sd),
-        "df": _number(estimate.df),
-        "pooled_with": estimate.pool - 1,
-        "comparisons": estimate.claims,
-        "identical": recipe.identical,
-        "diverged_seeds": recipe.diverged_seeds,
-        "missing_seeds": recipe.missing_seeds,
-        "differences": [{"seed": seed, "gap": value} for seed, value in sorted(recipe.differences.items())],
-        "tail_steps": list(recipe.tail.steps) if recipe.tail else [],
-        "loss": _mean(recipe, [pair.run for pair in sound]),
-        "baseline_loss": _mean(recipe, [pair.baseline for pair in sound]),
-        "gap_high_precision": _high_precision_gap(recipe),
-        "gap_by_source": _gap_by_source(recipe),
-        **cost_of(sound, recipe.tail),
-    }
-    row["reason"] = reason_of(row)
-    row["line"] = line_of(row)
-    return row
-
-
-def _tokens(recipe: Recipe) -> int | None:
-    """Return the tokens that the judged losses are after, by the baseline: a run that diverged may have ended early."""
-    seen = recipe.pairs[0].baseline.tokens
-    return seen.get(recipe.tail.steps[-1]) if recipe.tail else max(seen.values(), default=None)
-
-
-def _seeds(recipe: Recipe, estimate: Estimate, verdict: Verdict, terms: Terms) -> dict[str, int | None]:
-    """Return how many seeds would decide where these did not: in all, and beside those at hand.
-
-    None of the latter where those at hand would mostly have told a gap of 0, and the interval is no wider than the
-    margin: then the gap is near the margin, and more seeds hardly decide.
-    """
-    count, near = len(recipe.differences), estimate.high - estimate.low <= terms.margin
-    none: dict[str, int | None] = dict.fromkeys(("more_seeds", "seeds_if_no_gap", "seeds_if_lossy"))
-    if verdict != "inconclusive" or count < 2 or estimate.high < terms.margin:
-        return none
-    no_gap, lossy = plan(estimate, terms)
-    more = None if no_gap is None or (no_gap <= count and near) else max(no_gap - count, 1)
-    return {"more_seeds": more, "seeds_if_no_gap": no_gap, "seeds_if_lossy": lossy}
-
-
-def _confounders(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Return [{"key", "values"}]: each key that differs within any pair, with all values met, the baseline's first."""
-    found: dict[str, list[Any]] = {}
-    for pair in pairs:
-        for key, values in pair.confounders.items():
-            for value in values:
-                if value not in found.setdefault(key, []):
-                    found[key].append(value)
-    return [{"key": key, "values": values} for key, values in sorted(found.items())]
-
-
-def _mean(recipe: Recipe, runs: list[Run]) -> float | None:
-    losses = [recipe.tail.of(run) for run in runs if recipe.tail]
-    return math.fsum(losses) / len(losses) if losses else None
-
-
-def _high_precision_gap(recipe: Recipe) -> float | None:
-    """Return the gap of the same weights without casts in the forward pass; None where the recipe quantises nothing."""
-    if recipe.tail is None or not (recipe.tail.metric == OWN or recipe.tail.metric.startswith(f"{OWN}/")):
-        return None
-    high = Tail(recipe.tail.metric.replace(OWN, HIGH_PRECISION, 1), recipe.tail.steps)
-    pairs = [pair for pair in recipe.pairs if pair.run.seed in recipe.differences]
-    if not pairs or any(set(high.steps) - set(pair.run.validations.get(high.metric, {})) for pair in pairs):
-        return None
-    base = [high if high.metric in pair.baseline.validations else recipe.tail for pair in pairs]
-    gaps = (high.of(pair.run) - tail.of(pair.baseline) for pair, tail in zip(pairs, base, strict=True))
-    return math.fsum(gaps) / len(pairs)
-
-
-def _gap_by_source(recipe: Recipe) -> dict[str, float]:
-    """Return the mean gap on each source of the validation set that all runs scored."""
-    pairs = [pair for pair in recipe.pairs if pair.run.seed in recipe.differences]
-    if recipe.tail is None or not pairs:
-        return {}
-    keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))
-    found = {}
-    for key in sorted(key for key in keys if key.startswith("val_loss/")):
-        tail = Tail(key, recipe.tail.steps)
-        value = math.fsum(tail.of(pair.run) - tail.of(pair.baseline) for pair in pairs) / len(pairs)
-        if math.isfinite(value):
-            found[key.removeprefix("val_loss/")] = value
+def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """Return {recipe: how many more seeds would decide} of those that are open and can be decided so."""
+    found: dict[str, int] = {}
+    for verdict in verdicts:
+        if verdict.decision == "inconclusive" and verdict.plan.more is not None:
+            found[verdict.name] = max(found.get(verdict.name, 0), verdict.plan.more)
     return found
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

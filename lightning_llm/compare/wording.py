@@ -1,105 +1,166 @@
 """A verdict in words: what has to be said beside the numbers, and everything in one line."""
 
-from typing import Any
+from collections.abc import Sequence
 
-from lightning_llm.compare.estimate import STAND_IN_FACTOR
-from lightning_llm.compare.statistics import MOST_SEEDS, PLANNED_GAP, POWER
+from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
+from lightning_llm.compare.seeds import FEWEST_SEEDS
+from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
+from lightning_llm.compare.verdict import Verdict
+
+LOOKS = (
+    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is said falsely "
+    "at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not 2.5 %. "
+    "Choose the number of seeds first, and take the verdict at that number."
+)
+FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.067, (2, 20): 0.133}
+"""{(first, last number of seeds looked at): how often lossless is said at some look though the gap is the margin}: one
+recipe, 95 % intervals; tests/compare/test_simulations.py."""
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """Return a verdict in one line: with the model's size, the tokens and the margin, every time."""
-    numbers = []
-    if row["gap"] is not None:
-        numbers.append(f"gap {row['gap']:+.4f}")
-    if row["identical"]:
-        numbers.append("equal to the last bit")
-    elif row["ci"][0] is not None:
-        numbers.append(f"{100 * row['confidence']:g} % CI [{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]")
-    numbers.append(_count(row["pairs"], "pair"))
-    if row["aa_floor"] is not None:
-        numbers.append(f"A/A floor {row['aa_floor']:.4f}")
-    scale = f"{short(row['parameters'])} parameters, {short(row['tokens'])} tokens"
-    reason = f", {row['reason']}" if row["reason"] else ""
-    verdict = f"{row['verdict']} against {row['baseline']} at margin {row['margin']:g}"
-    text = f"{row['name']} at {scale}: {verdict} ({', '.join(numbers)}){reason}"
-    if not row["controlled"]:
-        keys = [each["key"] for each in row["confounders"]]
+def line_of(verdict: Verdict) -> str:
+    """Return a verdict in one line: with the model's size, the tokens, the setting and the margin, every time."""
+    scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
+    where = f"{scale}, {verdict.family.words}" if verdict.family.words else scale
+    said = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin:g}"
+    reason = reason_of(verdict)
+    text = f"{verdict.name} at {where}: {said} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
+    if not verdict.controlled:
+        keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
     return text
 
 
-def reason_of(row: dict[str, Any]) -> str:
+def reason_of(verdict: Verdict) -> str:
     """Return what has to be said beside the numbers, as one phrase; empty where they say it all."""
-    parts = [_missing(row), _why(row)]
+    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
-def _missing(row: dict[str, Any]) -> str:
-    if not row["missing_seeds"]:
+def failures(stability: Stability) -> str:
+    """Return how many of the recipe's runs failed and what rate that allows; the baseline's, too, where any did."""
+    baseline = ""
+    if stability.baseline_failed:
+        baseline = f", of the baseline's {_rate(len(stability.baseline_failed), stability)}"
+    return f"{_rate(len(stability.failed), stability)}{baseline}"
+
+
+def _rate(failed: int, stability: Stability) -> str:
+    runs, confidence = stability.seeds, stability.confidence
+    if not failed:
+        return f"0 of {runs} failed: failure rate up to {100 * upper_bound(0, runs, confidence):.0f} %"
+    low, high = rate_interval(failed, runs, confidence)
+    return f"{failed} of {runs} failed: failure rate {100 * low:.0f} to {100 * high:.0f} %"
+
+
+def _numbers(verdict: Verdict) -> list[str]:
+    estimate, measured = verdict.judged.estimate, verdict.judged.measured
+    numbers = []
+    if estimate.pairs:
+        numbers.append(f"gap {estimate.gap:+.4f}")
+    if measured.identical:
+        numbers.append("equal to the last bit")
+    elif estimate.low == estimate.low:  # no NaN
+        level = f"{100 * verdict.terms.confidence:g} % CI"
+        numbers.append(f"{level} [{estimate.low:+.4f}, {estimate.high:+.4f}]")
+    in_all = len(measured.seeds)
+    numbers.append(_count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
+    if verdict.floor.sd is not None:
+        numbers.append(f"A/A floor {verdict.floor.sd:.4f}")
+    numbers.append(failures(verdict.judged.stability))
+    return numbers
+
+
+def _unlearned(verdict: Verdict) -> str:
+    if verdict.judged.measured.unlearned is None:
         return ""
-    lead = f"{_seeds(row['missing_seeds'])} missing: failed or unfinished where the baseline was not"
-    spared = not row["diverged_seeds"] and row["ci"][1] is not None and row["ci"][1] < row["margin"]
+    loss, below = verdict.judged.measured.unlearned
+    text = f"the baseline has not learned: its loss of {loss:.3f} is not below {below:.3f}, which takes no context"
+    return f"{text}; what a recipe loses cannot show. Train for longer"
+
+
+def _failed(verdict: Verdict) -> str:
+    """Return which seeds failed and how, and what that makes of the verdict."""
+    judged = verdict.judged
+    stability, outliers = judged.stability, judged.estimate.outlier_seeds
+    parts = []
+    if judged.measured.diverged_seeds:
+        parts.append(f"diverged at {_seeds(judged.measured.diverged_seeds)}")
+    for seed in outliers:
+        gap = judged.measured.differences[seed]
+        whose = "" if gap > 0 else " in the recipe's favour"
+        parts.append(f"seed {seed} is an outlier, {gap:+.3g} ({abs(gap) / verdict.terms.margin:.0f} margins{whose})")
+    if judged.measured.baseline_diverged_seeds:
+        parts.append(f"the baseline diverged at {_seeds(judged.measured.baseline_diverged_seeds)}")
+    if not parts:
+        return ""
+    if stability.verdict == "unstable":
+        parts.append(f"unstable: it fails more often than the baseline (p = {stability.p:.2g})")
+    elif judged.loss == "lossless" and not stability.allows_lossless:
+        parts.append(f"so it is not called lossless by the other {_count(judged.estimate.pairs, 'pair')}")
+    return ", ".join(parts)
+
+
+def _missing(verdict: Verdict) -> str:
+    missing = verdict.judged.measured.missing_seeds
+    if not missing:
+        return ""
+    lead = f"{_seeds(missing)} missing: crashed or unfinished where the baseline was not"
+    spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
     return f"{lead}, so it is not called lossless by the others" if spared else lead
 
 
-def _why(row: dict[str, Any]) -> str:
-    if row["diverged_seeds"]:
-        return f"diverged at {_seeds(row['diverged_seeds'])} where the baseline did not, which is lossy by definition"
-    if row["stand_in"]:
-        return _stood_in(row)
-    if row["identical"]:
+def _identical(verdict: Verdict) -> str:
+    if not verdict.may_not_have_acted:
         return ""
-    if len(row["differences"]) == 1 and row["aa_floor"] is not None:
-        return (
-            "one pair alone shows no spread, and too few validations to see its wander: an A/A floor cannot stand in. "
-            "At least 1 more seed is needed, or validations more often (trainer.validate_every_steps)"
-        )
-    if len(row["differences"]) == 1:
-        return "one pair alone shows no spread; at least 1 more seed, or an A/A run, is needed to tell"
-    low, high = row["ci"]
-    if row["verdict"] != "inconclusive" or low is None or high < row["margin"]:
+    return "every loss equals the baseline's to the last bit: the recipe may not have acted at all; see plan"
+
+
+def _open(verdict: Verdict) -> str:
+    """Return what more seeds would do, for true gaps that are worth planning for: the observed one is noise."""
+    judged, plan = verdict.judged, verdict.plan
+    if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical:
         return ""
-    return _plan(row)
+    if judged.loss == "lossless":
+        if plan.if_stable is None:
+            return ""
+        more = _count(plan.more or 1, "more seed")
+        return f"{more} without another failure would show a failure rate below {100 * STABILITY_MARGIN:g} %"
+    if not judged.estimate.pairs:
+        return "no pair is left whose loss can be compared"
+    if judged.estimate.pairs == 1:
+        return f"one pair shows no spread: at least {_count(plan.more or 1, 'more seed')} ({FEWEST_SEEDS} pairs in all)"
+    worse = "worse; by more than the margin: open; " if verdict.worse else ""
+    return worse + _seed_plan(verdict)
 
 
-def _stood_in(row: dict[str, Any]) -> str:
-    if row["stand_in"] == "family":
-        text = "one pair: the spread of the other recipes stands in for the one between its seeds"
-    elif row["stand_in"] == "floor":
-        text = f"one pair: the A/A floor of {_count(row['aa_pairs'], 'pair')} stands in for the spread between seeds"
-    else:
-        times = (
-            f"{STAND_IN_FACTOR:g} times the A/A floor of {_count(row['aa_pairs'], 'pair')}, or the pair's own wander,"
-        )
-        text = f"one pair, against noise within a seed only: {times} stands in for the spread between seeds"
-    return text if row["verdict"] != "inconclusive" else f"{text}; more seeds would measure it"
-
-
-def _plan(row: dict[str, Any]) -> str:
-    """Return how many seeds would decide, for true gaps that are worth planning for: the observed one is noise."""
-    if row["more_seeds"] is None and row["seeds_if_no_gap"] is not None:
-        told = (
-            f"{_count(len(row['differences']), 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
-        )
-        return f"the gap is likely near the margin: {told}"
-    if row["seeds_if_no_gap"] is None:
-        few = row["seeds_if_lossy"]
+def _seed_plan(verdict: Verdict) -> str:
+    plan, pairs = verdict.plan, verdict.judged.estimate.pairs
+    if plan.if_no_gap is None:
         text = f"more than {MOST_SEEDS} seeds would be needed to decide if the true gap is 0"
-        return text if few is None else f"{text}, about {few} if it is {PLANNED_GAP} margins"
-    more, in_all = row["more_seeds"], len(row["differences"]) + row["more_seeds"]
+        return text if plan.if_lossy is None else f"{text}, about {plan.if_lossy} if it is {PLANNED_GAP} margins"
+    if plan.more is None:
+        told = f"{_count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
+        return f"the gap is likely near the margin: {told}"
     return (
-        f"about {_count(more, 'more seed')} ({in_all} in all) would decide if the true gap is 0, "
-        f"{row['seeds_if_lossy']} in all if it is {PLANNED_GAP} margins"
+        f"about {_count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
+        f"{plan.if_lossy} in all if it is {PLANNED_GAP} margins"
     )
 
 
 def power_statement() -> str:
     """Return what "N more seeds would decide" assumes."""
     return (
-        f"'N more seeds would decide': with probability {POWER:.0%} if the true gap is the one named, at the spread "
-        "estimated here. A spread from few pairs is itself known to a factor of two or so, and N goes with its square."
+        f"'N more seeds would decide': with a probability of at least {100 * POWER:.0f} % if the true gap is the one "
+        "named, averaged over what the true spread may be, given the one estimated here. A spread from few pairs is "
+        "itself known to a factor of two or so, and N goes with its square."
     )
+
+
+def looks_statement() -> str:
+    """Return what repeated looks do to the error rate."""
+    few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
+    return LOOKS.format(few=few, many=many)
 
 
 def short(number: int | float | None) -> str:
@@ -112,7 +173,7 @@ def short(number: int | float | None) -> str:
     return f"{number:.3g}"
 
 
-def _seeds(seeds: list[int]) -> str:
+def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 

@@ -71,7 +71,7 @@ def judged(runs, keys, which):
         with pytest.raises(ConfigError, match="not comparable"):
             compare_runs(mixed, Terms(), "precision=bf16")
         return []
-    rows = compare_runs(mixed, Terms(), "precision=bf16").verdicts
+    rows = compare_runs(mixed, Terms(), "precision=bf16").as_data()["verdicts"]
     assert len(rows) == 1
     return rows
 
@@ -98,14 +98,14 @@ def test_every_single_key_is_either_listed_or_known_to_mean_nothing(runs):
 
 
 def test_nothing_changed_is_controlled(runs):
-    (row,) = compare_runs(runs, Terms(), "precision=bf16").verdicts
+    (row,) = compare_runs(runs, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["controlled"]
     assert row["pairs"] == 2
 
 
 def test_one_confounded_pair_of_several_is_enough(runs):
     mixed = [*runs[:3], changed(runs[3], ["versions.torch"])]
-    (row,) = compare_runs(mixed, Terms(), "precision=bf16").verdicts
+    (row,) = compare_runs(mixed, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["confounders"] == [{"key": "versions.torch", "values": ["2.13.0", "2.12.0"]}]
 
 
@@ -115,7 +115,7 @@ def test_a_recipes_optimizer_hints_are_part_of_it(tmp_path):
         made.append(read_run(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}")))
         words = ("precision=mxfp8", "precision.optimizer.eps=1e-6", f"seed={seed}")
         made.append(read_run(make_run(tmp_path / f"b{seed}", *words, noise=0.001 * seed)))
-    (row,) = compare_runs(made, Terms()).verdicts
+    (row,) = compare_runs(made, Terms()).as_data()["verdicts"]
     assert row["controlled"]
 
 
@@ -123,7 +123,7 @@ def test_an_exact_partner_is_preferred(tmp_path):
     made = [read_run(make_run(tmp_path / "near", "precision=bf16", "optim.eps=1e-6"))]
     made.append(read_run(make_run(tmp_path / "exact", "precision=bf16", losses={100: curve(100) + 0.5})))
     made.append(read_run(make_run(tmp_path / "recipe", "precision=mxfp8", losses={100: curve(100) + 0.6})))
-    (row,) = compare_runs(made, Terms()).verdicts
+    (row,) = compare_runs(made, Terms()).as_data()["verdicts"]
     assert row["controlled"]
     assert row["gap"] == pytest.approx(0.1)
 
@@ -144,7 +144,7 @@ def test_what_an_earlier_part_of_a_resumed_run_had_otherwise_is_a_confounder(our
         for name, earlier in (("bf16", ours), ("mxfp8", theirs)):
             words = (f"precision={name}", f"seed={seed}")
             made.append(read_run(make_run(tmp_path / f"{name}{seed}", *words, summary={"earlier": earlier})))
-    (row,) = compare_runs(made, Terms()).verdicts
+    (row,) = compare_runs(made, Terms()).as_data()["verdicts"]
     assert {each["key"] for each in row["confounders"]} == listed
     assert row["controlled"] == (not listed)
 
@@ -163,7 +163,7 @@ def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp
     for seed in (0, 1):
         made.append(read_run(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}")))
         made.append(read_run(make_run(tmp_path / f"b{seed}", "precision=mxfp8", f"seed={seed}", *extra)))
-    (row,) = compare_runs(made, Terms(), "precision=bf16").verdicts
+    (row,) = compare_runs(made, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["controlled"] == controlled
     if not controlled:
         assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.swa_lrs"}

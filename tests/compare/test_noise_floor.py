@@ -76,57 +76,19 @@ def test_a_run_made_again_is_dropped_if_equal_and_noise_if_not(tmp_path, capsys)
     assert verdicts(capsys, sweep)["aa"][0]["floor"] == pytest.approx(0.003)
 
 
-def test_one_pair_is_inconclusive_unless_the_floor_stands_in(tmp_path, capsys):
-    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.05}, seeds=1)
-    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
-    assert (row["verdict"], row["ci"]) == ("inconclusive", [None, None])
-    assert "one pair alone" in row["line"]
+def test_one_pair_is_inconclusive_whatever_is_known_of_noise(tmp_path, capsys):
+    """An A/A floor is rounding alone, and other recipes' spread is theirs: neither is that of this recipe's seeds."""
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.0})
+    make_run(sweep / "20", "precision=mxfp8", "seed=0", gap=0.05)
     for number, size in enumerate((1, 2)):
         words = ("precision=bf16", f"data.micro_batch_size={size}", "seed=0")
-        make_run(sweep / str(5 + number), *words, noise=NOISE[0] + 0.001 * (number + 1))
-    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
-    assert row["verdict"] == "lossy"
-    assert row["floor_stands_in"]
-    assert "stands in" in row["line"]
-    assert "against noise within a seed only" in row["line"]
-
-
-def test_too_few_validations_are_the_reason_why_a_floor_does_not_stand_in(tmp_path, capsys):
-    few = {step: curve(step) for step in (25, 50, 75, 100)}
-    for number, (words, noise) in enumerate(
-        [("precision=bf16", 0.0), ("precision=bf16 trainer.threads=1", 0.001), ("precision=mxfp8", 0.05)]
-    ):
-        losses = {step: loss + noise for step, loss in few.items()}
-        make_run(tmp_path / "s" / str(number), *words.split(), "seed=0", losses=losses)
-    row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
-    assert (row["verdict"], row["stand_in"]) == ("inconclusive", "")
-    assert "too few validations to see its wander" in row["line"]
-    for number, (name, noise) in enumerate([("bf16", 0.0), ("mxfp4_sr", 0.001), ("mxfp4_rne", 0.002)]):
-        for seed in (0, 1):  # where others show a spread, the pair's own wander is not asked for
-            losses = {step: loss + noise * seed + 0.1 * seed for step, loss in few.items()}
-            if number or seed:
-                words = (f"precision={name}", f"seed={seed}")
-                make_run(tmp_path / "s" / f"1{number}{seed}", *words, losses=losses)
-    row = verdicts(capsys, tmp_path / "s")["by_name"]["mxfp8"]
-    assert (row["verdict"], row["stand_in"]) == ("lossy", "floor")
-
-
-def test_a_floor_does_not_overrule_the_spread_that_others_show(tmp_path, capsys):
-    """Real runs of the quickstart's kind: the floor is a fraction of what recipes scatter from seed to seed."""
-    base, other = [0.01, -0.02, 0.03, -0.01, 0.0], [-0.02, 0.02, 0.0, 0.025, -0.02]
-    for seed in range(5):
-        make_run(tmp_path / "s" / f"0{seed}", "precision=bf16", f"seed={seed}", noise=base[seed])
-        make_run(tmp_path / "s" / f"1{seed}", "precision=mxfp8", f"seed={seed}", noise=other[seed])
-        words = ("precision=bf16", "data.micro_batch_size=2", f"seed={seed}")
-        make_run(tmp_path / "s" / f"2{seed}", *words, noise=base[seed] + 0.001)
-    make_run(tmp_path / "s" / "30", "precision=fp8_current", "seed=0", noise=base[0] + 0.022)
-    rows = verdicts(capsys, tmp_path / "s")["by_name"]
-    row = rows["fp8_current"]
-    assert (row["verdict"], row["stand_in"], row["floor_stands_in"]) == ("inconclusive", "family", False)
-    assert row["aa_floor"] == pytest.approx(0.001)
-    assert row["sd"] == pytest.approx(rows["mxfp8"]["sd"])
-    assert row["ci"][0] < -0.05
-    assert "the spread of the other recipes stands in" in row["line"]
+        make_run(sweep / str(30 + number), *words, noise=NOISE[0] + 0.001 * (number + 1))
+    rows = verdicts(capsys, sweep)["by_name"]
+    row = rows["mxfp8"]
+    assert (row["verdict"], row["ci"], row["more_seeds"]) == ("inconclusive", [None, None], 2)
+    assert row["aa_floor"] > 0
+    assert "one pair shows no spread: at least 2 more seeds (3 pairs in all)" in row["line"]
+    assert rows["mxfp4_sr"]["comparisons"] == 1  # it has no interval that the others' would have to hold with
 
 
 def test_layouts_with_the_same_bits_are_no_confounder_and_others_are(tmp_path, capsys):
@@ -149,4 +111,4 @@ def test_a_twin_that_diverged_early_leaves_the_floor_at_the_end(tmp_path, capsys
     early = {5: curve(5), 10: 9.0}
     ended = {"status": "failed", "detail": "NonFiniteError: the loss of step 11 is nan. ..."}
     make_run(sweep / "21", "precision=bf16", "data.micro_batch_size=2", "seed=0", losses=early, summary=ended)
-    assert verdicts(capsys, sweep, expect=2)["aa"][0]["floor"] == pytest.approx(0.002)
+    assert verdicts(capsys, sweep)["aa"][0]["floor"] == pytest.approx(0.002)

@@ -43,7 +43,8 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     tags = client.get_run(parent).data.tags
     assert tags["verdict/mxfp8"].startswith("mxfp8 at 2.16M parameters")
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
-        "compare/compare.json", "compare/report.html",
+        "compare/compare.json", "compare/report.html", "compare/verdicts.csv", "compare/verdicts.tex",
+        "compare/figure-gaps.svg", "compare/figure-curves.svg", "compare/figure-speed.svg",
     }  # fmt: skip
 
 

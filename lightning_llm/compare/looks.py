@@ -1,0 +1,70 @@
+"""The looks at a growing sweep: each is another chance to err, so each is written down beside the runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+from lightning_llm.callbacks.records import write_json
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.verdict import Verdict
+
+FILE = "looks.json"
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look: `at` (ISO 8601), what was asked for, pairs and verdicts by recipe; `seen` is a hash of the losses."""
+
+    at: str
+    seen: str
+    margin: float
+    confidence: float
+    metric: str
+    tail: float
+    pairs: dict[str, int]
+    verdicts: dict[str, str]
+
+
+def look_at(verdicts: Sequence[Verdict], terms: Terms) -> Look:
+    """Return this look, which equals an earlier one in `seen` where there is nothing new."""
+    names = {id(each): " ".join(filter(None, (each.name, each.family.words))) for each in verdicts}
+    shown = [
+        [names[id(each)], each.factor.baseline_label, sorted(each.judged.measured.differences.items()),
+         each.judged.measured.seeds, each.judged.measured.missing_seeds]
+        for each in verdicts
+    ]  # fmt: skip
+    digest = sha256(json.dumps([asdict(terms), shown], sort_keys=True).encode()).hexdigest()[:16]
+    return Look(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seen=digest,
+        margin=terms.margin,
+        confidence=terms.confidence,
+        metric=terms.metric,
+        tail=terms.tail_share,
+        pairs={names[id(each)]: len(each.judged.measured.seeds) for each in verdicts},
+        verdicts={names[id(each)]: each.decision for each in verdicts},
+    )
+
+
+def record_look(look: Look, folder: Path) -> list[Look]:
+    """Return all looks at the runs of `folder`, this one last if it saw anything new, and keep them in its `FILE`.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: it holds no looks.
+    """
+    file = folder / FILE
+    try:
+        known = (
+            [Look(**each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no looks: {error}") from error
+    if any(each.seen == look.seen for each in known):
+        return known
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"looks": [asdict(each) for each in [*known, look]]})
+    return [*known, look]
