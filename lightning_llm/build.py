@@ -1,6 +1,6 @@
 """`Config` -> the objects that train. Every class named in YAML is made here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.ranks import rank_environment
+from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import Checkpointing
-from lightning_llm.train.manifest import Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
 from lightning_llm.train.strategy import TrainStrategy
@@ -56,22 +56,24 @@ def build_trainer(
     config: Config,
     device: torch.device,
     layout: Layout,
-    checkpoint: Checkpoint | None,
+    start: Start,
     sinks: list[RecordSink],
     facts: Mapping[str, Any] | None = None,
+    adopt: Callable[[], None] | None = None,
 ) -> pl.Trainer:
     """Return the Trainer, its callbacks in the order: those of the config, the run folder's writer, checkpointing.
 
-    `facts` is what the run's summary says of it beside the config.
+    `facts` is what the run's summary says of it beside the config; `adopt` is called as soon as `start` has loaded on
+    every rank: what was there before may be changed from then on.
     """
-    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, checkpoint), facts)
+    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, start), facts, adopt)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=devices,
         num_nodes=(config.world or devices) // devices,
-        strategy=TrainStrategy(layout, device, environment, checkpoint),
+        strategy=TrainStrategy(layout, device, environment, start.checkpoint),
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,
@@ -80,7 +82,7 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, folder),
+        callbacks=_callbacks(config, folder, start),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -90,7 +92,7 @@ def build_trainer(
     )
 
 
-def _callbacks(config: Config, folder: RunFolder) -> list[pl.Callback]:
+def _callbacks(config: Config, folder: RunFolder, start: Start) -> list[pl.Callback]:
     chosen = [instantiate(node) for node in config.callbacks.values() if node is not None]
     return [
         *chosen,
@@ -101,12 +103,13 @@ def _callbacks(config: Config, folder: RunFolder) -> list[pl.Callback]:
             config_hash(config),
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
+            {each.folder for each in start.passed_over},
         ),
     ]
 
 
-def _resumed_from(config: Config, checkpoint: Checkpoint | None) -> int | None:
+def _resumed_from(config: Config, start: Start) -> int | None:
     """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
-    if checkpoint is not None:
-        return checkpoint.step
+    if start.checkpoint is not None:
+        return start.checkpoint.step
     return None if config.resume is None else 0
