@@ -42,15 +42,6 @@ class RecordSink(Protocol):
     def record(self, record: Record) -> None:
         """Take one record, whose line is in `metrics.jsonl` by now."""
 
-    def _append(self, line: bytes) -> None:
-        try:
-            written = self._file.write(line)
-            if written < len(line):  # the disk is full, and what is half written would damage the next line
-                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise StorageError(f"{self.metrics_path} could not be written: {error.strerror}") from error
-
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
         """End within a bounded time; the folder's last files are in place."""
 
@@ -91,7 +82,8 @@ class RunFolder(pl.Callback):
     def open(self, device: str) -> None:
         """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the sinks. `device`: one line.
 
-        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed.
+        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed;
+        StorageError if that shows only when records have been cut back.
         """
         self._started = time.time()
         try:
@@ -127,9 +119,12 @@ class RunFolder(pl.Callback):
             "code_hash": code_hash(),
             **self.facts,
         }
-        self._write_summary()
-        if self.adopt is not None:
-            self.adopt()
+        try:
+            self._write_summary()
+            if self.adopt is not None:
+                self.adopt()
+        except OSError as error:
+            raise StorageError(f"{self.run_dir} could not be written: {error.strerror}") from error
         self._heartbeat.start()
         for sink in self.sinks:
             sink.open(self._summary, self.resumed_from_step)
@@ -152,6 +147,15 @@ class RunFolder(pl.Callback):
         self._append(encode(record))
         for sink in self.sinks:
             sink.record(record)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            written = self._file.write(line)
+            if written < len(line):  # the disk is full, and what is half written would damage the next line
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise StorageError(f"{self.metrics_path} could not be written: {error.strerror}") from error
 
     def close(self, status: Status, detail: str = "") -> None:
         """Write how the run ended. Only the first call counts, and only after `open`."""

@@ -1,6 +1,7 @@
 """When a run saves itself: every so many steps, at its end, and when it is told to stop."""
 
 import signal
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
@@ -8,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_llm.errors import StorageError
 from lightning_llm.schema import CheckpointConfig
 from lightning_llm.train.checkpoint import save
 from lightning_llm.train.retention import prune, supersede
@@ -57,7 +59,10 @@ class Checkpointing(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            supersede(self.folder, pl_module.completed_steps, self.damaged)
+            try:
+                supersede(self.folder, pl_module.completed_steps, self.damaged)
+            except OSError as error:
+                raise StorageError(f"a later checkpoint could not be moved aside: {error}") from error
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
@@ -119,6 +124,9 @@ class Checkpointing(pl.Callback):
         if step == self.saved_step:
             return
         save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.config_hash)
-        if trainer.is_global_zero:
-            prune(self.folder, self.config.keep_last)
         self.saved_step = step
+        if trainer.is_global_zero:
+            try:
+                prune(self.folder, self.config.keep_last)
+            except OSError as error:  # what is kept too long costs space, and no state
+                print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
