@@ -40,7 +40,7 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
     """Return an iterator that lets a whole Trainer of ours take one step per `next`."""
     prepare_folder(run, corpus, Start())
     device = torch.device("cpu")
-    trainer = build_trainer(run, device, open_layout(run, device), None, tracking_sinks(run))
+    trainer = build_trainer(run, device, open_layout(run, device), Start(), tracking_sinks(run))
     # Signals can be handled in the main thread alone, and there is nothing here to save.
     trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
     turnstile = Turnstile()

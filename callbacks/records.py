@@ -42,19 +42,32 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 def cut_back(path: Path, step: int) -> int:
     """Leave only the records up to `step` in `path`, replacing it in one move; return how many stayed.
 
-    Called before a run resumes from the checkpoint of `step`: what came after it will be computed again.
+    Called when a run has resumed from the checkpoint of `step`: what came after it will be computed again, so it may
+    be damaged. Raises ValueError naming the line where anything before is.
     """
     kept = 0
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         for line, record in _read_lines(path) if path.exists() else ():
-            if record["step"] <= step:
-                file.write(line)
-                kept += 1
+            if record["step"] > step:
+                break
+            file.write(line)
+            kept += 1
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
     return kept
+
+
+def damaged_record(path: Path, step: int) -> str | None:
+    """Return what is wrong with the records up to `step` in `path`, None if nothing is."""
+    try:
+        for _, record in _read_lines(path) if path.exists() else ():
+            if record["step"] > step:
+                break
+    except (OSError, ValueError) as error:
+        return str(error).removeprefix(f"{path}, ")
+    return None
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -87,6 +100,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def overwrite_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` over the file at `path`, which exists: on a full disk, or in a folder that takes no new file."""
+    with path.open("r+b") as file:
+        file.write(json.dumps(_safe(value), indent=2, allow_nan=False).encode() + b"\n")
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def mark_failed(folder: Path, detail: str) -> None:

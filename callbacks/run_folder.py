@@ -1,9 +1,11 @@
 """The run's folder: every step's record as it happens, and a summary that says truthfully how it ended."""
 
+import errno
 import logging
+import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +15,17 @@ import lightning.pytorch as pl
 from lightning_llm.callbacks.figures import draw_losses, final_figures
 from lightning_llm.callbacks.heartbeat import Heartbeat
 from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
-from lightning_llm.callbacks.records import Record, Status, cut_back, encode, read_records, summary_of, write_json
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.callbacks.records import (
+    Record,
+    Status,
+    cut_back,
+    encode,
+    overwrite_json,
+    read_records,
+    summary_of,
+    write_json,
+)
+from lightning_llm.errors import ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.train.record_logger import RecordLogger
 
@@ -46,7 +57,8 @@ class RunFolder(pl.Callback):
     holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
     numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
     stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever passed
-    between a stop and the next start included, that went into steps that were kept.
+    between a stop and the next start included, that went into steps that were kept. A run that goes on from a
+    checkpoint changes nothing in the folder until that has loaded on every rank; then `adopt` is called.
     """
 
     def __init__(
@@ -55,11 +67,13 @@ class RunFolder(pl.Callback):
         sinks: Sequence[RecordSink] = (),
         resumed_from_step: int | None = None,
         facts: Mapping[str, Any] | None = None,
+        adopt: Callable[[], None] | None = None,
     ):
         self.run_dir = Path(run_dir)
         self.sinks = list(sinks)
         self.resumed_from_step = resumed_from_step
         self.facts = dict(facts or {})
+        self.adopt = adopt
         self.metrics_path = self.run_dir / "metrics.jsonl"
         self._heartbeat = Heartbeat(self.run_dir)
         self._file: Any = None
@@ -69,7 +83,8 @@ class RunFolder(pl.Callback):
     def open(self, device: str) -> None:
         """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the sinks. `device`: one line.
 
-        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed.
+        Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed;
+        StorageError if that shows only when records have been cut back.
         """
         self._started = time.time()
         try:
@@ -105,7 +120,12 @@ class RunFolder(pl.Callback):
             "code_hash": code_hash(),
             **self.facts,
         }
-        self._write_summary()
+        try:
+            self._write_summary()
+            if self.adopt is not None:
+                self.adopt()
+        except OSError as error:
+            raise StorageError(f"{self.run_dir} could not be written: {error.strerror}") from error
         self._heartbeat.start()
         for sink in self.sinks:
             sink.open(self._summary, self.resumed_from_step)
@@ -119,11 +139,24 @@ class RunFolder(pl.Callback):
         }
 
     def write(self, record: Record) -> None:
-        """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours."""
+        """Append one record, stamped with the wall clock, and pass it on. Nothing stays in a buffer of ours.
+
+        Raises:
+            StorageError: it could not be written, and no part of it was.
+        """
         record = {**record, "time": round(time.time(), 3)}
-        self._file.write(encode(record))
+        self._append(encode(record))
         for sink in self.sinks:
             sink.record(record)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            written = self._file.write(line)
+            if written < len(line):  # the disk is full, and what is half written would damage the next line
+                self._file.truncate(self._file.seek(0, os.SEEK_END) - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise StorageError(f"{self.metrics_path} could not be written: {error.strerror}") from error
 
     def close(self, status: Status, detail: str = "") -> None:
         """Write how the run ended. Only the first call counts, and only after `open`."""
@@ -141,13 +174,23 @@ class RunFolder(pl.Callback):
             "wall_seconds": round(ended - self._started, 3),
             **figures,
         }
-        self._write_summary()
+        self._write_last_summary()
         self._heartbeat.stop()
         self._draw()
         for sink in self.sinks:
             sink.close(status, detail, figures)
         if self.sinks:
+            self._write_last_summary()
+
+    def _write_last_summary(self) -> None:
+        """Write how the run ended, over the file itself where the folder takes no other any more."""
+        try:
             self._write_summary()
+        except OSError:
+            try:
+                overwrite_json(self.run_dir / "summary.json", self._summary)
+            except OSError as error:
+                log.warning("summary.json could not be written (%s): the run is %s", error, self._summary["status"])
 
     def _write_summary(self) -> None:
         for sink in self.sinks:
@@ -162,8 +205,16 @@ class RunFolder(pl.Callback):
             log.warning("loss.png was not drawn: %s: %s", type(error).__name__, error)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Open the folder, unless that was done before the trainer was started."""
-        if stage == "fit" and trainer.is_global_zero and self._file is None:
+        """Open the folder of a run that begins, unless that was done before the trainer was started."""
+        if stage == "fit" and not self.resumed_from_step:
+            self._open_first(trainer)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open the folder of a run that goes on: its state has loaded on every rank."""
+        self._open_first(trainer)
+
+    def _open_first(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero and self._file is None:
             self.open(describe_device(trainer.strategy.root_device, trainer.world_size))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:

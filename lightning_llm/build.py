@@ -1,6 +1,6 @@
 """`Config` -> the objects that train. Every class named in YAML is made here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import config_hash
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.ranks import rank_environment
+from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
 from lightning_llm.schema.targets import refused
 from lightning_llm.train.checkpointing import Checkpointing
 from lightning_llm.train.early_end import EarlyEnd
-from lightning_llm.train.manifest import Checkpoint
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
 from lightning_llm.train.record_logger import RecordLogger
@@ -60,29 +60,31 @@ def build_trainer(
     config: Config,
     device: torch.device,
     layout: Layout,
-    checkpoint: Checkpoint | None,
+    start: Start,
     sinks: list[RecordSink],
     facts: Mapping[str, Any] | None = None,
     chosen: Mapping[str, pl.Callback] | None = None,
+    adopt: Callable[[], None] | None = None,
 ) -> pl.Trainer:
     """Return the Trainer, its callbacks in the order: `chosen`, the run folder's writer, checkpointing.
 
     `facts` is what the run's summary says of it beside the config. `chosen`: what `build_callbacks` returned, if that
-    was called.
+    was called. `adopt` is called as soon as `start` has loaded on every rank: what was there before may be changed from
+    then on.
     """
     chosen = build_callbacks(config) if chosen is None else chosen
     if config.trainer.deterministic:
         # It would fill every tensor that torch.empty makes, so that whoever reads one before writing it reads NaN: a
         # search for faults in kernels, and 4.7 % of the quickstart's operator time.
         torch.utils.deterministic.fill_uninitialized_memory = False
-    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, checkpoint), facts)
+    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, start), facts, adopt)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=devices,
         num_nodes=(config.world or devices) // devices,
-        strategy=TrainStrategy(layout, device, environment, checkpoint),
+        strategy=TrainStrategy(layout, device, environment, start.checkpoint),
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,
@@ -91,7 +93,7 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, chosen, folder),
+        callbacks=_callbacks(config, chosen, folder, start),
         logger=RecordLogger(folder.run_dir, sinks),
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -137,7 +139,7 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
     return made
 
 
-def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFolder) -> list[pl.Callback]:
+def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:
     return [
         *chosen.values(),
         EarlyEnd(chosen),
@@ -148,12 +150,13 @@ def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFol
             config_hash(config),
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
+            {each.folder for each in start.passed_over},
         ),
     ]
 
 
-def _resumed_from(config: Config, checkpoint: Checkpoint | None) -> int | None:
+def _resumed_from(config: Config, start: Start) -> int | None:
     """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
-    if checkpoint is not None:
-        return checkpoint.step
+    if start.checkpoint is not None:
+        return start.checkpoint.step
     return None if config.resume is None else 0

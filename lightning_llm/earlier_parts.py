@@ -21,7 +21,7 @@ def earlier_parts(config: Config, start: Start, summary: dict[str, Any]) -> dict
     """
     if start.checkpoint is None or start.step == 0:
         return {}
-    origin = start.checkpoint.folder.parent.parent
+    origin = start.checkpoint.run_folder
     before = summary_of(origin)
     old = load_config(origin / "config.yaml", [])
     was, now = flatten(old.model_dump(mode="json")), flatten(config.model_dump(mode="json"))

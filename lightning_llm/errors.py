@@ -28,6 +28,10 @@ class ConfigError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
 
+class StorageError(Exception):
+    """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest of `known`, or the list of what is known where nothing is near."""
     known = sorted(known)

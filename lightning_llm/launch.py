@@ -3,6 +3,8 @@
 import argparse
 import logging
 import os
+import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -13,13 +15,18 @@ from typing import Any
 from lightning_llm.callbacks.rank_heartbeat import say_silent, silent_ranks
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.checked_config import checked_config
+from lightning_llm.compose import typed_value
 from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import rank_environment
-from lightning_llm.run_state import decide_start
+from lightning_llm.run_state import decide_start, resumable_runs
 from lightning_llm.schema import Config
 from lightning_llm.sweep.run import sweep
+from lightning_llm.train.manifest import content_damage
+
+MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
+"""The end of a run.name that conf/config.yaml makes."""
 
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
@@ -45,8 +52,10 @@ def train(arguments: argparse.Namespace) -> int:
             "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
         )
         raise ConfigError(Problem("world", text))
+    if config.resume == "auto" and arguments.config is None:
+        refuse_unnamed_resume(config, arguments.overrides)
     start = decide_start(config)
-    if start.finished:
+    if start.finished and decide_start(config, content_damage).finished:
         print(start.nothing_left(config))
         return 0
     if config.trainer.devices > 1:
@@ -56,6 +65,24 @@ def train(arguments: argparse.Namespace) -> int:
     from lightning_llm.run import run  # torch and Lightning: seconds
 
     return run(config)
+
+
+def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
+    """Return quietly unless the run's name is made of the time, under which there can be nothing to go on with.
+
+    Raises:
+        ConfigError: it is; with the newest run of the experiment that would go on.
+    """
+    if any(typed_value(overrides, key) for key in ("run.name", "run.dir")) or not MADE_OF_TIME.search(config.run.name):
+        return
+    text = f"is auto, and run.name is made of the time ({config.run.name}): no earlier run can be found by it. "
+    found = resumable_runs(config)
+    if found:
+        text += f"Set run.dir={shlex.quote(str(found[0]))}, which is the newest run that this config goes on with"
+        text += f" (of {len(found)})." if len(found) > 1 else "."
+    else:
+        text += f"Set run.name or run.dir. No unfinished run in {Path(config.run.dir).parent} has this config."
+    raise ConfigError(Problem("resume", text))
 
 
 def _run_rank(config: Config) -> int:

@@ -4,8 +4,9 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -32,7 +33,7 @@ from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.earlier_parts import earlier_parts
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
@@ -46,13 +47,15 @@ from lightning_llm.run_state import Start, claim, decide_start
 from lightning_llm.schema import Config
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.manifest import drop_after
+from lightning_llm.train.manifest import UNSEALED, Checkpoint, Damage, content_damage, passed_over_lines
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.nonfinite import StepNotMadeError
 
 
 def run(config: Config) -> int:
-    """Train; return 0, 1 where a step was not finite or spikes.policy ended the run, or 128 + the signal that did.
+    """Train; return 0, 128 + the signal that ended the run, or 1.
+
+    1: a step was not finite, spikes.policy ended the run, or its folder could not be written any more.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
@@ -88,9 +91,9 @@ def run(config: Config) -> int:
         facts = run_facts(config, corpus, decision)
         if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
             facts["earlier"] = earlier
-        prepare_folder(config, corpus, start)
+        adopt = prepare_folder(config, corpus, start)
         module = build_module(config, corpus)
-        trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts, chosen)
+        trainer = build_trainer(config, device, layout, start, tracking_sinks(config), facts, chosen, adopt)
         with watched_ranks(config, module):
             trainer.fit(module, CorpusDataModule(corpus, config))
         if ended := module.ended_early:
@@ -100,6 +103,10 @@ def run(config: Config) -> int:
         return 128 + stop.number
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
+        return 1
+    except StorageError as error:
+        text = "what was saved before is whole, and resume=auto goes on from it once the folder can be written again"
+        say(f"error: {error}; {text}", sys.stderr)
         return 1
     except RankSilentError:
         return 1
@@ -154,7 +161,7 @@ def agree_on_config(config: Config) -> Config:
 
 
 def decide_together(config: Config, claims: list[FileLock]) -> Start:
-    """Return how the run starts, as rank 0 finds its folder: the others must not look while rank 0 writes there.
+    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
 
     Rank 0 adds its claim on the folder to `claims`, to be released when the run has ended.
 
@@ -163,18 +170,51 @@ def decide_together(config: Config, claims: list[FileLock]) -> Start:
     """
     if not dist.is_initialized():
         claims.append(claim(Path(config.run.dir)))
-        return decide_start(config)
-    found: list[Start | ConfigError | None] = [None]
+        return decide_start(config, content_damage)
+    decision: Start | ConfigError
     if is_first_rank():
         try:
             claims.append(claim(Path(config.run.dir)))
-            found = [decide_start(config)]
+            decision = decide_start(config, _verify_on_all_ranks)
         except ConfigError as error:
-            found = [error]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    return found[0] or Start()
+            decision = error
+        _from_first(decision)
+    else:
+        while isinstance(asked := _from_first(None), Checkpoint):
+            _verify_share(asked)
+        decision = asked
+    if isinstance(decision, ConfigError):
+        raise decision
+    return decision
+
+
+def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
+    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
+
+    Raises:
+        ConfigError: a rank does not see the checkpoint's folder.
+    """
+    _from_first(checkpoint)
+    found = _verify_share(checkpoint)
+    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
+        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
+        raise ConfigError(Problem("resume", text))
+    return [each for damage in found for each in damage or ()]
+
+
+def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
+    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: list[list[Damage] | None] = [None] * world
+    dist.all_gather_object(found, content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
+    return found
+
+
+def _from_first(value: Any) -> Any:
+    """Return rank 0's value. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def resume_lines(config: Config, start: Start) -> list[str]:
@@ -183,8 +223,14 @@ def resume_lines(config: Config, start: Start) -> list[str]:
         return []
     if start.checkpoint is None:
         return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
-    lines = [f"resume from step {start.step}: {start.checkpoint.folder}"]
-    before = load_config(start.checkpoint.folder.parent.parent / "config.yaml", []).trainer.max_steps
+    lines = list(passed_over_lines(start.passed_over))
+    lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
+    if start.checkpoint.version == UNSEALED:
+        lines.append(
+            f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "
+            "against their CRC-32, the rest of it cannot be verified"
+        )
+    before = load_config(start.checkpoint.run_folder / "config.yaml", []).trainer.max_steps
     schedule, now = config.schedule, config.trainer.max_steps
     if schedule.name != "constant" and schedule.total_steps is None and before != now:
         lines.append(
@@ -218,18 +264,22 @@ def left_out_lines(corpus: Corpus) -> list[str]:
     ]
 
 
-def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
-    """Make the run's folder with config.yaml and tokenizer.json; checkpoints after the start are dropped. Collective.
+def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
+    """Make the run's folder with config.yaml and tokenizer.json. Collective.
+
+    Where the run goes on in its folder, what lies there stays as it is: returned is what writes these files, to be
+    called on rank 0 when `start` has loaded on every rank.
 
     Raises:
         ConfigError: on every rank, where one does not see rank 0's folder.
     """
     folder = Path(config.run.dir)
-    if is_first_rank():
+    write = partial(_write_config_and_tokenizer, config, corpus)
+    goes_on = start.checkpoint is not None and start.checkpoint.run_folder == folder
+    if is_first_rank() and not goes_on:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(config, folder / "config.yaml")
-        corpus.tokenizer.save(folder / "tokenizer.json")
-        drop_after(folder / "checkpoints", start.step)
+        write()
+    if is_first_rank():
         clear_beats(folder)
     if dist.is_initialized():
         seen: list[bool] = [False] * dist.get_world_size()
@@ -239,6 +289,13 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> None:
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
             raise ConfigError(Problem("run.dir", text))
+    return write if goes_on else None
+
+
+def _write_config_and_tokenizer(config: Config, corpus: Corpus) -> None:
+    folder = Path(config.run.dir)
+    write_config(config, folder / "config.yaml")
+    corpus.tokenizer.save(folder / "tokenizer.json")
 
 
 def quiet_lightning() -> None:

@@ -6,27 +6,29 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.heartbeat import whose
-from lightning_llm.callbacks.records import summary_of
+from lightning_llm.callbacks.records import damaged_record, summary_of
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
 from lightning_llm.schema import Config
 from lightning_llm.sweep.definition import CLAIMS
 from lightning_llm.sweep.state import settled_state, state_of
-from lightning_llm.train.manifest import Checkpoint, events_before, find_checkpoint, last_checkpoint
+from lightning_llm.train.manifest import MANIFEST, Checkpoint, Damage, Verify, newest_verified, step_folders, verified
 
 
 @dataclass(frozen=True)
 class Start:
     """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do.
 
-    `made_steps`: those of a finished run whose checkpoints are gone. `ended`: who ended a run before its last step.
+    `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged.
+    `ended`: who ended a run before its last step, and why.
     """
 
     checkpoint: Checkpoint | None = None
     finished: bool = False
     made_steps: int = 0
     ended: str = ""
+    passed_over: tuple[Damage, ...] = ()
 
     @property
     def step(self) -> int:
@@ -43,14 +45,20 @@ class Start:
         return f"{config.run.dir} is finished at step {self.step}; raise trainer.max_steps to go on"
 
 
-def decide_start(config: Config) -> Start:
-    """Return how this run starts.
+def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:
+    """Find nothing beyond what opening a checkpoint finds: for a first look, before the ranks verify its content."""
+    return []
 
-    `resume=null` wants a folder without a run. `resume=auto` goes on from the folder's last complete checkpoint, or
-    afresh where there is none. `resume=PATH` goes on from that checkpoint, in its own run's folder or in a new one.
+
+def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
+    """Return how this run starts; changes nothing.
+
+    `resume=null` wants a folder without a run. `resume=auto` goes on from the folder's newest checkpoint that `verify`
+    finds nothing wrong with, or afresh where there is none. `resume=PATH` goes on from that checkpoint, or the newest
+    of that run, in its own run's folder or in a new one.
 
     Raises:
-        ConfigError: the folder holds something else, the configs differ, or PATH holds no complete checkpoint.
+        ConfigError: the folder holds something else, the configs differ, or no checkpoint of those there verifies.
     """
     folder = Path(config.run.dir)
     holds_run = (folder / "config.yaml").is_file()
@@ -68,19 +76,29 @@ def decide_start(config: Config) -> Start:
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
             return Start()
-        checkpoint = last_checkpoint(folder / "checkpoints")
+        checkpoint, passed_over = newest_verified(folder / "checkpoints", _with_records(folder, verify))
         _must_match(config, folder, checkpoint)
         if ended := _ended_early(config, folder):
             return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
         if checkpoint is None and state_of(folder) == "finished":
             return _finished_without_checkpoint(config, folder)
     else:
-        checkpoint = _at_path(config, folder, holds_run)
+        checkpoint, passed_over = _at_path(config, folder, holds_run, verify)
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
-    return Start(checkpoint, done)
+    return Start(checkpoint, done, passed_over=passed_over)
+
+
+def _with_records(folder: Path, verify: Verify) -> Verify:
+    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too."""
+
+    def with_records(checkpoint: Checkpoint) -> list[Damage]:
+        problem = damaged_record(folder / "metrics.jsonl", checkpoint.step)
+        return [*([Damage(checkpoint.folder, "metrics.jsonl", problem)] if problem else []), *verify(checkpoint)]
+
+    return with_records
 
 
 def _ended_early(config: Config, folder: Path) -> str:
@@ -110,6 +128,22 @@ def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
         )
         raise ConfigError(Problem("resume", text))
     return Start(None, finished=True, made_steps=steps)
+
+
+def resumable_runs(config: Config) -> list[Path]:
+    """Return the folders of the experiment's runs that `resume=auto` would go on with, the newest first."""
+    found = []
+    for file in Path(config.run.dir).parent.glob("*/config.yaml"):
+        try:
+            old = load_config(file, [])
+        except ConfigError:  # of another version, say: not one to go on with
+            continue
+        state = state_of(file.parent)
+        unfinished = state in ("stopped", "failed") or old.trainer.max_steps < config.trainer.max_steps
+        saved = step_folders(file.parent / "checkpoints")
+        if unfinished and saved and state != "running" and not differences_on_resume(old, config):
+            found.append((saved[0].stat().st_mtime, file.parent))
+    return [folder for _, folder in sorted(found, reverse=True)]
 
 
 def claim(folder: Path) -> FileLock:
@@ -145,15 +179,15 @@ def _refuse_running(folder: Path, wait: bool) -> None:
         raise ConfigError(Problem("run.dir", text))
 
 
-def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
+def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> tuple[Checkpoint, tuple[Damage, ...]]:
     path = Path(str(config.resume)).expanduser().absolute()
-    checkpoint = find_checkpoint(path) or last_checkpoint(path / "checkpoints")
-    if checkpoint is None:
-        text = (
-            f"{path} holds no complete checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
-        )
+    if folder in path.parents or folder == path:
+        verify = _with_records(folder, verify)
+    found, passed_over = checkpoint_at(path, verify)
+    if found is None:
+        text = f"{path} holds no checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
         raise ConfigError(Problem("resume", text))
-    origin = checkpoint.folder.parent.parent
+    checkpoint, origin = found, found.run_folder
     try:
         summary_of(origin)  # what it says of the run's first part is kept
     except ValueError as error:
@@ -162,7 +196,18 @@ def _at_path(config: Config, folder: Path, holds_run: bool) -> Checkpoint:
         text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
         raise ConfigError(Problem("run.dir", text))
     _must_match(config, origin, checkpoint)
-    return checkpoint
+    return checkpoint, passed_over
+
+
+def checkpoint_at(path: Path, verify: Verify) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
+    """Return the checkpoint that `path` is, or the newest of the run whose folder it is; and what was passed over.
+
+    Raises:
+        ConfigError: it is damaged, or all of them are.
+    """
+    if (path.name.startswith("step=") and path.is_dir()) or (path / MANIFEST).is_file():
+        return verified(path, verify), ()
+    return newest_verified(path / "checkpoints", verify)
 
 
 def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
@@ -177,7 +222,7 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
-    if checkpoint is None or not events_before(checkpoint):
+    if checkpoint is None or not checkpoint.events:
         differences.pop("spikes.policy", None)
     problems = [
         Problem(key, f"is {new!r}, and {before!r} in the run of {folder}. Set it back, or start a new run.")

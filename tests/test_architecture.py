@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    0: {"schema", "errors", "hardware", "identity", "keyed_hash", "redact", "workspace"},
+    0: {"schema", "errors", "hardware", "identity", "integrity", "keyed_hash", "redact", "workspace"},
     1: {"model", "precision", "data", "optim"},
     2: {"parallel"},
     3: {"train"},

@@ -2,14 +2,20 @@
 
 A folder is written under another name and renamed when whole, so that it exists complete or not at all; a lock file
 beside it lets one of several processes build while the others wait. The manifest, written last, holds every file's
-size, so that a folder torn by a power cut is built again too.
+size and digest, and its own: what was torn by a power cut or has changed since is built again.
+
+Content is verified before a product is used, by one process for all: `NAME.verified` beside it says which files (by
+size, times and inode) were found whole and when. It is believed for a day, or until one of them has changed.
 """
 
 import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -18,9 +24,11 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import FileContent, content_problem, digest_of_file, seal, size_problem, unseal
 
 CODE_VERSION = 1  # of everything under data/ that shapes a product; raise it when the same input gives another output
 MANIFEST = "manifest.json"
+VERIFIED_SECONDS = 24 * 3600
 FREE_RESERVE_BYTES = 64 << 20
 FLUSH_BYTES = 8 << 20
 
@@ -41,13 +49,33 @@ def digest_of(content: Any) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a whole product, None where there is none or a file lacks or has another size."""
+    """Return the manifest of a product whose files have their sizes, None where there is none or one is damaged."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError):
+        return _open(folder)
+    except (OSError, ValueError):
         return None
-    return manifest if whole else None
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """Return the manifest.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it or a file is not what was written, and how.
+    """
+    content = (folder / MANIFEST).read_bytes()
+    try:
+        manifest = unseal(content)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} {error}") from error
+    for name, written in _files(manifest).items():
+        if problem := size_problem(folder / name, written):
+            raise ValueError(f"{name} {problem}")
+    return manifest
+
+
+def _files(manifest: dict[str, Any]) -> dict[str, FileContent]:
+    return {name: FileContent(each["bytes"], each["digest"]) for name, each in manifest["files"].items()}
 
 
 def product_folder(cache_dir: Path, kind: str, identity: Any) -> Path:
@@ -62,18 +90,85 @@ def build_once(cache_dir: Path, kind: str, identity: Any, build: Build) -> tuple
     `data.cache_dir` that cannot be written or is full; what was half written is removed.
     """
     folder = product_folder(cache_dir, kind, identity)
-    manifest = read_manifest(folder)
-    if manifest is not None:
+    if (manifest := read_manifest(folder)) is not None and _is_known_whole(folder, manifest):
         return folder, manifest
-    from filelock import FileLock
-
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            manifest = read_manifest(folder) or _build(folder, identity, build)
+        with _locked(cache_dir, folder, to_build=manifest is None):
+            manifest = _whole(folder)
+            if manifest is not None and (_is_known_whole(folder, manifest) or _verify(folder, manifest)):
+                return folder, manifest
+            return folder, _build(folder, identity, build)
     except OSError as error:
         raise _cache_problem(cache_dir, error) from error
-    return folder, manifest
+
+
+@contextmanager
+def _locked(cache_dir: Path, folder: Path, to_build: bool) -> Iterator[None]:
+    """Hold the lock of a product; where nobody can write, what is there can still be verified without."""
+    from filelock import FileLock
+
+    lock = FileLock(f"{folder}.lock")
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError:
+        if to_build:
+            raise
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _whole(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest if all files have their sizes, None where something is to be built; says why where it is."""
+    try:
+        return _open(folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _say_damaged(folder, str(error))
+        return None
+
+
+def _is_known_whole(folder: Path, manifest: dict[str, Any]) -> bool:
+    try:
+        known = json.loads(_note_of(folder).read_bytes())
+        recent = 0 <= time.time() - known["time"] < VERIFIED_SECONDS
+        return recent and bool(known["files"] == _marks(folder, manifest))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _verify(folder: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether every file holds what was written, and note it if so; otherwise say which does not."""
+    for name, written in _files(manifest).items():
+        if problem := content_problem(folder / name, written):
+            _say_damaged(folder, f"{name} {problem}")
+            return False
+    _note_whole(folder, manifest)
+    return True
+
+
+def _note_whole(folder: Path, manifest: dict[str, Any]) -> None:
+    partial = folder.with_name(f"{folder.name}.verified.{os.getpid()}")
+    with suppress(OSError):  # a cache that cannot be written is verified by each process
+        partial.write_text(json.dumps({"time": time.time(), "files": _marks(folder, manifest)}))
+        partial.replace(_note_of(folder))
+
+
+def _note_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.verified")
+
+
+def _marks(folder: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
+    """Return for each file what changes when it is written to."""
+    stats = {name: (folder / name).stat() for name in manifest["files"]}
+    return {name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in stats.items()}
+
+
+def _say_damaged(folder: Path, what: str) -> None:
+    print(f"note   {folder} is damaged and is built again: {what}", file=sys.stderr, flush=True)
 
 
 def _build(folder: Path, identity: Any, build: Build) -> dict[str, Any]:
@@ -85,13 +180,17 @@ def _build(folder: Path, identity: Any, build: Build) -> dict[str, Any]:
     partial.mkdir()
     try:
         entries = build(partial)
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        files = {
+            file.name: {"bytes": file.stat().st_size, "digest": digest_of_file(file)}
+            for file in sorted(partial.iterdir())
+        }
         manifest = entries | {"identity": identity, "code_version": CODE_VERSION, "files": files}
-        with (partial / MANIFEST).open("w", encoding="utf-8") as opened:
-            json.dump(manifest, opened, indent=1)
+        with (partial / MANIFEST).open("wb") as opened:
+            opened.write(seal(manifest))
             opened.flush()
             os.fsync(opened.fileno())
         partial.rename(folder)
+        _note_whole(folder, manifest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

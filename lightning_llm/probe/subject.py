@@ -1,6 +1,7 @@
 """What is probed: the weights at PATH, the model they belong to, and a few batches of text."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import from_huggingface, model_config_of
 from lightning_llm.probe.model import TokenBatch
+from lightning_llm.run_state import checkpoint_at
 from lightning_llm.schema import Config, PrecisionConfig
 from lightning_llm.train.checkpoint import read_tensors
-from lightning_llm.train.manifest import PRECISION, Checkpoint, find_checkpoint, last_checkpoint
+from lightning_llm.train.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
 
 EXPECTED = (
     "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, or a Hugging Face folder "
@@ -54,18 +56,17 @@ def find_place(path: Path, words: Sequence[str], text: Path | None) -> Place:
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
     if (path / "config.json").is_file():
         return _huggingface(path, words, text)
-    checkpoint = find_checkpoint(path)
-    run = path.parent.parent if checkpoint else path
+    checkpoint, passed_over = checkpoint_at(path, content_damage)
+    run = checkpoint.run_folder if checkpoint else path
     if not checkpoint and not (run / "config.yaml").is_file():
         raise ConfigError(Problem(str(path), f"is none of what can be probed: {EXPECTED}."))
     if not (run / "config.yaml").is_file():
         text_ = f"belongs to no run: {run / 'config.yaml'} is missing, which says its model and data."
         raise ConfigError(Problem(str(path), text_))
-    checkpoint = checkpoint or last_checkpoint(run / "checkpoints")
     if checkpoint is None:
-        raise ConfigError(
-            Problem(str(path), "holds no complete checkpoint, so no weights. Probe a run that saved one.")
-        )
+        raise ConfigError(Problem(str(path), "holds no checkpoint, so no weights. Probe a run that saved one."))
+    for line in passed_over_lines(passed_over):
+        print(line, file=sys.stderr)
     if text is not None:
         raise ConfigError(Problem("--text", "goes with a Hugging Face folder; a run's own validation data is taken."))
     tokenizer = [
@@ -140,7 +141,7 @@ def read_weights(place: Place) -> dict[str, Tensor]:
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(place.config.model).named_parameters()}
     if place.checkpoint is not None:
-        stored = read_tensors(place.checkpoint.folder, "model.")
+        stored = read_tensors(place.checkpoint, "model.")
         found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     else:
         state: dict[str, Tensor] = {}

@@ -72,15 +72,25 @@ def collect(trainer: pl.Trainer) -> CallbackState:
     return CallbackState(sharded, rest)
 
 
-def restore_callbacks(trainer: pl.Trainer, file: Path, fresh: CallbackState, loaded: Collection[str]) -> None:
-    """Hand each callback what it saved to `file`; `fresh` is `collect` from before, and of its tensors `loaded` are so.
+def read_callbacks(file: Path) -> dict[str, Any]:
+    """Return what `CallbackState.encode` wrote to `file`; what says that there is nothing, where an older run has none.
+
+    Raises whatever torch does of a file that is not as it was written.
+    """
+    if not file.exists():
+        return {MODEL_KEYS: ["state_dict"], "callbacks": {}}
+    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return saved
+
+
+def restore_callbacks(
+    trainer: pl.Trainer, saved: Mapping[str, Any], fresh: CallbackState, loaded: Collection[str]
+) -> None:
+    """Hand each callback what it `saved`; `fresh` is `collect` from before, and of its tensors `loaded` are so.
 
     A callback that the checkpoint knows nothing of begins here, with the model as it is.
     """
-    module = trainer.lightning_module
-    checkpoint: dict[str, Any] = {MODEL_KEYS: ["state_dict"], "callbacks": {}}
-    if file.exists():
-        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    module, checkpoint = trainer.lightning_module, dict(saved)
     for key in checkpoint.pop(MODEL_KEYS):
         checkpoint[key] = module.state_dict()
     for path, tensor in fresh.sharded.items():

@@ -1,16 +1,19 @@
 """When a run saves itself: every so many steps, at its end, and when it is told to stop."""
 
 import signal
+import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_llm.errors import StorageError
 from lightning_llm.schema import CheckpointConfig
 from lightning_llm.train.callback_state import CallbackState
 from lightning_llm.train.checkpoint import save
-from lightning_llm.train.manifest import find_checkpoint, prune
+from lightning_llm.train.retention import prune, supersede
 from lightning_llm.train.spike_policy import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
@@ -28,6 +31,7 @@ class StoppedBySignal(BaseException):
 class Checkpointing(pl.Callback):
     """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
 
+    What a resumed run supersedes is moved aside once every rank has loaded, and removed after the first save.
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
@@ -35,16 +39,31 @@ class Checkpointing(pl.Callback):
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, config_hash: str, max_steps: int, validate_every: int | None
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        config_hash: str,
+        max_steps: int,
+        validate_every: int | None,
+        damaged: Collection[Path] = (),
     ):
+        """`damaged`: checkpoints in `folder` that were passed over as such."""
         self.folder = folder
         self.config = config
         self.config_hash = config_hash
         self.max_steps = max_steps
         self.validate_every = validate_every
+        self.damaged = damaged
         self.saved_step: int | None = None
         self._asked = 0
         self._strategy: TrainStrategy | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            try:
+                supersede(self.folder, pl_module.completed_steps, self.damaged)
+            except OSError as error:
+                raise StorageError(f"a later checkpoint could not be moved aside: {error}") from error
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
@@ -53,9 +72,11 @@ class Checkpointing(pl.Callback):
         self._strategy = trainer.strategy
         CallbackState.of_dicts(trainer).encode()  # a state that cannot be kept is said now, not at the first checkpoint
         step = pl_module.completed_steps
-        if step and find_checkpoint(self.folder / f"step={step}") is None:
-            self._save(trainer, pl_module)  # it lies in another run's folder: from here on this one holds its own start
         self.saved_step = step or None
+        start = trainer.strategy.resume_from
+        if start is not None and start.folder.parent != self.folder:
+            self.saved_step = None
+            self._save(trainer, pl_module)  # it lies elsewhere: from here on this folder holds the run's own start
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = pl_module.completed_steps
@@ -108,6 +129,9 @@ class Checkpointing(pl.Callback):
         if step == self.saved_step:
             return
         save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.config_hash)
-        if trainer.is_global_zero:
-            prune(self.folder, self.config.keep_last)
         self.saved_step = step
+        if trainer.is_global_zero:
+            try:
+                prune(self.folder, self.config.keep_last)
+            except OSError as error:  # what is kept too long costs space, and no state
+                print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)

@@ -61,9 +61,9 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     claims: list[FileLock] = []
     start = decide_together(config, claims)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
-    prepare_folder(config, corpus, start)
+    adopt = prepare_folder(config, corpus, start)
     module = build_module(config, corpus)
-    trainer = build_trainer(config, device, layout, start.checkpoint, [])
+    trainer = build_trainer(config, device, layout, start, [], adopt=adopt)
     trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))
     for each in claims:

@@ -155,7 +155,7 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
         tmp_path / "nowhere": "does not exist. Give a run's folder",
         run_folder / "config.yaml": "is a file",
         bare: "is none of what can be probed",
-        weightless: "holds no complete checkpoint, so no weights",
+        weightless: "holds no checkpoint, so no weights",
         lost: "belongs to no run",
     }.items():
         assert main(["probe", str(path), "precision=mxfp8"]) == 2

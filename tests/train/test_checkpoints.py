@@ -8,6 +8,7 @@ from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 
 from lightning_llm.__main__ import main
+from lightning_llm.integrity import seal, unseal
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.train.manifest import VERSION
 
@@ -26,7 +27,7 @@ def test_a_checkpoint_of_another_version_is_refused(whole, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     manifest = copy / "checkpoints" / "step=6" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
+    manifest.write_bytes(seal({**unseal(manifest.read_bytes()), "version": 99}))
     config = ["--config", str(copy / "config.yaml"), f"run.dir={copy}", "trainer.max_steps=7"]
     for resume in ("auto", copy, manifest.parent):
         assert main(["train", *config, f"resume={resume}"]) == 2

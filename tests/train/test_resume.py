@@ -73,13 +73,20 @@ def test_a_second_process_is_kept_away_before_the_first_has_written_anything(tmp
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=2", "resume=auto")]) == 0  # the claim was given back
 
 
-def test_a_damaged_line_of_metrics_is_named(whole, tmp_path, small_run, capsys):
-    shutil.copytree(whole, tmp_path / "run")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo\n{"step": 8}\n')
-    words = ["resume=auto", "trainer.max_steps=8"]
+def test_records_that_are_damaged_are_made_again_from_the_checkpoint_before(whole, tmp_path, small_run, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:-2], '{"step": 6, "lo\n', lines[-1]]))
+    words = ["resume=auto"]
+    assert main(["train", *small_run(tmp_path, *words)]) == 0
+    assert "passed over step=6, which is damaged: metrics.jsonl line 7 is damaged" in capsys.readouterr().out
+    assert curve(run) == curve(whole)
+    (run / "metrics.jsonl").write_text("nonsense\n" + (run / "metrics.jsonl").read_text())
+    before = sorted(run.rglob("*"))
     assert main(["train", *small_run(tmp_path, *words)]) == 2
-    assert "is damaged" in capsys.readouterr().err
+    assert "step=6/metrics.jsonl: line 1 is damaged" in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
 
 
 def test_a_longer_run_that_changes_no_step_it_has_made_is_in_one_piece(tmp_path, small_run):

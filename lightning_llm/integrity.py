@@ -1,0 +1,99 @@
+"""Does a file hold what was written? Digests of content, and JSON files that carry their own.
+
+XXH3 with 128 bits (https://xxhash.com): a checkpoint must be verified in less time than it is read, and on one core it
+goes at 5 GB/s where SHA-256 takes 0.9. It finds what decays, is torn or mixed up; it is no proof against a forger, who
+would write the digest anew: reading must be safe by the format alone.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+BLOCK_BYTES = 1 << 20
+SEAL = "digest"
+"""The key of a sealed JSON file that holds the digest of all the rest."""
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """What a file was written with: its size and 32 hex digits over its bytes, None where none were taken."""
+
+    bytes: int
+    digest: str | None
+
+    @classmethod
+    def of(cls, content: bytes) -> "FileContent":
+        """Return the size and digest of `content`."""
+        return cls(len(content), xxh3_128_hexdigest(content))
+
+
+def digest_of_file(file: Path) -> str:
+    """Return 32 hex digits over the bytes of `file`. Raises OSError."""
+    digest, block = xxh3_128(), bytearray(BLOCK_BYTES)
+    view = memoryview(block)
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(block):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def size_problem(file: Path, written: FileContent) -> str | None:
+    """Return what is wrong with the size of `file`, None if nothing is."""
+    try:
+        found = file.stat().st_size
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if found == written.bytes else f"has {found:,} bytes of the {written.bytes:,} that were written"
+
+
+def content_problem(file: Path, written: FileContent) -> str | None:
+    """Return what is wrong with `file` by its size and bytes, None if it holds what was written."""
+    if problem := size_problem(file, written):
+        return problem
+    try:
+        found = digest_of_file(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if written.digest in (None, found):
+        return None
+    return f"does not hold what was written (digest {found[:8]}, {str(written.digest)[:8]} when written)"
+
+
+def seal(values: Mapping[str, Any]) -> bytes:
+    """Return JSON data as bytes that end with their own digest; `unseal` takes them back."""
+    return _encoded({**values, SEAL: xxh3_128_hexdigest(_encoded(values))})
+
+
+def unseal(content: bytes) -> dict[str, Any]:
+    """Return what was sealed, without its digest.
+
+    Raises:
+        ValueError: what is wrong, as the rest of a sentence that begins with the file.
+    """
+    values = parse_object(content)
+    if values.pop(SEAL, None) is None:
+        raise ValueError("has no digest: an earlier release wrote it, or it is damaged")
+    if seal(values) != content:
+        raise ValueError("does not hold what was written (its own digest differs)")
+    return values
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in `content`. Raises ValueError as `unseal` does."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError("is no JSON object")
+    return values
+
+
+def _encoded(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, indent=1).encode()
