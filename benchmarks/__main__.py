@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import health, loader, parallel, peers, precision, startup, tracking, trainer_overhead
+from benchmarks import checkpoint, health, loader, parallel, peers, precision, startup, tracking, trainer_overhead
 from benchmarks.rotation import Row
 
 BENCHMARKS = {
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "peers": peers.measure,
     "precision": precision.measure,
     "health": health.measure,
+    "checkpoint": checkpoint.measure,
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_llm.data import cache
 from lightning_llm.data.cache import (
     MANIFEST,
     TokenStream,
@@ -132,3 +133,62 @@ def test_stream_reads_what_was_written(tmp_path: Path, dtype: type[np.unsignedin
     copied = pickle.dumps(stream)
     assert len(copied) < 500
     assert pickle.loads(copied).tokens.tolist() == flat
+
+
+def filled_product(cache_dir: Path) -> tuple[Path, list[int]]:
+    """Build or open a product; return its folder, and one entry for each time that it was built."""
+    built: list[int] = []
+
+    def build(folder: Path) -> dict[str, Any]:
+        built.append(1)
+        (folder / "train.bin").write_bytes(bytes(range(256)) * 4)
+        (folder / "train.starts").write_bytes(b"\0" * 64)
+        return {"splits": {"train": {"tokens": 512}}}
+
+    return build_once(cache_dir, "tokens", {"a": 1}, build)[0], built
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.starts", MANIFEST])
+@pytest.mark.parametrize("bit", [0, 3001])
+def test_a_flipped_bit_is_found_and_the_product_built_again(tmp_path, capsys, name, bit):
+    folder, built = filled_product(tmp_path)
+    assert len(built) == 1
+    assert filled_product(tmp_path)[1] == []
+    whole = (folder / name).read_bytes()
+    flipped = bytearray(whole)
+    flipped[bit // 8 % len(whole)] ^= 1 << bit % 8
+    times = (folder / name).stat()
+    (folder / name).write_bytes(flipped)
+    os.utime(folder / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # as what decays keeps its times
+    assert len(filled_product(tmp_path)[1]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"{folder} is damaged and is built again: {name} " in told
+    assert (folder / name).read_bytes() == whole
+    assert filled_product(tmp_path)[1] == []
+
+
+def test_what_was_verified_is_believed_for_a_day(tmp_path, monkeypatch):
+    folder, _ = filled_product(tmp_path)
+    read: list[Path] = []
+
+    def counting(file: Path, written: Any) -> None:
+        read.append(file)
+
+    monkeypatch.setattr(cache, "content_problem", counting)
+    assert filled_product(tmp_path)[1] == []
+    assert read == []
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + cache.VERIFIED_SECONDS + 1)
+    assert filled_product(tmp_path)[1] == []
+    assert sorted(file.name for file in read) == ["train.bin", "train.starts"]
+    folder.with_name(f"{folder.name}.verified").write_text("nonsense")
+    assert filled_product(tmp_path)[1] == []
+    assert len(read) == 4
+
+
+def test_a_product_of_the_first_release_is_built_again(tmp_path, capsys):
+    folder, _ = filled_product(tmp_path)
+    (folder / MANIFEST).write_text('{"files": {"train.bin": 1024, "train.starts": 64}}')
+    assert len(filled_product(tmp_path)[1]) == 1
+    assert "has no digest" in capsys.readouterr().err
