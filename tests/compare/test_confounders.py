@@ -152,13 +152,13 @@ def test_what_an_earlier_part_of_a_resumed_run_had_otherwise_is_a_confounder(our
 @pytest.mark.parametrize(
     ("target", "controlled"),
     [
-        ("lightning.pytorch.callbacks.StochasticWeightAveraging", False),
+        ("lightning.pytorch.callbacks.EMAWeightAveraging", False),
         ("lightning_llm.callbacks.profile.Profile", True),
     ],
 )
 def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp_path):
     extra = [f"+callbacks.extra._target_={target}"]
-    extra += [] if controlled else ["+callbacks.extra.swa_lrs=0.1"]
+    extra += [] if controlled else ["+callbacks.extra.decay=0.9"]
     made = []
     for seed in (0, 1):
         made.append(read_run(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}")))
@@ -166,7 +166,7 @@ def test_a_callback_that_is_not_ours_may_act_on_training(target, controlled, tmp
     (row,) = compare_runs(made, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["controlled"] == controlled
     if not controlled:
-        assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.swa_lrs"}
+        assert {each["key"] for each in row["confounders"]} == {"callbacks.extra._target_", "callbacks.extra.decay"}
 
 
 def test_what_a_recipe_allows_and_casts_by_layer_are_part_of_what_is_compared(tmp_path):

@@ -33,7 +33,7 @@ def train(config: Config) -> dict | None:
 @pytest.fixture(scope="module")
 def words(small_run):
     def run(folder: Path, layout: str, world: int, *more: str) -> Config:
-        shape = [f"parallel={layout}", f"trainer.devices={world}", "data.micro_batch_size=1"]
+        shape = [f"parallel={layout}", f"trainer.devices={world}", "data.micro_batch_size=1", "model.num_kv_heads=2"]
         times = ["schedule.total_steps=6", "trainer.validate_every_steps=2"]
         return compose_config(small_run(folder, *shape, *times, *more))
 
