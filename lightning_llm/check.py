@@ -10,7 +10,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.degrees import fitting_degrees, given_degrees, layout_problems
+from lightning_llm.parallel.degrees import Degrees, fitting_degrees, given_degrees, layout_problems
 from lightning_llm.parallel.divisibility import cut_problems
 from lightning_llm.parallel.stages import pipeline_problems
 from lightning_llm.precision.capability import Capability, capability_here, device_here
@@ -38,6 +38,7 @@ def check_config(config: Config, to_train: bool = True) -> None:
         *pipeline_problems(config, degrees),
         *lint(config.precision),
         *_precision_problems(config),
+        *_update_problems(config, degrees or given_degrees(config.parallel)),
         *_native_problems(config, to_train),
         *check_data(config.data, config.model.vocab_size, degrees.dp if degrees else 1),
     ]
@@ -124,6 +125,18 @@ def _precision_problems(config: Config) -> list[Problem]:
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
     problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons)
     return problems + _rotation_problems(config)
+
+
+def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
+    """Return where delayed scales are to move with every micro-batch, and a pipeline has several under way at once."""
+    if degrees.pp == 1 or not config.precision.updates_every_micro_batch:
+        return []
+    text = (
+        f"is {degrees.pp}, and the recipe's delayed scales move with every micro-batch (update: micro_batch): a stage "
+        "runs later micro-batches' forward passes before an earlier one's backward pass has its amax, so what an "
+        "update knows would depend on the schedule. Set 1, or update: step."
+    )
+    return [Problem("parallel.pp", text)]
 
 
 def native_decision(config: Config, here: Capability | None = None) -> Decision:

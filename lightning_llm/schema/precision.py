@@ -52,9 +52,14 @@ class HadamardConfig(Group):
 class DelayedConfig(Group):
     """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
 
-    history_length: PositiveInt = Field(1024, description="optimizer steps")
+    history_length: PositiveInt = Field(1024, description="updates that an amax stays for")
     algorithm: Literal["max", "most_recent"] = "max"
     margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
+    update: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="when scales move: after an optimizer step, or after one micro-batch of every data-parallel rank",
+        exclude_if=lambda update: update == "step",  # recipes from before the key keep their hash
+    )
 
 
 class CastConfig(Group):
@@ -231,6 +236,13 @@ class PrecisionConfig(Group):
         """Whether any slot, in any phase, leaves compute_dtype."""
         parts: tuple[PrecisionConfig | PhaseConfig, ...] = (self, *self.phases)
         return any(cast.quantises for part in parts for cast in slots_of(part).values())
+
+    @property
+    def updates_every_micro_batch(self) -> bool:
+        """Whether some delayed scale, in any phase, moves within an optimizer step."""
+        parts: tuple[PrecisionConfig | PhaseConfig, ...] = (self, *self.phases)
+        delayed = [cast.delayed for part in parts for cast in slots_of(part).values()]
+        return any(each is not None and each.update == "micro_batch" for each in delayed)
 
     @property
     def recipe_hash(self) -> str:
