@@ -13,7 +13,8 @@ from tests.precision.recipes import FOLDER, RECIPES, load
 
 SHIPPED = (
     "fp32 bf16 bf16_true fp16 fp8_delayed fp8_delayed_micro_batch fp8_current fp8_current_e4m3 fp8_subchannel "
-    "fp8_subchannel_fp32scales mxfp8 mxfp8_ocp nvfp4 mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht mxfp4_rht_rne quartet fp16_mxfp8"
+    "fp8_subchannel_fp32scales mxfp8 mxfp8_ocp nvfp4 mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht "
+    "mxfp4_rht_rne quartet fp16_mxfp8"
 )
 
 
