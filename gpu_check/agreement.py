@@ -24,7 +24,7 @@ TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
-number (2^-8), and the emulation rounds a product with a tensor-level factor twice."""
+number (2^-8)."""
 
 
 class Stored(NamedTuple):

@@ -179,6 +179,7 @@ def plain_loop(config: object, recipe: PrecisionConfig, sequences: int, length: 
         optimizer.zero_grad(set_to_none=True)
         (next_token_loss_sum(model(tokens), tokens) / tokens.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        quantisation.end_micro_batch(model, lambda amax: amax)
         optimizer.step()
         quantisation.end_step(model, lambda amax: amax)
         taken += 1

@@ -73,6 +73,7 @@ def train(recipe: PrecisionConfig) -> float:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= scale
+        quantisation.end_micro_batch(model, lambda amax: amax)
         optimizer.step()
         quantisation.end_step(model, lambda amax: amax)
     return float(loss.item())

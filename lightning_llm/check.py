@@ -52,6 +52,7 @@ def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
         lambda: pipeline_problems(config, _degrees(config)),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
+        lambda: _update_problems(config, _degrees(config) or given_degrees(config.parallel)),
         lambda: _native_problems(config, to_train),
         lambda: place_problems(config),
         lambda: tracking_problems(config),
@@ -172,6 +173,18 @@ def _precision_problems(config: Config) -> list[Problem]:
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
     problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons, config.model.num_layers)
     return problems + _rotation_problems(config)
+
+
+def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
+    """Return where delayed scales are to move with every micro-batch, and a pipeline has several under way at once."""
+    if degrees.pp == 1 or not config.precision.updates_every_micro_batch:
+        return []
+    text = (
+        f"is {degrees.pp}, and the recipe's delayed scales move with every micro-batch (update: micro_batch): a stage "
+        "runs later micro-batches' forward passes before an earlier one's backward pass has its amax, so what an "
+        "update knows would depend on the schedule. Set 1, or update: step."
+    )
+    return [Problem("parallel.pp", text)]
 
 
 def native_decision(config: Config, here: Capability | None = None) -> Decision:

@@ -96,6 +96,11 @@ def difference_to_one_rank(config: Config, degrees: Degrees, micro_batches: int)
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
     if parallel.reduction == "native" and degrees.dp * micro_batches > 1:
         return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
+    if degrees.dp > 1 and config.precision.updates_every_micro_batch:
+        return (
+            f"delayed scales that move with every micro-batch (update: micro_batch) take the largest amax of the "
+            f"{degrees.dp} that ranks run at once"
+        )
     return bitwise_problem(degrees, parallel.zero_stage, micro_batches)
 
 

@@ -1,7 +1,7 @@
-"""Delayed scaling: a tensor's scale from the amax of earlier steps (Transformer Engine `delayed_scaling.cu`).
+"""Delayed scaling: a tensor's scale from earlier amaxes (Transformer Engine `delayed_scaling.cu`).
 
-`history` is [L, T] fp32 for T tensors: row 0 collects the running step's amax, rows 1 .. L-1 hold earlier ones, oldest
-first. `scale` is [T] fp32. Pure functions: nothing is changed in place.
+`history` is [L, T] fp32 for T tensors: row 0 collects the amax since the last update (of a step, or of a micro-batch),
+rows 1 .. L-1 hold earlier ones, oldest first. `scale` is [T] fp32. Pure functions: nothing is changed in place.
 """
 
 import torch
@@ -12,7 +12,7 @@ from lightning_llm.schema.precision import DelayedConfig
 
 
 def update(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:
-    """Return (history, scale) after an optimizer step; `largest` [T]: each format's largest number.
+    """Return (history, scale) after an update; `largest` [T]: each format's largest number.
 
     The fused kernel's rule: a tensor whose row 0 is 0 was not used, so its history does not roll and its scale stays. A
     scale also stays while the amax it would come from is not finite, until that amax leaves the history.

@@ -4,8 +4,9 @@ Codes, and codes times block scales, are exact in bf16, so a bf16 GEMM multiplie
 Two kinds of scale come after it: tensor-level factors multiply the product, and fp32 block scales (whose product with
 a code fits no short format) multiply partial sums over one block each, as block-scaled FP8 kernels do.
 
-On CPU `mm` has no fp32 output from bf16 operands, so a factor that is no power of two rounds a second time, by half a
-unit in the last place at most. Partial sums need fp32 output, so there the codes go through an fp32 GEMM.
+Factors multiply the fp32 sums on CUDA, whose 16-bit `mm` can return them. On a CPU it cannot, so there a factor that is
+no power of two rounds a second time, by half a unit in the last place at most: an fp32 GEMM would take twice the time.
+Partial sums need fp32 output, so there the codes go through an fp32 GEMM on either.
 """
 
 import functools
@@ -28,10 +29,22 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
     if factor is None and bias is not None and not partial:
         return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
-    product = _sum_of_partials(a, b, left, right) if partial else left @ right
+    product = _sum_of_partials(a, b, left, right) if partial else left @ right if factor is None else _sums(left, right)
     if factor is not None:
         return _finish(backend)(product, factor, bias, dtype)
     return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def returns_fp32(device: torch.device) -> bool:
+    """Whether `torch.mm` of 16-bit operands can return its fp32 sums on this device (`out_dtype`, torch >= 2.8)."""
+    return device.type == "cuda"
+
+
+def _sums(left: Tensor, right: Tensor) -> Tensor:
+    """Return left right, in fp32 where the device's kernels can, else in the operands' dtype."""
+    if left.dtype != torch.float32 and returns_fp32(left.device):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
 
 
 def _sum_of_partials(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:

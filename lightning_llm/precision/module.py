@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,7 @@ class QuantisedLinear(nn.Linear):
             self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
 
     def _record(self, role: str, tensor: Tensor) -> None:
-        """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the running step's row."""
+        """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the row of the next update."""
         if role in self.plan.delayed_casts() and self.amax_history is not None:
             amax = inductor.tensor_amax(self.plan.backend)(tensor.detach())
             row = self.amax_history[0, ROLES.index(role)]
@@ -157,14 +158,23 @@ def high_precision_forward(model: nn.Module) -> Iterator[None]:
             layer.bypass = False
 
 
-def update_delayed(model: nn.Module, reduce_max: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Roll every amax history and set the scales of the next step: once per optimizer step, after the last backward.
+def update_delayed(
+    model: nn.Module,
+    reduce_max: Callable[[Tensor], Tensor] | None = None,
+    after: Literal["step", "micro_batch"] | None = None,
+) -> None:
+    """Roll amax histories and set the scales that follow: of layers whose `DelayedConfig.update` is `after`; None: all.
 
-    `reduce_max` takes a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
+    To be called once per optimizer step, after the last backward pass, or after each micro-batch's. `reduce_max` takes
+    a flat fp32 tensor to its elementwise maximum over the ranks that share the layers.
     """
     # In a phase without delayed casts histories are kept, and nothing is to be taken from them.
     layers = [
-        layer for layer in quantised_layers(model) if layer.amax_history is not None and layer.plan.delayed_casts()
+        layer
+        for layer in quantised_layers(model)
+        if layer.amax_history is not None
+        and layer.plan.delayed_casts()
+        and after in (None, layer.delayed_config().update)
     ]
     if not layers:
         return
@@ -183,7 +193,7 @@ def update_delayed(model: nn.Module, reduce_max: Callable[[Tensor], Tensor] | No
 def _update_alike(
     layers: list[QuantisedLinear], rows: list[Tensor], casts: tuple[CastConfig | None, ...], config: DelayedConfig
 ) -> None:
-    """Update layers with the same casts, whose running step's amaxes are `rows`. Each then has its columns of one."""
+    """Update layers with the same casts, whose amaxes since the last one are `rows`. Each then has its columns."""
     earlier = [layer.amax_history[1:] for layer in layers if layer.amax_history is not None]
     scales = [layer.scale for layer in layers if layer.scale is not None]
     history = torch.cat([torch.cat(rows)[None], torch.cat(earlier, 1)])  # [L, layers x ROLES]

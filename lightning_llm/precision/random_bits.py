@@ -46,8 +46,8 @@ def hash_words(*words: Tensor | int, seed: int = 0) -> Tensor:
 def element_bits(key: Tensor, index: Tensor) -> Tensor:
     """Return 32 random bits per element (int64 in [0, 2^32)) from one `key` word and global element `index` (int64).
 
-    C. Wellons' `lowbias32` of `index`, into which the key enters twice: by exclusive or at the start, and as a sum after
-    the first multiplication. Another key `k ^ d` undoes the first at the index `i ^ d`; the sum then differs by a
+    C. Wellons' `lowbias32` of `index`, into which the key enters twice: by exclusive or at the start, and as a sum
+    after the first multiplication. Another key `k ^ d` undoes the first at the index `i ^ d`; the sum then differs by a
     constant, which must still pass a shift and a multiplication. Two multiplications per element.
     """
     h = (index & MASK_32) ^ key

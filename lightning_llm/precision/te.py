@@ -8,10 +8,12 @@ What differs from its plain use, and why:
 - The kernel object is no submodule: it owns no parameter, and its extra state is in no checkpoint.
 - Every argument that an environment variable (NVTE_...) gives a default is passed, so that none changes a recipe.
 - Delayed scales are ours, in the layer as the emulation keeps them: the kernels read the scale and merge the amax in
-  place, and `update_delayed` rolls the history once per optimizer step. Transformer Engine's own DelayedScaling rolls
-  at the end of every autocast and takes the maximum over the whole job.
-- All GEMMs accumulate in full fp32 (`use_split_accumulator`); its default for fprop of per-tensor FP8 keeps about 14
-  bits of a sum.
+  place, and `update_delayed` rolls the history when the recipe says. Transformer Engine's own DelayedScaling rolls at
+  the end of every autocast and takes the maximum over the whole job.
+- GEMMs of FP8 with a scale per tensor or per 128 accumulate in full fp32 (`use_split_accumulator`); its default for
+  fprop of per-tensor FP8 keeps about 14 bits of a sum. MXFP8's and NVFP4's recipes have no such switch: the library
+  calls their fprop GEMM without it and their backward GEMMs with it (`_2X_ACC_FPROP`, ...), and fast accumulation is
+  Hopper's.
 """
 
 import functools
@@ -123,7 +125,10 @@ class DelayedQuantizers:
         return self.by_role.get(ROLE_OF.get(getattr(role, "tensor_type", ""), ""), self._spare)
 
     def use(self, scale: Tensor, amax: Tensor | None) -> None:
-        """Read `scale` [len(ROLES)] and merge amaxes into `amax` [len(ROLES)], or nowhere."""
+        """Read `scale` [len(ROLES)] and merge amaxes into `amax` [len(ROLES)], or nowhere.
+
+        For a forward pass, and again for its backward pass: another may have come in between.
+        """
         target = self.scratch if amax is None else amax
         for at, role in enumerate(ROLES):
             quantizer = self.by_role[role]
@@ -158,11 +163,15 @@ class NativeLinear(QuantisedLinear):
             if self.scale is None or self.amax_history is None:
                 raise RuntimeError(f"{self.name} has no delayed state")
             recording = self.training and torch.is_grad_enabled()
-            self._delayed.use(self.scale, self.amax_history[0] if recording else None)
+            scales = self.scale, self.amax_history[0] if recording else None
+            self._delayed.use(*scales)
         rows = x.reshape(-1, self.in_features)  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
         padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
+        if self._delayed is not None and padded.requires_grad:
+            delayed = self._delayed
+            padded.register_hook(lambda _: delayed.use(*scales))
         y = padded[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
         if self.observe is not None:  # kernels keep what they round to themselves
             observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)

@@ -38,9 +38,14 @@ class HadamardConfig(Group):
 class DelayedConfig(Group):
     """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
 
-    history_length: PositiveInt = Field(1024, description="optimizer steps")
+    history_length: PositiveInt = Field(1024, description="updates that an amax stays for")
     algorithm: Literal["max", "most_recent"] = "max"
     margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
+    update: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="when scales move: after an optimizer step, or after one micro-batch of every data-parallel rank",
+        exclude_if=lambda update: update == "step",  # recipes from before the key keep their hash
+    )
 
 
 class CastConfig(Group):

@@ -189,6 +189,12 @@ class PrecisionConfig(Group):
         return any(cast.quantises for casts in self.cast_sets().values() for cast in casts.values())
 
     @property
+    def updates_every_micro_batch(self) -> bool:
+        """Whether some delayed scale, in any module or phase, moves within an optimizer step."""
+        delayed = [cast.delayed for casts in self.cast_sets().values() for cast in casts.values()]
+        return any(each is not None and each.update == "micro_batch" for each in delayed)
+
+    @property
     def recipe_hash(self) -> str:
         """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers, and over `allow`.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision.module import (
+    QuantisedLinear,
     delayed_state,
     high_precision_forward,
     load_delayed_state,
@@ -37,6 +38,7 @@ class Quantisation:
         self.report: SwapReport | None = None
         self._in_force = recipe.at(0, 1)  # what the swap starts with
         self._overflow: Tensor | None = None
+        self._scales_at_start: list[tuple[QuantisedLinear, Tensor | None, Tensor | None]] = []
 
     def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
         """Swap the model's linears, on the meta device; `report` says what was converted and what was kept.
@@ -100,6 +102,13 @@ class Quantisation:
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
+        if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
+            self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
+
+    def repeat_step(self) -> None:
+        """Put the delayed scales back that the step in progress began with: it is run again."""
+        for layer, scale, history in self._scales_at_start:
+            layer.scale, layer.amax_history = scale, history
 
     def begin_micro_batch(self, model: nn.Module, step: int, micro_batch: int) -> None:
         """Key the random bits of the forward and backward pass that follow; `micro_batch` counts over all ranks."""
@@ -112,9 +121,18 @@ class Quantisation:
         """Key the random bits of a validation batch's forward pass."""
         set_step_key(model, StepKey(self.seed, step, VALIDATION_KEY + index))
 
+    def end_micro_batch(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
+        """Set the delayed scales that move with every micro-batch, after its backward pass; collective.
+
+        All data-parallel ranks run a micro-batch each at the same time: `reduce_max` takes amaxes to their maximum over
+        these, and one update follows. So scales depend on how many ranks there are.
+        """
+        if self.recipe.updates_every_micro_batch:
+            update_delayed(model, reduce_max, "micro_batch")
+
     def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
-        """Set the delayed scales of the next step; `reduce_max` takes amaxes to their maximum over all ranks."""
-        update_delayed(model, reduce_max)
+        """Set the delayed scales that move with every step; `reduce_max` takes amaxes to their maximum over ranks."""
+        update_delayed(model, reduce_max, "step")
 
     @property
     def changes_forward(self) -> bool:

@@ -106,6 +106,7 @@ class TrainStrategy(ModelParallelStrategy):
             loss = module.training_step(batch.tokens[turn], batch.labels[turn], documents) / targets
             (loss * self.precision_plugin.loss_scale).backward()
             sync.after_backward(turn, last)
+            module.quantisation.end_micro_batch(module.model, self._largest_amax)
             losses.append(loss.detach())
         return torch.stack(losses)
 
@@ -128,6 +129,7 @@ class TrainStrategy(ModelParallelStrategy):
     def run_again(self, batch: Batch) -> None:
         """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
         self.optimizers[0].zero_grad(set_to_none=True)
+        self.lightning_module.quantisation.repeat_step()
         self._accumulate(batch)
 
     def ask_to_stop(self, signal_number: int) -> None:
@@ -150,10 +152,13 @@ class TrainStrategy(ModelParallelStrategy):
         """Take the step through the precision plugin, then set the delayed scales of the next one."""
         module = self.lightning_module
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        stage = ("dp", "cp", "tp")  # the ranks that hold the same layers
-        module.quantisation.end_step(module.model, lambda amax: self.layout.reduce(amax, dist.ReduceOp.MAX, *stage))
+        module.quantisation.end_step(module.model, self._largest_amax)
         module.completed_steps += 1
         return result
+
+    def _largest_amax(self, amax: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks that hold the same layers."""
+        return self.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "cp", "tp")
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Fire the hooks around backward, which has run already."""

@@ -23,8 +23,8 @@ from lightning_llm.schema.precision import slots_of
 
 NATIVE = Decision("native", library="2.20.2")
 WIDTH = 256
-SHIPPED = ["fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp8",
-           "nvfp4", "fp16_mxfp8", "fp16_mxfp8_hybrid"]  # fmt: skip
+SHIPPED = ["fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel",
+           "fp8_subchannel_fp32scales", "mxfp8", "nvfp4", "fp16_mxfp8", "fp16_mxfp8_hybrid"]  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -123,6 +123,32 @@ def test_delayed_scales_move_once_per_step_and_not_in_validation(engine):
         for name, state in ours.items():
             assert all(torch.equal(state[key], theirs[name][key]) for key in ("scale", "amax_history"))
     assert ours["layers.1.up_proj"]["scale"].min() != 1
+
+
+@pytest.mark.parametrize("between", ["no_grad", "evaluation"])
+def test_a_forward_pass_in_between_leaves_a_backward_pass_its_scales_and_its_amax(between, engine):
+    """One without gradients, or one in evaluation: the gradient's amax was once lost to it."""
+    x, dy = batch(torch.bfloat16)
+    states, gradients = [], []
+    for model in pair(load("fp8_delayed")):
+        run(model, x, dy)
+        update_delayed(model)
+        layer = block_of(model)["up_proj"]
+        layer.weight.grad = None
+        y = layer(x)
+        if between == "no_grad":
+            with torch.no_grad():
+                layer(3 * x)
+        else:
+            model.eval()
+            layer(3 * x)
+            model.train()
+        y.backward(y.detach() * 2)
+        states.append(delayed_state(model)["layers.1.up_proj"]["amax_history"])
+        gradients.append(layer.weight.grad)
+    assert states[0][0, 2] > 0
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(gradients[0], gradients[1])
 
 
 def test_delayed_state_goes_from_one_backend_to_the_other(engine):

@@ -9,6 +9,7 @@ import pytest
 from traced_run import difference, traced_run
 
 from lightning_llm.compose import compose_config
+from lightning_llm.parallel.describe import layout_facts
 
 STEP, MICRO_BATCH = 3, 2
 
@@ -29,6 +30,51 @@ class OverflowIn(pl.Callback):
             return loss * float("inf") if current == [STEP, MICRO_BATCH] else loss
 
         pl_module.quantisation.begin_micro_batch, pl_module.training_step = noted, overflowing
+
+
+class FirstAmaxes(pl.Callback):
+    """Keeps the amaxes of the first step, oldest first, of a layer whose input no cast has touched."""
+
+    def __init__(self) -> None:
+        self.amaxes: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        history = pl_module.quantisation.state(pl_module.model)["layers.0.attention.q_proj.amax_history"][:, 0]
+        self.amaxes = self.amaxes or history[history > 0].tolist()
+
+
+def first_amaxes(config: Any) -> list[float]:
+    seen = FirstAmaxes()
+    traced_run(config, seen)
+    return seen.amaxes
+
+
+def test_a_round_of_micro_batches_is_one_update_of_delayed_scales(ranks, small_run, tmp_path):
+    """Each with the largest amax of what the ranks run at once, which `plan` says is another run on other ranks."""
+
+    def config(layout: str, world: int) -> Any:
+        words = [
+            "precision=fp8_delayed_micro_batch",
+            "precision.casts=eager",
+            "data.micro_batch_size=1",
+            "data.sequence_length=2",
+        ]
+        words += [
+            f"parallel={layout}",
+            f"trainer.devices={world}",
+            "trainer.max_steps=1",
+            "checkpoint.every_steps=null",
+        ]
+        return compose_config(small_run(tmp_path / f"{layout}{world}", *words, "trainer.validate_every_steps=null"))
+
+    alone = ranks(1).call(first_amaxes, config("single", 1))
+    rounds = {"ddp": ((0, 2), (1, 3)), "zero3": ((0, 1), (2, 3))}
+    wanted = {layout: [max(alone[a], alone[b]) for a, b in pairs] for layout, pairs in rounds.items()}
+    assert len({*map(tuple, (alone, *wanted.values()))}) == 3
+    for layout, amaxes in wanted.items():
+        assert ranks(2).call(first_amaxes, config(layout, 2)) == amaxes
+        assert "update: micro_batch" in layout_facts(config(layout, 2))["bitwise_problem"]
+    assert layout_facts(config("single", 1))["bitwise"]
 
 
 def overflowing_run(config: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_llm.precision import inductor
+from lightning_llm.precision import gemm, inductor
 from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.operand import BlockScales, Operand
 from lightning_llm.schema.precision import CastConfig
@@ -63,3 +64,25 @@ def test_products_agree_with_float64(x_cast, w_cast):
     assert ((product - (left @ right.T + bias)).abs() <= bound).all()
     error = (left - x.double()).abs().sum()
     assert 0 < error <= 0.07 * x.double().abs().sum()
+
+
+def test_a_factor_multiplies_the_fp32_sum_where_the_device_returns_it(monkeypatch):
+    """Rounded once: exactly the bf16 number nearest to sum x factor. On a CPU some elements are rounded twice."""
+    generator = torch.Generator().manual_seed(2)
+    a, b = (torch.randint(-15, 16, shape, generator=generator).bfloat16() for shape in ((M, 64), (64, N)))
+    factor = torch.tensor(0.3)
+    once = ((a.double() @ b.double()).float() * factor).bfloat16()  # sums of integers are exact
+    assert not torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: mm(left.to(out_dtype), right.to(out_dtype)))
+    monkeypatch.setattr(gemm, "returns_fp32", lambda device: True)
+    assert torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_is_asked_for_fp32_sums(dtype):
+    with FakeTensorMode():
+        a, b = (torch.empty(shape, device="cuda", dtype=dtype) for shape in ((32, 64), (64, 16)))
+        assert gemm._sums(a, b).dtype == torch.float32
+        assert gemm._sums(a.cpu(), b.cpu()).dtype == dtype
+        assert multiply(Operand(a, torch.ones((), device="cuda")), Operand(b), dtype, "eager").dtype == dtype

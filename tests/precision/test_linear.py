@@ -224,6 +224,33 @@ def test_delayed_scale_comes_from_the_step_before():
     assert torch.equal(layer.amax_history[0], torch.zeros(3))
 
 
+def test_delayed_scales_that_move_with_every_micro_batch():
+    """Each is cast by the amaxes of those before it; the recipe that moves with the step is left alone meanwhile."""
+    recipe = load("fp8_delayed_micro_batch")
+    layer, by_step = layer_of(recipe), layer_of(load("fp8_delayed"))
+    x, dy = tensors(torch.bfloat16)
+    seen, largest = [], torch.tensor([448.0, 448.0, 57344.0])
+    layer.observe = lambda cast: seen.append((cast.slot, float(cast.scaled.multiplier)))
+    amax = torch.zeros(3)
+    for factor in (1, 4, 2):
+        seen.clear()
+        run(layer, x * factor, dy / factor)
+        run(by_step, x * factor, dy / factor)
+        expected = torch.where(amax > 0, largest / amax, torch.ones(3))
+        by_role = dict(zip(("x", "w", "dy"), expected.tolist(), strict=True))
+        assert seen == [(slot, by_role[slot.split(".")[1]]) for slot, _ in seen]
+        assert len(seen) == 6
+        for each in (layer, by_step):
+            update_delayed(each, after="micro_batch")
+        now = [(x * factor).abs().max(), layer.weight.detach().bfloat16().abs().max(), (dy / factor).abs().max()]
+        amax = torch.maximum(amax, torch.stack(now).float())
+    assert torch.equal(by_step.scale, torch.ones(3))
+    assert int((layer.amax_history > 0).all(1).sum()) == 3
+    update_delayed(by_step, after="step")
+    assert int((by_step.amax_history > 0).all(1).sum()) == 1
+    assert torch.equal(by_step.scale, layer.scale)  # the maximum of all three
+
+
 def test_evaluation_records_no_amax():
     layer = layer_of(load("fp8_delayed"))
     x, dy = tensors(torch.bfloat16)

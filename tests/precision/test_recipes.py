@@ -12,9 +12,9 @@ from lightning_llm.schema.precision import PrecisionConfig, slots_of
 from tests.precision.recipes import FOLDER, RECIPES, load
 
 SHIPPED = (
-    "fp32 bf16 bf16_true fp16 fp8_delayed fp8_current fp8_current_e4m3 fp8_subchannel fp8_subchannel_fp32scales mxfp8 "
-    "mxfp8_ocp nvfp4 nvfp4_all_blocks mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht mxfp4_rht_rne quartet fp16_mxfp8 "
-    "fp16_mxfp8_hybrid"
+    "fp32 bf16 bf16_true fp16 fp8_delayed fp8_delayed_micro_batch fp8_current fp8_current_e4m3 fp8_subchannel "
+    "fp8_subchannel_fp32scales mxfp8 mxfp8_ocp nvfp4 nvfp4_all_blocks mxfp4_sr mxfp4_sr_fp8 mxfp4_rne mxfp4_sr_norht "
+    "mxfp4_rht_rne quartet fp16_mxfp8 fp16_mxfp8_hybrid"
 )
 
 
@@ -46,7 +46,12 @@ def test_slots_of_published_recipes():
         return [f"{cast.format} {cast.block}" if cast.quantises else "high" for cast in slots_of(load(name)).values()]
 
     e4m3, e5m2 = "e4m3 tensor", "e5m2 tensor"
-    assert row("fp8_delayed") == row("fp8_current") == [e4m3, e4m3, e5m2, e4m3, e5m2, e4m3]
+    assert (
+        row("fp8_delayed")
+        == row("fp8_delayed_micro_batch")
+        == row("fp8_current")
+        == [e4m3, e4m3, e5m2, e4m3, e5m2, e4m3]
+    )
     line, square = "e4m3 1x128", "e4m3 128x128"
     assert row("fp8_subchannel") == [line, square, line, square, line, line]
     assert row("mxfp8") == row("fp16_mxfp8") == ["e4m3 1x32"] * 6
@@ -55,6 +60,16 @@ def test_slots_of_published_recipes():
     assert row("quartet") == ["e2m1 1x32"] * 6
     assert {slot for slot, cast in slots_of(load("nvfp4")).items() if cast.stochastic} == {"dgrad.dy", "wgrad.dy"}
     assert {slot for slot, cast in slots_of(load("nvfp4")).items() if cast.hadamard} == {"wgrad.dy", "wgrad.x"}
+
+
+def test_when_scales_move_is_part_of_the_identity_and_changed_none_from_before():
+    one, other = load("fp8_delayed"), load("fp8_delayed_micro_batch")
+    assert one.recipe_hash == "3aa16c7e6f38"  # of dc39dec, which had no such key
+    assert one.recipe_hash != other.recipe_hash
+    assert (one.updates_every_micro_batch, other.updates_every_micro_batch) == (False, True)
+    assert PrecisionConfig.model_validate(other.model_dump()) == other
+    mixed = other.model_copy(update={"fprop": one.fprop})
+    assert any("Give all delayed slots the same" in problem.text for problem in lint(mixed))
 
 
 def test_identity_leaves_out_the_name_and_takes_in_every_number():

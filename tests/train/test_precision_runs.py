@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from run_metrics import read_metrics
 from safetensors.torch import load_file
+from traced_run import run_with
 
 from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
@@ -207,6 +209,56 @@ def test_an_overflow_that_saturation_hides_is_found_in_the_operands():
         linear(x).backward(gradient)
         assert torch.isfinite(linear.weight.grad).all()  # the cast made a number of Inf
         assert quantisation.take_overflow() is seen
+
+
+class DelayedState(pl.Callback):
+    """Keeps the state of delayed scaling after each step."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.states.append(pl_module.quantisation.state(pl_module.model))
+
+
+def rows_of(state):
+    """Return how many amaxes each layer's history has, of all three tensors."""
+    return {int((tensor > 0).all(1).sum()) for name, tensor in state.items() if name.endswith("amax_history")}
+
+
+def test_scales_move_with_every_micro_batch_where_the_recipe_says_so(small_run, tmp_path):
+    """Two per step: also where activations are recomputed, through a resumption, and when a step is run again."""
+    words = [*SHAPE, "precision.casts=eager", "trainer.validate_every_steps=null", "schedule.total_steps=3"]
+    words += ["parallel.activation_checkpoint=full"]
+    kept = {}
+    for name in ("fp8_delayed", "fp8_delayed_micro_batch"):
+        kept[name] = DelayedState()
+        more = [f"precision={name}", "trainer.max_steps=3"]
+        trainer = run_with(compose_config(small_run(tmp_path / name, *words, *more)), kept[name])
+    assert [rows_of(each) for each in kept["fp8_delayed"].states] == [{1}, {2}, {3}]
+    assert [rows_of(each) for each in kept["fp8_delayed_micro_batch"].states] == [{2}, {4}, {6}]
+    before = {name: tensor.clone() for name, tensor in kept["fp8_delayed_micro_batch"].states[-1].items()}
+    quantisation, model = trainer.lightning_module.quantisation, trainer.lightning_module.model
+    quantisation.repeat_step()
+    now = quantisation.state(model)
+    was = kept["fp8_delayed_micro_batch"].states[1]
+    assert all(torch.equal(was[name], now[name]) for name in was if name.endswith("scale"))
+    assert any(not torch.equal(before[name], now[name]) for name in was if name.endswith("scale"))
+    plain = [word for word in words if "checkpoint=full" not in word]
+    for steps, more in ((2, ()), (3, ("resume=auto",))):
+        config = small_run(
+            tmp_path / "parts", *plain, "precision=fp8_delayed_micro_batch", f"trainer.max_steps={steps}"
+        )
+        assert main(["train", *config, *more]) == 0
+    assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "fp8_delayed_micro_batch" / "run")
+
+
+def test_scales_that_move_with_every_micro_batch_do_not_go_with_a_pipeline(small_run, tmp_path, capsys):
+    words = ["precision=fp8_delayed_micro_batch", "parallel=pp", "trainer.devices=2"]
+    assert train(small_run, tmp_path, *words) == 2
+    said = capsys.readouterr().err
+    assert "parallel.pp: is 2, and the recipe's delayed scales move with every micro-batch" in said
+    assert "Set 1, or update: step." in said
 
 
 def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
