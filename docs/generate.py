@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from lightning_llm.compare.statistics import power, seeds_needed
+from lightning_llm.compare.power import power, seeds_needed
 from lightning_llm.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of

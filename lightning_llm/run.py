@@ -355,6 +355,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "parameters": count_parameters(config.model).total,
         "data_hash": corpus.fingerprint,
         "validation_hash": corpus.validation_fingerprint,
+        "validation_unigram_nats": corpus.validation_unigram_nats,
         "threads": torch.get_num_threads(),
         "backend": decision.runs if config.precision.quantises else None,  # where casts run
         "precision": decision.facts(),

@@ -185,11 +185,14 @@ def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> 
 
 
 def _smallest_correlation(there: NDArray[np.bool_], judged: NDArray[np.bool_]) -> Array:
-    """Return the smallest correlation between two recipes' gaps, [...]: n_ij / (2 sqrt(n_i n_j)) over common seeds."""
+    """Return the smallest correlation between two recipes' gaps, [...]: n_ij / (2 sqrt(n_i n_j)) over common seeds.
+
+    In hundredths, rounded down, which can only widen the intervals and leaves few critical values to be found.
+    """
     counts = there.astype(float)
     common = counts @ counts.swapaxes(-1, -2)  # [..., K, K]
     own = there.sum(-1).astype(float)
     with np.errstate(invalid="ignore", divide="ignore"):
         each = BASELINE_CORRELATION * common / np.sqrt(own[..., :, None] * own[..., None, :])
     both = judged[..., :, None] & judged[..., None, :] & ~np.eye(there.shape[-2], dtype=bool)
-    return np.where(both, np.round(each, 6), BASELINE_CORRELATION).min((-1, -2))
+    return np.where(both, np.floor(100 * each + 1e-9) / 100, BASELINE_CORRELATION).min((-1, -2))

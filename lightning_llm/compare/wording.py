@@ -12,7 +12,7 @@ LOOKS = (
     "at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not 2.5 %. "
     "Choose the number of seeds first, and take the verdict at that number."
 )
-FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.067, (2, 20): 0.133}
+FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
 """{(first, last number of seeds looked at): how often lossless is said at some look though the gap is the margin}: one
 recipe, 95 % intervals; tests/compare/test_simulations.py."""
 

@@ -199,6 +199,21 @@ class Corpus:
         """How many sequences a validation scores; 0 where nothing is held out (`data.validation.fraction=0`)."""
         return len(self._validation_windows)
 
+    @cached_property
+    def validation_unigram_nats(self) -> float | None:
+        """Entropy of the frequencies of the tokens that a validation scores, in nats: the least loss without context.
+
+        With the correction for rare tokens that so few do not show (G. A. Miller, "Note on the bias of information
+        estimates", 1955). None where nothing is held out.
+        """
+        length = self.config.sequence_length
+        scored = [self.held_out[s].tokens[w * length + 1 : (w + 1) * length + 1] for s, w in self._validation_windows]
+        if not scored:
+            return None
+        _, counts = np.unique(np.concatenate(scored), return_counts=True)
+        shares = counts / counts.sum()
+        return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
+
     def validation(self, indices: Sequence[int], micro_batch_size: int) -> ValidationBatch:
         """Return the sequences `indices` of the fixed validation order; rows beyond them or it have no target."""
         length = self.config.sequence_length

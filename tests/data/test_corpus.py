@@ -135,6 +135,14 @@ def test_validation_scores_every_token_it_should_once(cache: Path, two_files: di
         assert scored[source] == packed(file["path"], 0.2)[2][1:]
 
 
+def test_the_loss_without_context_is_the_entropy_of_what_is_scored(corpus: Corpus) -> None:
+    labels = torch.cat([batch.labels.flatten() for batch in corpus.validation_batches(4)])
+    counts = torch.bincount(labels[labels >= 0]).double()
+    counts = counts[counts > 0]
+    plain = torch.distributions.Categorical(counts).entropy().item()
+    assert corpus.validation_unigram_nats == pytest.approx(plain + (len(counts) - 1) / (2 * counts.sum().item()))
+
+
 def test_validation_is_shared_by_weight_and_by_ranks(corpus: Corpus) -> None:
     whole = list(corpus.validation_batches(5))
     assert corpus.validation_sequences == 12

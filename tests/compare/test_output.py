@@ -1,0 +1,146 @@
+"""What is said of a verdict: settings, colours, warnings, the command for more seeds, looks, tables. 8 seconds."""
+
+import csv
+import json
+import shlex
+import shutil
+
+import pytest
+from run_folders import make_run, make_sweep, verdicts
+
+from lightning_llm.__main__ import main
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.reading import read_run
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+def test_every_line_names_the_setting(tmp_path, capsys):
+    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
+    found = verdicts(capsys, make_sweep(tmp_path / "s", rates))
+    lines = [row["line"].partition(": ")[0] for row in found["verdicts"]]
+    scale = "mxfp8 at 2.16M parameters, 205K tokens"
+    assert lines == [f"{scale}, optim.learning_rate=0.001", f"{scale}, optim.learning_rate=0.002"]
+    models = {
+        f"precision={p} {model}": 0.0
+        for p in ("bf16", "mxfp8")
+        for model in ("model=llama_tiny", "model=llama_20m model.vocab_size=1024")
+    }
+    found = verdicts(capsys, make_sweep(tmp_path / "m", models))
+    assert {row["line"].partition(": ")[0].rpartition(", ")[2] for row in found["verdicts"]} == {
+        "model=llama_20m", "model=llama_tiny",
+    }  # fmt: skip
+    assert len(found["baselines"]) == 2
+
+
+def test_what_is_not_controlled_or_may_not_have_acted_is_neither_green_nor_silent(tmp_path, capsys):
+    runs = []
+    for seed in (0, 1, 2):
+        noise = 0.001 * seed
+        runs.append(make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}", noise=noise))
+        runs.append(make_run(tmp_path / f"b{seed}", "precision=mxfp8", f"seed={seed}", noise=noise))
+        words = ("precision=mxfp4_sr", "optim.eps=1e-6", f"seed={seed}")
+        runs.append(make_run(tmp_path / f"c{seed}", *words, noise=noise + 0.0001 * seed))
+    same, other = compare_runs([read_run(run) for run in runs], Terms()).verdicts
+    if same.name != "mxfp8":
+        same, other = other, same
+    assert (same.decision, same.colour, same.qualified) == ("lossless", "inconclusive", "lossless (may not have acted)")
+    assert (other.decision, other.colour, other.qualified) == ("lossless", "inconclusive", "lossless (not controlled)")
+    row = verdicts(capsys, *runs, "--output", tmp_path / "out")["by_name"]["mxfp8"]
+    assert "the recipe may not have acted at all" in row["line"]
+    assert row["may_not_have_acted"]
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert 'class="lossless"' not in html
+    assert 'class="inconclusive">lossless (not controlled)' in html
+
+
+def test_layouts_that_equal_each_other_to_the_last_bit_are_as_they_should_be(tmp_path, capsys):
+    words = ("data.micro_batch_size=1",)
+    make_run(tmp_path / "s" / "0", "parallel=single", *words)
+    make_run(tmp_path / "s" / "1", "parallel=ddp", "trainer.devices=2", *words)
+    row = verdicts(capsys, tmp_path / "s")["by_name"]["ddp"]
+    assert (row["verdict"], row["identical"], row["may_not_have_acted"]) == ("lossless", True, False)
+    assert row["reason"] == ""
+
+
+def test_a_gap_that_is_there_and_may_be_below_the_margin_is_called_worse(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0097})
+    row = verdicts(capsys, sweep)["by_name"]["mxfp8"]
+    assert 0 < row["ci"][0] < 0.01 < row["ci"][1]
+    assert row["qualified"] == "inconclusive (worse; by more than the margin: open)"
+    assert "worse; by more than the margin: open" in row["line"]
+
+
+def write_sweep(sweep, overrides):
+    """Write the sweep's file, as a start of it does."""
+    jobs = [
+        {"number": int(folder.name), "words": [], "key": folder.name, "kind": "x", "seed": 0}
+        for folder in sweep.glob("[0-9]*")
+    ]
+    typed = [{"overrides": overrides, "config_dir": None}]
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": jobs, "typed": typed}))
+
+
+def test_the_advice_is_a_command_that_adds_seeds_to_the_same_sweep(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    sweep = make_sweep(tmp_path / "exp" / "sweep-0", {"precision=bf16": 0.0, "precision=mxfp8": 0.0}, seeds=2)
+    make_run(sweep / "20", "precision=bf16", "seed=2")
+    make_run(sweep / "21", "precision=mxfp8", "seed=2", noise=0.02)
+    write_sweep(sweep, ["recipe=sweep/precision_shootout", "precision=bf16,mxfp8"])
+    found = verdicts(capsys, sweep)
+    row, advice = found["by_name"]["mxfp8"], found["advice"]
+    assert advice["more_seeds"] == row["more_seeds"] > 0
+    words = shlex.split(advice["command"])
+    assert words[1:5] == ["train", "-m", "recipe=sweep/precision_shootout", "precision=bf16,mxfp8"]
+    assert words[5] == f"seed={','.join(map(str, range(3 + row['more_seeds'])))}"
+    assert words[6:] == ["run.name=sweep-0"]
+    assert main(["compare", str(sweep)]) == 0
+    assert advice["command"] in capsys.readouterr().out
+    some = [sweep / name for name in ("0", "2", "20", "21")]
+    assert verdicts(capsys, *some)["advice"] is None  # no sweep was named
+
+
+def test_looks_at_new_runs_are_written_down_and_looks_at_the_same_are_not(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0}, seeds=2)
+    assert len(verdicts(capsys, sweep)["looks"]) == 1
+    found = verdicts(capsys, sweep, "--output", tmp_path / "elsewhere")
+    assert len(found["looks"]) == 1
+    assert "This is look" not in " ".join(found["notes"])
+    make_run(sweep / "20", "precision=bf16", "seed=2")
+    make_run(sweep / "21", "precision=mxfp8", "seed=2", noise=0.0003)
+    found = verdicts(capsys, sweep)
+    assert [look["pairs"] for look in found["looks"]] == [{"mxfp8": 2}, {"mxfp8": 3}]
+    assert "This is look 2 at these runs. Every look at a growing sweep" in " ".join(found["notes"])
+    assert [look["margin"] for look in verdicts(capsys, sweep, "--margin", "0.05")["looks"]] == [0.01, 0.01, 0.05]
+    (sweep / "compare" / "looks.json").write_text("{}")
+    assert "is not recorded in" in " ".join(verdicts(capsys, sweep)["notes"])
+
+
+def test_tables_for_a_paper_have_the_baseline_the_sources_and_no_letter_that_latex_would_take(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp4_sr": 0.06})
+    row = verdicts(capsys, sweep)["by_name"]["mxfp4_sr"]
+    with (sweep / "compare" / "verdicts.csv").open(newline="") as file:
+        base, recipe = csv.DictReader(file)
+    assert (base["recipe"], base["verdict"], recipe["verdict"]) == ("bf16", "baseline", "lossy")
+    assert float(recipe["gap"]) == row["gap"]
+    assert float(recipe["gap/code"]) == row["gap_by_source"]["code"]
+    latex = (sweep / "compare" / "verdicts.tex").read_text()
+    lines = [line for line in latex.splitlines() if line.endswith(r"\\")]
+    assert [line.count(" & ") for line in lines] == [7, 7, 7]
+    assert r"mxfp4\_sr" in lines[2]
+    assert f"{row['gap']:+.4f}" in lines[2]
+
+
+def test_pictures_are_also_files_and_those_of_an_earlier_report_go(tmp_path, capsys):
+    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
+    sweep = make_sweep(tmp_path / "s", rates, seeds=2)
+    verdicts(capsys, sweep)
+    names = {file.name for file in (sweep / "compare").glob("*.svg")}
+    assert names == {f"figure-{name}-{place}.svg" for name in ("gaps", "curves", "speed") for place in (0, 1)}
+    for number in (2, 3, 6, 7):
+        shutil.rmtree(sweep / str(number))
+    verdicts(capsys, sweep)
+    assert {file.name for file in (sweep / "compare").glob("*.svg")} == {
+        "figure-gaps.svg", "figure-curves.svg", "figure-speed.svg",
+    }  # fmt: skip

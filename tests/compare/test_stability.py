@@ -1,0 +1,172 @@
+"""Failures: exact rates, McNemar's test, outlier seeds; what verdicts promise, over simulated sweeps. 12 seconds."""
+
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from lightning_llm.compare.cost import time_ratio
+from lightning_llm.compare.pairing import Pair
+from lightning_llm.compare.reading import Run
+from lightning_llm.compare.stability import judge_stability, mcnemar, outlier_seeds, rate_interval, upper_bound
+from lightning_llm.compare.wording import FALSE_LOSSLESS_BY_LOOKS
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def load(file: Path):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+simulation = load(DOCS / "simulate_verdicts.py")
+SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}
+
+
+@pytest.mark.parametrize(("failed", "runs"), [(0, 3), (1, 3), (3, 3), (2, 10), (1, 46)])
+def test_rates_have_the_interval_of_clopper_and_pearson(failed, runs):
+    theirs = stats.binomtest(failed, runs).proportion_ci(0.95, "exact")
+    assert rate_interval(failed, runs) == pytest.approx((theirs.low, theirs.high))
+    one_sided = stats.binomtest(failed, runs, alternative="less").proportion_ci(0.95, "exact")
+    assert upper_bound(failed, runs) == pytest.approx(one_sided.high)
+
+
+def brute_force(recipe_alone, baseline_alone, seeds, highest):
+    """Sum over every fate of every seed: 1 the recipe alone, -1 the baseline alone, 0 neither or both."""
+
+    def z(fates):
+        a, b = fates.count(1), fates.count(-1)
+        return (a - b) / math.sqrt(a + b) if a + b else 0.0
+
+    seen = (recipe_alone - baseline_alone) / math.sqrt(recipe_alone + baseline_alone)
+    worst = 0.0
+    for r in np.linspace(0, highest * (1 - highest), 101)[1:]:
+        chance = {1: r, -1: r, 0: 1 - 2 * r}
+        fates = itertools.product((1, -1, 0), repeat=seeds)
+        worst = max(worst, sum(math.prod(chance[f] for f in each) for each in fates if z(each) >= seen - 1e-9))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("recipe", "baseline", "seeds"), [(1, 0, 1), (3, 0, 3), (2, 0, 3), (2, 1, 4), (4, 0, 5), (3, 1, 5)]
+)
+def test_mcnemars_test_is_what_counting_every_outcome_gives(recipe, baseline, seeds):
+    assert mcnemar(recipe, baseline, seeds) == pytest.approx(brute_force(recipe, baseline, seeds, 0.3), rel=1e-3)
+    assert mcnemar(baseline, recipe, seeds) == 1.0
+
+
+@pytest.mark.parametrize(("seeds", "recipes"), [(3, 1), (3, 5), (5, 4), (10, 4)])
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.3])
+def test_arms_of_one_failure_rate_are_called_unstable_in_at_most_one_of_twenty_sweeps(seeds, recipes, rate):
+    failed = np.random.default_rng(seeds).random((4000, recipes + 1, seeds)) < rate
+    wrong = 0
+    for arms in failed:
+        fates = [[s for s in range(seeds) if arm[s]] for arm in arms]
+        wrong += any(judge_stability(seeds, each, fates[0], recipes, 0.95).verdict == "unstable" for each in fates[1:])
+    assert wrong / 4000 <= 0.05
+
+
+def test_at_three_seeds_a_recipe_that_always_fails_is_unstable_beside_four_others():
+    assert judge_stability(3, [0, 1, 2], [], 5, 0.95).verdict == "unstable"
+    assert judge_stability(3, [0, 1], [], 1, 0.95).verdict == "open"
+    assert not judge_stability(3, [0], [], 1, 0.95).allows_lossless
+    assert judge_stability(3, [0], [1], 1, 0.95).allows_lossless  # so did the baseline
+    assert judge_stability(46, [0], [], 1, 0.95).verdict == "as stable"
+    assert judge_stability(45, [0], [], 1, 0.95).verdict == "open"
+
+
+gaps = st.lists(st.floats(-0.02, 0.02), min_size=2, max_size=8)
+
+
+@settings(max_examples=200, derandomize=True)
+@given(near=gaps, far=st.floats(0.25, 5), favour=st.booleans())
+def test_a_catastrophe_is_named_and_ordinary_scatter_is_not(near, far, favour):
+    differences = dict(enumerate(near))
+    assert outlier_seeds(differences, [], 0.01, 0.0) == []  # none is ten margins out
+    differences[99] = -far if favour else far
+    assert outlier_seeds(differences, [], 0.01, 0.0) == [99]
+    assert outlier_seeds(differences, [], 0.01, floor=1.0) == []  # where rounding alone does that
+
+
+def test_what_is_far_out_at_every_seed_is_a_gap_and_what_others_do_is_ordinary():
+    assert outlier_seeds({0: 1.0, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []
+    assert outlier_seeds({0: 0.001, 1: 1.2, 2: 0.9}, [], 0.01, 0.0) == []  # the most: no outliers
+    assert outlier_seeds({0: 0.001, 1: 0.9}, [], 0.01, 0.0) == []  # nothing to stand out from
+    assert outlier_seeds({0: 0.001, 1: 0.002, 2: 0.9}, [0.5, 0.8, 0.6], 0.01, 0.0) == []
+
+
+QUICK = [
+    ("every run diverges at 5 %", 3), ("one recipe has a catastrophe at one seed", 5),
+    ("curves wander (AR 0.9), 5 % diverge", 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seeds"), QUICK)
+def test_verdicts_are_wrong_in_at_most_one_of_twenty_sweeps(name, seeds):
+    assert simulation.false_lossy(SCENARIOS[name], seeds, 150) <= 0.05
+    assert simulation.false_lossless(SCENARIOS[name], seeds, 150) <= 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_verdicts_are_wrong_in_at_most_one_of_twenty_sweeps_of_many(name, seeds):
+    assert simulation.false_lossy(SCENARIOS[name], seeds) <= 0.05
+    assert simulation.false_lossless(SCENARIOS[name], seeds) <= 0.05
+
+
+@pytest.mark.parametrize(("plan", "trials"), [(simulation.PLANS[0], 100), (simulation.PLANS[2], 60)])
+def test_the_number_of_seeds_that_is_advised_mostly_decides(plan, trials):
+    assert simulation.decided_as_planned(*plan, trials) >= 0.78
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", simulation.PLANS)
+def test_the_number_of_seeds_that_is_advised_decides_with_the_probability_that_is_named(plan):
+    assert 0.78 <= simulation.decided_as_planned(*plan, 2000) <= 0.97
+
+
+@pytest.mark.parametrize(("looks", "rate"), FALSE_LOSSLESS_BY_LOOKS.items())
+def test_repeated_looks_err_as_often_as_is_said(looks, rate):
+    assert simulation.false_lossless_over_looks(looks[1]) == pytest.approx(rate, abs=0.006)
+
+
+def made(losses):
+    """A run with a validation every 10 steps of 100 tokens and 1 second each."""
+    steps = range(10, 10 * len(losses) + 1, 10)
+    found = dict(zip(steps, map(float, losses), strict=True))
+    seen = {step: 100 * step for step in steps}
+    return Run(Path(), {}, {}, {"val_loss": found}, seen, {step: float(step) for step in steps}, first_step=1)
+
+
+def test_without_a_difference_time_to_loss_is_as_often_above_one_as_below():
+    rng = np.random.default_rng(0)
+    curve = 3 + 3 * np.exp(-np.arange(1, 41) / 8)
+    ratios, to_the_baselines_last = [], []
+    for _ in range(400):
+        ours, theirs = (made(curve + 0.003 * rng.standard_normal() + 0.004 * rng.standard_normal(40)) for _ in "ab")
+        ratio = time_ratio(Pair(ours, theirs, {}), "val_loss")
+        ratios.append(math.log(ratio.tokens))
+        assert ratio.seconds == pytest.approx(ratio.tokens)
+        losses, target = ours.validations["val_loss"], theirs.validations["val_loss"][400]
+        to_the_baselines_last.append(next((step / 400 for step in losses if losses[step] <= target), None))
+    assert abs(np.mean(ratios)) < 3 * np.std(ratios) / math.sqrt(len(ratios))
+    assert np.mean(np.array(ratios) > 0) == pytest.approx(0.5, abs=0.08)
+    arrived = [each for each in to_the_baselines_last if each]
+    assert max(arrived) <= 1  # as it was: whoever arrives does so in time
+    assert np.mean(arrived) < 0.98
+
+
+def test_time_to_loss_is_the_ratio_at_a_loss_that_both_reached():
+    steady, slow = made([6 - 0.1 * n for n in range(30)]), made([6 - 0.05 * n for n in range(30)])
+    assert time_ratio(Pair(slow, steady, {}), "val_loss").tokens == pytest.approx(300 / 155)
+    assert time_ratio(Pair(steady, slow, {}), "val_loss").tokens == pytest.approx(155 / 300)
+    assert time_ratio(Pair(made([math.nan]), steady, {}), "val_loss") is None
