@@ -56,12 +56,12 @@ class ConfigFolder(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names in a group: of its subfolders, of its files without their ending, or of both."""
-        found = []
-        for entry in Path(self.path, config_path).iterdir():
+        folder, found = Path(self.path, config_path), []
+        for entry in folder.iterdir():
             if entry.name.endswith(ENDING):
                 if results_filter in (None, ObjectType.CONFIG):
                     found.append(entry.name.removesuffix(ENDING))
-            elif results_filter in (None, ObjectType.GROUP) and entry.is_dir() and entry.name != "__pycache__":
+            elif results_filter in (None, ObjectType.GROUP) and _is_below(entry, folder):
                 found.append(entry.name)
         return sorted(found)
 
@@ -81,6 +81,13 @@ class ConfigFolder(ConfigSource):
 
     def _file(self, config_path: str) -> Path:
         return Path(self.path, f"{config_path.removesuffix(ENDING)}{ENDING}")
+
+
+def _is_below(entry: Path, folder: Path) -> bool:
+    """Return whether `entry` is a subfolder with files of ours, and no link to a folder above, round in a circle."""
+    if not entry.is_dir() or entry.name == "__pycache__":
+        return False
+    return not folder.resolve().is_relative_to(entry.resolve())
 
 
 def _header(file: Path, key: str, group: str) -> dict[str, str | None]:

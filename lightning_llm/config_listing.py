@@ -4,14 +4,15 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from lightning_llm.checked_config import read_arguments
-from lightning_llm.compose import compose_tree
+from lightning_llm.compose import compose_config, compose_tree
 from lightning_llm.config_file import config_text
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.identity import flatten
@@ -19,7 +20,8 @@ from lightning_llm.recipes_catalog import describe, group_names, option_files
 from lightning_llm.redact import redact_uri
 from lightning_llm.schema import Config
 
-MISSING = object()
+MISSING = "(none)"
+"""In the place of a value where there is none."""
 BARE = re.compile(r"[A-Za-z_/][\w./-]*")
 NOT_TEXT = {"null", "true", "false", "nan", "inf"}
 
@@ -50,46 +52,68 @@ def without_secrets(config: Config) -> Config:
 
 def _print_difference(arguments: argparse.Namespace, found: Config) -> int:
     if arguments.config:
-        tree, choices = found.model_dump(mode="json"), _choices_in(found)
+        _, defaults = _plain_tree([], arguments)
+        words = difference(found.model_dump(mode="json"), _choices_in(found), defaults, _resolved_tree)
     else:
         tree, choices = _plain_tree(arguments.overrides, arguments)
-    words = difference(tree, choices, arguments)
+        _, defaults = _plain_tree([], arguments)
+        words = difference(tree, choices, defaults, lambda overrides: _plain_tree(overrides, arguments)[0])
     if arguments.json:
-        print(json.dumps({key: {"value": value, "default": default} for key, _, value, default in words}, indent=1))
+        print(json.dumps({each.key: {"value": each.value, "default": each.default} for each in words}, indent=1))
         return 0
     if found.recipe and not arguments.config:
         print(f"# recipe={found.recipe} and what was typed come to these overrides of the defaults:")
-    for _, word, _, default in words:
-        print(f"{shlex.quote(word)}  # {default}" if default is not None else shlex.quote(word))
+    for each in words:
+        shown = "" if each.default is MISSING else f"  # {override_value(each.default)}"
+        print(f"{shlex.quote(each.word)}{shown}")
     return 0
 
 
-def difference(
-    tree: Mapping[str, Any], choices: Mapping[str, str], arguments: argparse.Namespace
-) -> list[tuple[str, str, Any, Any]]:
-    """Return (key, override, value, default) for each override that makes `tree` of the defaults.
+@dataclass(frozen=True)
+class Difference:
+    """One override of the defaults: `word` as typed, and the values as data, `MISSING` where there is none."""
 
-    `tree` is unresolved, so that what follows from another key (`${model.vocab_size}`) is not said again; `choices` are
-    the groups' files it is made of, which are said as such.
+    key: str
+    word: str
+    value: Any
+    default: Any
+
+
+def difference(
+    tree: Mapping[str, Any],
+    choices: Mapping[str, str],
+    defaults: Mapping[str, str],
+    compose: Callable[[list[str]], Mapping[str, Any]],
+) -> list[Difference]:
+    """Return the overrides that make `tree` of the defaults.
+
+    Args:
+        tree: values by group and key; unresolved, what follows from another key (`${model.vocab_size}`) is not said.
+        choices: the groups' files it is made of, which are said as such, and not key by key.
+        defaults: the files that are taken where nothing is said.
+        compose: the tree that overrides of groups make, of the same kind as `tree`.
     """
-    _, defaults = _plain_tree([], arguments)
     chosen = [
-        (group, f"{group}={name}", name, defaults.get(group))
+        Difference(group, f"{group}={name}", name, defaults.get(group, MISSING))
         for group, name in choices.items()
         if name != defaults.get(group)
     ]
-    base, _ = _plain_tree([word for _, word, _, _ in chosen], arguments)
+    base = compose([each.word for each in chosen])
     before, after = ({key: _shown(value) for key, value in flatten(each).items()} for each in (base, tree))
-    for key in [*after, *(key for key in before if key not in after)]:
-        old, new = before.get(key, MISSING), after.get(key, MISSING)
-        if key in ("recipe", *(f"{group}.name" for group in choices)) or old == new:
-            continue
-        if new is MISSING:
-            if not any(each.startswith(f"{key}.") for each in after):
-                chosen.append((key, f"~{key}", None, override_value(old)))
-        else:
-            chosen.append((key, f"{key}={override_value(new)}", new, None if old is MISSING else override_value(old)))
-    return chosen
+    said = {"recipe", *(f"{group}.name" for group in choices)}
+    for key, value in after.items():
+        if key not in said and before.get(key, MISSING) != value:
+            chosen.append(Difference(key, f"{key}={override_value(value)}", value, before.get(key, MISSING)))
+    return [*chosen, *(Difference(key, f"~{key}", None, value) for key, value in _deleted(base, tree, ""))]
+
+
+def _deleted(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of `before` that `after` lacks, each with its value; what lies below one is not said again."""
+    for key, value in before.items():
+        if key not in after:
+            yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping) and isinstance(after[key], Mapping):
+            yield from _deleted(value, after[key], f"{prefix}{key}.")
 
 
 def _shown(value: Any) -> Any:
@@ -114,6 +138,10 @@ def _plain_tree(overrides: list[str], arguments: argparse.Namespace) -> tuple[di
     tree, choices = compose_tree(overrides, arguments.config_dir)
     values: Any = OmegaConf.to_container(tree, resolve=False)
     return values, {group: name for group, name in choices.items() if group in group_names() and group != "recipe"}
+
+
+def _resolved_tree(overrides: list[str]) -> dict[str, Any]:
+    return compose_config(overrides).model_dump(mode="json")
 
 
 def _choices_in(config: Config) -> dict[str, str]:

@@ -27,11 +27,12 @@ def place_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"run.{key}", "is empty. Give a name.")
         elif odd := [each for each in value if unicodedata.category(each) in ("Cc", "Cs")]:
             yield Problem(f"run.{key}", f"is {value!r}; the character {odd[0]!r} is not for a name. Leave it out.")
-    if os.path.normpath(run.dir) != os.path.normpath(Path(run.root, run.experiment, run.name)):
+    if os.path.normpath(run.dir) != os.path.normpath(f"{run.root}/{run.experiment}/{run.name}"):
         return  # the folder was named itself, or is a sweep's
     for key in ("experiment", "name"):
-        path = Path(getattr(run, key))
-        if ".." in path.parts or path.is_absolute() or path == Path():
+        value = getattr(run, key).strip()
+        path = Path(value)
+        if value and (".." in path.parts or path.is_absolute() or path == Path()):
             text = f"is '{path}', which leads out of run.root. Give a name; elsewhere is run.root= or run.dir=."
             yield Problem(f"run.{key}", text)
 

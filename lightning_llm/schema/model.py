@@ -24,7 +24,7 @@ class ModelConfig(Group):
     vocab_multiple: PositiveInt = Field(
         128, description="embedding rows are padded to a multiple of this, in every layout"
     )
-    num_layers: PositiveInt = Field(le=2**14)
+    num_layers: int = Field(gt=0, le=2**14)
     hidden_size: PositiveInt
     num_heads: PositiveInt
     num_kv_heads: PositiveInt

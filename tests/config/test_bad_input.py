@@ -1,0 +1,361 @@
+"""Everything a stranger typed or left in a file by mistake: exit 2, a line per problem, nothing made. 15 seconds."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_llm.__main__ import main
+from lightning_llm.compose import compose_config
+from lightning_llm.config_folder import ConfigFolder
+from lightning_llm.errors import ConfigError
+from lightning_llm.run_place import place_problems, tracking_problems
+
+BINARY = bytes(range(128, 256)) * 3
+
+
+def refused(capsys, folder: Path, *words: str) -> str:
+    """Run `words`; return what stderr says once it is known to be a count and one line per problem."""
+    before = sorted(folder.rglob("*"))
+    capsys.readouterr()
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as stop:  # argparse
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    lines = err.splitlines()
+    assert lines[0].startswith("error: ")
+    if lines[1:]:
+        assert int(lines[0].split()[1]) == len(lines) - 1
+        assert all(line.startswith("  - ") for line in lines[1:])
+    assert sorted(folder.rglob("*")) == before
+    return err
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(folder))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config():
+    return compose_config([])
+
+
+NO_OVERRIDES = {
+    "=5": "=5: there is no key before '='",
+    "=": "=: there is no key before '='",
+    "": "'': this is no override",
+    "a b": "a b: this is no override",
+    "precision = bf16": "without spaces",
+    "quickstart": "Did you mean recipe=quickstart?",
+    "mxfp8": "Did you mean precision=mxfp8?",
+    "precisіon=bf16": "CYRILLIC SMALL LETTER BYELORUSSIAN-UKRAINIAN I",
+    "–m": "EN DASH",
+    "model@precision=llama_tiny": "moves the group to precision",
+    "hydra.run.dir=x": "hydra.run.dir: is Hydra's own, and nothing here reads it. Use run.dir=",
+    "hydra.verbose=true": "hydra.verbose: is Hydra's own",
+    "hydra/launcher=basic": "hydra/launcher: is Hydra's own, and nothing here reads it. Use launcher=",
+    "trainer.max_steps='5": "Quote a value with such characters",
+}
+WRONG_VALUES = {
+    "precision=“bf16”": "there is no '“bf16”'. Did you mean 'bf16'?",
+    "nothing/here=x": "nothing/here: unknown key",
+    "seed=99999999999999999999": "must be less than 4294967296",
+    "trainer.max_steps=1000000000000000000000000000": "must be less than or equal to 2147483647",
+    "model.num_layers=1000000000": "must be less than or equal to 16384",
+    "model.hidden_size=-64": "must be greater than 0",
+    "optim.learning_rate=inf": "optim.learning_rate: is inf, must be a finite number",
+    "optim.eps=nan": "optim.eps: is nan, must be a finite number",
+    "optim.weight_decay=1e300": "optim.weight_decay: is 1e+300",
+    "parallel.timeout_seconds=1e30": "must be less than or equal to 31536000",
+    "trainer.devices=100000": "must be less than or equal to 1024",
+    "data.num_workers=0x10": "is '0x10', must be a valid integer",
+    "run.name=null": "run.name: is None, must be a valid string",
+    "data.sequence_length.x=3": "must be a valid integer, and is a mapping",
+}
+
+
+@pytest.mark.parametrize("said", [NO_OVERRIDES, WRONG_VALUES], ids=["no_overrides", "wrong_values"])
+def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
+    told = refused(capsys, tmp_path, "plan", "--", *said)
+    assert [text for text in said.values() if text not in told] == []
+    assert told.startswith(f"error: {len(said)} problems")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["recipe="], "recipe: there is no ''"),
+        (["recipe=train"], "recipe: there is no 'train'"),
+        (["~optim"], "optim: a value must be given"),
+        (["~seed"], "Interpolation key 'seed' not found"),
+        (["~precision=fp32"], "No match in the defaults list"),
+        (["seed=1,2"], "has several values"),
+        (["run.experiment=../../x", "run.name=../../x"], "run.experiment: is '../../x', which leads out of run.root"),
+        (["run.dir="], "run.dir: is empty"),
+        (["-m", "precision=glob(zz*)"], "precision: glob(zz*) has no value"),
+        (["-m", "seed=range(0)"], "seed: range(0) has no value"),
+        (["-m", "optim.learning_rate=interval(0,1)"], "an interval cannot be enumerated"),
+        (["-m", "launcher=local,slurm"], "launcher: is one for all jobs"),
+        (["--config", "/nowhere/config.yaml"], "--config: /nowhere/config.yaml does not exist"),
+        (["--config", "/tmp"], "--config: /tmp is a folder"),
+        (["--config", "/dev/null"], "is no regular file"),
+        (["--config", "/proc/self/mem"], "cannot be read"),
+        (["--config", "x", "-m", "seed=1,2"], "--config: is one resolved run"),
+        (["--config", "x", "--config-dir", "/tmp"], "--config-dir: has no part in --config"),
+        (["--config-dir", "/nowhere"], "is no folder"),
+        (["--info"], "--info: is Hydra's."),
+        (["--cfg", "hydra"], "--cfg hydra"),
+        (["-cn", "x"], "Write recipe=NAME"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_words(words, said, capsys, tmp_path):
+    assert said in refused(capsys, tmp_path, "plan", *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("../x", "leads out of run.root"),
+        ("a/../../x", "leads out of run.root"),
+        (".", "leads out of run.root"),
+        ("", "is empty"),
+        (" ", "is empty"),
+        ("a\nb", "is not for a name"),
+        ("a\x1b[31m", "is not for a name"),
+        ("\udcff", "is not for a name"),
+    ],
+)
+def test_names_that_make_no_folder(name, said, config):
+    for key in ("experiment", "name"):
+        parts = {"experiment": "e", "name": "n", key: name}
+        run = config.run.model_copy(update={**parts, "dir": f"{config.run.root}/{parts['experiment']}/{parts['name']}"})
+        assert (
+            said
+            in {each.key: each.text for each in place_problems(config.model_copy(update={"run": run}))}[f"run.{key}"]
+        )
+    # a job of a sweep, whose words are its name, lies in a folder that is not made of them
+    run = config.run.model_copy(update={"name": "0 data.sources.jsonl.path=../x", "dir": "/elsewhere/0"})
+    assert list(place_problems(config.model_copy(update={"run": run}))) == []
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("foo://x", "MLflow has no foo://"),
+        ("htp://x", "Did you mean 'http'?"),
+        ("http://", "names no database or server"),
+        ("sqlite:///", "names no database or server"),
+        ("/tmp/mlruns", "is no address"),
+        ("foo://me:hunter2@h/x", "MLflow has no foo://"),
+        ("localhost:5000", "is no address"),
+        ("sqlite:////tmp/a b.db", None),
+        ("postgresql+psycopg2://me:hunter2@h:5432/db", None),
+        ("https://me:hunter2@h", None),
+        ("databricks", None),
+        (None, None),
+    ],
+)
+def test_tracking_addresses(uri, said, config, monkeypatch):
+    for logger in (config.logger.model_copy(update={"tracking_uri": uri}), config.logger):
+        found = list(tracking_problems(config.model_copy(update={"logger": logger})))
+        assert len(found) == (said is not None)
+        assert "hunter2" not in str(found)
+        assert said is None or said in found[0].text
+        if uri is None:
+            return
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # and the same from there
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "there is no verb 'trian'. Did you mean 'train'?"),
+        (["recipe=quickstart"], "Write lightning-llm train recipe=quickstart."),
+        ([], "required"),
+        (["config", "--group", "precison"], "Did you mean 'precision'?"),
+        (["completion", "tcsh"], "choose from"),
+    ],
+)
+def test_verbs(words, said, capsys, tmp_path):
+    assert said in refused(capsys, tmp_path, *words)
+
+
+FILES = {
+    "list": ("- a\n- b\n", "it holds a list, not a mapping"),
+    "empty": ("", "it holds nothing"),
+    "comment": ("# @package _global_\n# Mine.\n", "it holds nothing"),
+    "scalar": ("hello\n", "it holds a single value"),
+    "tab": ("trainer:\n\tmax_steps: 2\n", "line 2, column 1: while scanning for the next token: found character '\\t'"),
+    "open": ("seed: [1\n", "line 2, column 1: while parsing a flow sequence"),
+    "binary": (BINARY, "line 1: byte 0x80 is no UTF-8 text"),
+    "latin": ("a: 1\nb: café\n".encode("latin-1"), "line 2: byte 0xe9 is no UTF-8 text"),
+    "nul": ("seed: 1\x00\n", "line 1: character '\\x00' is not allowed"),
+    "twice": ("seed: 1\ntrainer:\n  name: x\n  name: y\n", "line 4: the key 'name' stands on line 3 already"),
+    "documents": ("seed: 4\n---\nseed: 5\n", "another document"),
+    "keys": ("1: x\nnull: y\n", "line 1: the key is no text"),
+    "circle": ("a: &a {b: *a}\n", "an anchor that holds itself"),
+    "deep": (f"seed: {'[' * 3000}\n", "nested too deeply"),
+    "runs_code": ("seed: !!python/object/apply:os.mkdir [here]\n", "could not determine a constructor"),
+    "package": ("# @package model\nseed: 1\n", "Leave out `# @package model`"),
+    "half_package": ("# @package\nseed: 1\n", "Write `# @package NAME`"),
+    "no_list": ("defaults: 3\n", "`defaults` must be a list"),
+    "number": ("defaults:\n  - 3\n", "`defaults` has `3`"),
+    "launcher": ("defaults:\n  - override /hydra/launcher: submitit\n", "Use launcher=local or launcher=slurm"),
+    "hydra": ("hydra:\n  run:\n    dir: x\n", "hydra.run.dir: is Hydra's own"),
+    "hydra_text": ("hydra: x\n", "`hydra` must be a mapping"),
+}
+
+
+COMPOSED = {
+    "list": FILES["list"],
+    "itself": ("defaults:\n  - itself\n", "name each other in a circle"),
+    "no_option": ("defaults:\n  - override /precision: fp33\n", "there is no 'fp33'. Did you mean 'fp32'?"),
+    "no_group": ("defaults:\n  - override /nothing: x\n", "Could not override 'nothing'"),
+    "environment": ("trainer: {max_steps: '${oc.env:NOT_THERE}'}\n", "Environment variable 'NOT_THERE' not found"),
+    "name": ("run: {name: 7}\n", "run.name: is 7, must be a valid string. Write it in quotes."),
+    "typo": ("trainer: {max_stps: 7}\n", "trainer.max_stps: unknown key. Did you mean 'max_steps'?"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_hold_something_else(name, tmp_path):
+    content, said = FILES[name]
+    file = tmp_path / "recipe" / f"{name}.yaml"
+    file.parent.mkdir()
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        ConfigFolder("test", f"config-folder://{tmp_path}").load_config(f"recipe/{name}")
+    assert said in str(error.value)
+    assert all(problem.key == f"recipe={name}" and str(file) in problem.text for problem in error.value.problems)
+    assert not Path("here").exists()
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_recipes_of_ones_own(name, capsys, tmp_path):
+    content, said = COMPOSED[name]
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / f"{name}.yaml").write_text(content)
+    assert said in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, f"recipe={name}")
+
+
+def test_things_that_are_no_files(capsys, tmp_path):
+    folder = tmp_path / "recipe"
+    folder.mkdir()
+    (folder / "folder.yaml").mkdir()
+    (folder / "loop.yaml").symlink_to(folder / "loop.yaml")
+    (folder / "gone.yaml").symlink_to(folder / "nowhere")
+    os.mkfifo(folder / "fifo.yaml")
+    (folder / "round").symlink_to(folder)  # a folder that holds itself: listed once
+    source = ConfigFolder("test", f"config-folder://{tmp_path}")
+    for name, said in (
+        ("folder", "is a folder"),
+        ("loop", "Too many levels of symbolic links"),
+        ("gone", "does not exist"),
+        ("fifo", "is no regular file"),
+    ):
+        with pytest.raises(ConfigError, match=f"recipe={name}: {folder / name}.yaml .*{said}"):
+            source.load_config(f"recipe/{name}")
+    assert "recipe=fifo" in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, "recipe=fifo")
+    assert main(["recipes", "--config-dir", str(tmp_path)]) == 0
+    assert "round/" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_the_right_to_read_it(capsys, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 1\n")
+    file.chmod(0)
+    assert "Permission denied" in refused(capsys, tmp_path, "config", "--config", file)
+
+
+@pytest.mark.parametrize("header", ["\ufeff", "# Mine.\n# @package _global_\n"])
+def test_a_recipe_needs_no_header(header, tmp_path):
+    (tmp_path / "recipe" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "recipe" / "deep" / "er" / "mine.yaml").write_text(
+        f"{header}defaults:\n  - /recipe/quickstart\n  - override /precision: fp32\n  - _self_\nseed: 5\n", "utf-8"
+    )
+    config = compose_config(["recipe=deep/er/mine"], tmp_path)
+    assert (config.recipe, config.precision.name, config.seed) == ("deep/er/mine", "fp32", 5)
+    assert config.run.experiment == "quickstart"
+
+
+def test_other_groups_are_read_in_the_same_way_and_need_no_header_either(capsys, tmp_path):
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "own.yaml").write_text("name: own\ncompute_dtype: bf16\n")
+    assert compose_config(["precision=own"], tmp_path).precision.name == "own"
+    (tmp_path / "precision" / "own.yaml").write_text("- name\n")
+    assert "it holds a list" in refused(capsys, tmp_path, "config", "--config-dir", tmp_path, "precision=own")
+
+
+def test_a_shipped_name_is_not_taken_in_silence(capsys, tmp_path):
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "mxfp8.yaml").write_text("name: mxfp8\ncompute_dtype: fp32\n")
+    told = refused(capsys, tmp_path, "config", "--config-dir", tmp_path, "precision=mxfp8")
+    assert f"{tmp_path / 'precision' / 'mxfp8.yaml'} has the name of a shipped file" in told
+
+
+def test_all_problems_come_in_one_list(capsys, tmp_path):
+    """Words that are no overrides, keys of the schema, and rules between keys that read none of the wrong ones."""
+    told = refused(
+        capsys, tmp_path, "plan", "quickstart", "hydra.verbose=1", "model.num_layers=x", "seed=-1", "modle=x",
+    )  # fmt: skip
+    assert told.startswith("error: 5 problems")
+    told = refused(
+        capsys, tmp_path, "train",
+        "model.num_layers=x", "seed=-1", "trainer.max_stps=3", "data.tokenizer.kind=bits",  # of the schema
+        "model.num_heads=5", "data.global_batch_size=7", "data.micro_batch_size=2", "run.experiment=../x",
+        "schedule.warmup_steps=9", "schedule.total_steps=9", "logger.tracking_uri=foo://x",
+        "data.sources.code.path=/x",
+    )  # fmt: skip
+    keys = {line.split(":")[0].removeprefix("  - ") for line in told.splitlines()[1:]}
+    assert keys == {
+        "model.num_layers", "seed", "trainer.max_stps", "data.tokenizer.kind",
+        "model.hidden_size", "model.num_kv_heads", "data.global_batch_size", "run.experiment", "schedule.warmup_steps",
+        "logger.tracking_uri", "data.sources.code.path",
+    }  # fmt: skip
+
+
+def test_rules_do_not_speak_of_what_was_not_asked_for(capsys, tmp_path):
+    # data=jsonl has no path, which is all that is wrong: nothing is said of the weights and caches of its sources.
+    assert refused(capsys, tmp_path, "plan", "data=jsonl").startswith("error: 1 problem")
+    # The default layout fits two devices, the one that was meant is not known.
+    assert refused(capsys, tmp_path, "plan", "parallel=zero33", "trainer.devices=2").startswith("error: 1 problem")
+    assert refused(capsys, tmp_path, "plan", "recipe=quikstart", "model.num_heads=5").startswith("error: 1 problem")
+
+
+def test_the_jobs_of_a_sweep_come_in_one_list_too(capsys, tmp_path):
+    told = refused(capsys, tmp_path, "plan", "-m", "seed=0,-1", "data.global_batch_size=3,8", "data.micro_batch_size=2")
+    assert "seed: is -1" in told
+    assert "data.global_batch_size: 3 sequences" in told
+    assert told.startswith("error: 2 problems")
+
+
+def test_values_that_look_like_something_else_are_taken_as_typed(tmp_path):
+    for name in ("7", "007", "2026_01", "1e5", "true", "a=b", "~x", "x#y", "it's", "a b", "naïve", "a\\'b"):
+        assert compose_config([f"run.name={name}"]).run.name == name
+    assert compose_config(["run.name='7'"]).run.name == "7"
+    jsonl = ["data=jsonl", "data.sources.jsonl.path=~/my.jsonl"]
+    assert compose_config(jsonl).data.sources["jsonl"].path == "~/my.jsonl"
+    assert (
+        compose_config([*jsonl[:1], "data.sources.jsonl.path=/a(1)/b.jsonl"]).data.sources["jsonl"].path
+        == "/a(1)/b.jsonl"
+    )
+    assert compose_config(["resume=a/step=4"]).resume == "a/step=4"
+    assert compose_config(["+precision=fp32", "++seed=3"]).precision.name == "fp32"
+    assert compose_config(["run.name=${model.name}"]).run.name == "llama_tiny"
+    with pytest.raises(ConfigError, match=r"text with a comma: in quotes"):
+        compose_config(["data=jsonl", "data.sources.jsonl.path=a,b.jsonl"])
+
+
+def test_a_glob_chooses_among_a_groups_values(capsys, tmp_path):
+    assert main(["plan", "-m", "precision=glob([bf16*,fp32],exclude=*true)"]) == 0
+    assert " bf16, fp32\n" in capsys.readouterr().out

@@ -1,0 +1,159 @@
+"""`config` prints what repeats the run, only what differs, and what can be chosen; Tab completes it. 10 seconds."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_llm.__main__ import main
+from lightning_llm.completion import SHELLS, complete_override
+from lightning_llm.compose import compose_config, load_config, parse_overrides
+from lightning_llm.config_listing import override_value
+from lightning_llm.recipes_catalog import describe, group_names, option_files
+
+ROOT = Path(__file__).parents[2]
+PLACE = {"run": {"name", "dir"}, "recipe": True}
+"""Left out of comparisons: the name carries the time, and what a recipe comes to is no recipe."""
+
+
+@pytest.fixture(autouse=True)
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def printed(capsys, *words: str) -> str:
+    assert main(["config", *words]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_what_is_printed_repeats_the_run(capsys, tmp_path):
+    words = ["recipe=quickstart", "precision=mxfp8", "seed=3", "run.name=mine"]
+    text = printed(capsys, *words)
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml", []) == compose_config(words)
+    assert printed(capsys, "--config", str(tmp_path / "config.yaml")) == text
+    assert json.loads(printed(capsys, *words, "--json")) == yaml.safe_load(text)
+    assert main(["train", "--cfg", "job", *words]) == 0  # as Hydra's own programs have it
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=llama3_8b_fsdp2", "~callbacks.memory", "precision.modules.exclude=['layers.0.*']"],
+        [
+            "precision=quartet", "data=jsonl", "data.sources.jsonl.path=~/a b/it's (1).jsonl", "seed=4294967295",
+            "+logger.tags.why='a: b, {c}'", "+logger.tags.n=7", "optim.gradient_clip_norm=null", "optim.eps=1e-30",
+            "precision.phases=[{start: 0.5, fprop: {x: {format: e4m3}, w: {format: e4m3}}}]", "callbacks=none",
+        ],
+    ],
+    ids=["recipe", "typed"],
+)  # fmt: skip
+def test_the_difference_makes_the_same_config_of_the_defaults(words, capsys):
+    lines = printed(capsys, *words, "--diff").splitlines()
+    difference = [shlex.split(line, comments=True)[0] for line in lines if not line.startswith("#")]
+    composed, again = compose_config(words), compose_config(difference)
+    assert again.model_dump(exclude=PLACE) == composed.model_dump(exclude=PLACE)
+    assert len(difference) <= 20  # a group's file is one word, not its keys
+    assert not printed(capsys, "--diff")
+
+
+def test_the_difference_of_a_runs_own_file(capsys, tmp_path):
+    (tmp_path / "config.yaml").write_text(printed(capsys, "precision=fp32", "optim.learning_rate=2e-3", "run.name=x"))
+    lines = printed(capsys, "--config", str(tmp_path / "config.yaml"), "--diff").splitlines()
+    assert {"precision=fp32  # bf16", "optim.learning_rate=0.002  # 0.001"} <= set(lines)
+    assert not any(line.startswith("precision.") for line in lines)
+
+
+@pytest.mark.parametrize("option", ["--json", "--diff"])
+def test_no_password_is_printed(option, capsys):
+    told = printed(capsys, "logger.tracking_uri=postgresql://me:hunter2@host/db", option)
+    assert "hunter2" not in told
+    assert "@host/db" in told or "//host/db" in told
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, -0.5, 1e-30, "x", "", "null", "7", "a'b", "a\\", "${x}", ["a", 1], {"k": [{}]}]
+)
+def test_values_read_back(value):
+    (parsed,) = parse_overrides([f"callbacks.x.y={override_value(value)}"])
+    assert parsed.value() == value
+    assert type(parsed.value()) is type(value)
+
+
+def test_groups(capsys):
+    lines = printed(capsys, "precision=mxfp8", "--group", "precision").splitlines()
+    assert [line[2:].split()[0] for line in lines] == list(option_files("precision"))
+    assert [line for line in lines if line[0] == "*"] == [line for line in lines if line.split()[1:2] == ["mxfp8"]]
+    everything = printed(capsys, "--group").splitlines()
+    assert [line[:-1] for line in everything if line[0] not in " *"] == group_names()
+    assert json.loads(printed(capsys, "--group", "--json"))["parallel"]["chosen"] == "single"
+
+
+@pytest.mark.parametrize("group", group_names())
+def test_every_file_says_in_one_sentence_what_it_is(group):
+    for name, file in option_files(group).items():
+        assert describe(file).endswith((".", "?")), name
+
+
+@pytest.mark.parametrize(
+    ("prefix", "offered"),
+    [
+        ("prec", ["precision=", "precision."]),
+        ("precision=mxfp8", ["precision=mxfp8", "precision=mxfp8_ocp"]),
+        ("+precision=fp3", ["+precision=fp32"]),
+        ("~callb", ["~callbacks=", "~callbacks."]),
+        ("recipe=sweep/a", ["recipe=sweep/aa_noise"]),
+        ("model.num_", ["model.num_layers=", "model.num_heads=", "model.num_kv_heads="]),
+        ("precision.loss_scaling.h", ["precision.loss_scaling.hysteresis="]),
+        ("optim.", None),
+        ("data.shuffle=", ["data.shuffle=true", "data.shuffle=false"]),
+        ("trainer.accelerator=c", ["trainer.accelerator=cpu", "trainer.accelerator=cuda"]),
+        ("data.sources.", []),
+        ("seed=", []),
+        ("nothing.", []),
+    ],
+)
+def test_completions(prefix, offered):
+    found = [each for each in complete_override(prefix, argparse.Namespace(config_dir=None)) if each.startswith(prefix)]
+    assert offered is None or found == offered
+    assert bool(found) == (offered != [])
+
+
+def test_own_groups_are_completed(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").touch()
+    assert "recipe=mine" in complete_override("recipe=", argparse.Namespace(config_dir=tmp_path))
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_for_each_shell(shell, capsys):
+    assert main(["completion", shell]) == 0
+    assert "lightning-llm" in capsys.readouterr().out
+
+
+def test_a_shell_asks_and_is_answered(tmp_path):
+    """What the script runs: words come in the environment, answers go to a file; neither Hydra nor torch is loaded."""
+    for line, offered in (("lightning-llm pl", {"plan"}), ("lightning-llm plan precision=quar", {"precision=quartet"})):
+        answer = tmp_path / "answer"
+        code = (
+            "import atexit, os, sys\nfrom lightning_llm import __main__\n"
+            "os._exit = lambda code: sys.exit(print(*sorted({'hydra', 'torch', 'pydantic'} & set(sys.modules))))\n"
+            "__main__.main()"
+        )
+        environment = os.environ | {
+            "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        }  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+        assert set(answer.read_text().split()) == offered, done.stderr
+        assert done.stdout.strip() == ""
