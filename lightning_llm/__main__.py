@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning_llm
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import is_first_rank
+from lightning_llm.redact import redact_uri
 
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
@@ -166,7 +167,7 @@ def _report(error: ConfigError) -> int:
         file=sys.stderr,
     )
     for problem in error.problems:
-        print(f"  - {problem}", file=sys.stderr)
+        print(f"  - {redact_uri(str(problem))}", file=sys.stderr)
     return 2
 
 

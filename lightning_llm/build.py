@@ -109,4 +109,4 @@ def _resumed_from(config: Config, checkpoint: Checkpoint | None) -> int | None:
     """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
     if checkpoint is not None:
         return checkpoint.step
-    return None if config.resume is None else 0
+    return 0 if Path(config.run.dir, "metrics.jsonl").exists() and config.resume is not None else None

@@ -25,6 +25,7 @@ from lightning_llm.composition import Composer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.overrides import choices_of, forced, forget_options, parse_overrides, unknown_option
 from lightning_llm.recipes_catalog import register_recipes
+from lightning_llm.redact import redact_uri, withheld
 from lightning_llm.schema import Config
 from lightning_llm.schema.strict import parse_config
 from lightning_llm.waiting import Waiting
@@ -71,12 +72,12 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
         groups = [parse_overrides([*params, *overrides])]
         groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
         problems: dict[Problem, None] = {}
-        jobs = []
+        jobs: list[tuple[list[str], Config]] = []
         composer, waiting = Composer(search), Waiting("composing the sweep's jobs")
         for words in (words for parsed in groups for words in product(*(choices_of(each) for each in parsed))):
             waiting.tell(len(jobs))
             try:
-                chosen = [word for word in words if word not in overrides]
+                chosen = [redact_uri(word) for word in words if word not in overrides]
                 jobs.append((chosen, _compose_one(parse_overrides(words), composer)))
             except ConfigError as error:
                 problems.update(dict.fromkeys(error.problems))
@@ -221,6 +222,8 @@ def _checked(tree: DictConfig) -> Config:
         raise ConfigError(problems)
     if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str):
         values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
+    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
+        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
     return parse_config(values)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.check import check_config, check_disk
+from lightning_llm.commands import how_to_go_further, how_to_go_on
 from lightning_llm.compose import compose_config, load_config
-from lightning_llm.config_file import write_config
+from lightning_llm.config_file import in_memory
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import adopt_world, rank_environment
 from lightning_llm.run_state import decide_start
@@ -50,7 +51,7 @@ def train(arguments: argparse.Namespace) -> int:
         raise ConfigError(Problem("world", text))
     start = decide_start(config)
     if start.finished:
-        print(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+        print(how_to_go_further(config.run.dir, start.step))
         return 0
     if config.trainer.devices > 1:
         if note := crowd_note(config, os.cpu_count() or 1):
@@ -92,9 +93,6 @@ def start_ranks(config: Config) -> int:
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
     folder = Path(config.run.dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file = folder.with_name(f".{folder.name}.starting.yaml")
-    write_config(config, file)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -109,17 +107,17 @@ def start_ranks(config: Config) -> int:
         shutdown_timeout=SAVE_SECONDS,
     )
     try:
-        elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
+        with in_memory(config) as file:  # the run's folder holds it as config.yaml
+            elastic_launch(settings, sys.executable)("-m", "lightning_llm", "train", "--config", str(file))
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
             mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+            print(how_to_go_on(folder), file=sys.stderr)
             return 1
         return 128 + int(stop.sigval)
     except ChildFailedError as error:
         return _first_failure(error, folder)
-    finally:
-        file.unlink(missing_ok=True)  # the run's folder holds it as config.yaml
     return 0
 
 
@@ -140,4 +138,6 @@ def _first_failure(error: Any, folder: Path) -> int:
     detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[0]}"
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
+    if hint := how_to_go_on(folder):
+        print(hint, file=sys.stderr)
     return 1

@@ -17,6 +17,7 @@ from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.callbacks.provenance import code_hash, versions
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
+from lightning_llm.commands import how_to_go_further, how_to_go_on
 from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
@@ -33,6 +34,8 @@ from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, claim, decide_start
 from lightning_llm.schema import Config
+from lightning_llm.sweep.state import mlflow_facts
+from lightning_llm.tracking_ui import ui_lines
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import drop_after
@@ -62,7 +65,7 @@ def run(config: Config) -> int:
         config = agree_on_config(config)
         start = decide_together(config, claims)
         if start.finished:
-            say(f"{config.run.dir} is finished at step {start.step}; raise trainer.max_steps to go on")
+            say(how_to_go_further(config.run.dir, start.step))
             return 0
         say(plan_line(config, device))
         for line in [*notes(config), *resume_lines(config, start)]:
@@ -77,10 +80,11 @@ def run(config: Config) -> int:
         trainer = build_trainer(config, device, layout, start.checkpoint, tracking_sinks(config), facts)
         trainer.fit(module, CorpusDataModule(corpus, config))
     except StoppedBySignal as stop:
-        say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
+        say("; ".join(filter(None, (str(stop), how_to_go_on(config.run.dir)))), sys.stderr)
         return 128 + stop.number
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
+        say(how_to_go_on(config.run.dir), sys.stderr)
         return 1
     finally:
         for each in claims:
@@ -88,7 +92,9 @@ def run(config: Config) -> int:
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
-        say(f"curves make ui, or: mlflow ui --backend-store-uri {tracking_uri(config)}")
+        tracked = mlflow_facts(Path(config.run.dir))
+        for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
+            say(line)
     return 0
 
 

@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    0: {"schema", "errors", "hardware", "identity", "keyed_hash", "workspace"},
+    0: {
+        "commands",
+        "errors",
+        "hardware",
+        "identity",
+        "keyed_hash",
+        "redact",
+        "schema",
+        "terminal_text",
+        "waiting",
+        "workspace",
+    },
     1: {"model", "precision", "data", "optim"},
     2: {"parallel"},
     3: {"train"},
@@ -19,6 +30,7 @@ LAYERS = {
         "check",
         "compare",
         "compose",
+        "composition",
         "config_file",
         "conform",
         "earlier_parts",
@@ -33,6 +45,7 @@ LAYERS = {
         "run_state",
         "sweep",
         "sync",
+        "tracking_ui",
     },
     6: {"__main__"},
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.commands import resume_command
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.pairing import Family, pair_runs
@@ -118,7 +119,7 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         unfinished.append(run)
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
-        further = "" if run.status == "running" else "; resume=auto, or its sweep's command again, goes on with it"
+        further = "" if run.status == "running" else f"; {resume_command(run.folder)} goes on with it"
         after = f" after step {run.last_step}" if run.last_step else ""
         text = f"is not finished: {run.status}{after}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))
