@@ -39,8 +39,8 @@ compare: setup  ## the verdict over the newest sweep, or over ARGS="RUN ..."
 plan: setup  ## what RECIPE would do, without running it
 	$(BIN)/lightning-llm plan $(if $(filter sweep/%,$(RECIPE)),-m) recipe=$(RECIPE) $(ARGS)
 
-ui: setup  ## open the MLflow UI on the local database (http://localhost:5000)
-	$(BIN)/mlflow ui --workers 1 --backend-store-uri sqlite:///$${LIGHTNING_LLM_OUTPUTS:-$(CURDIR)/outputs}/mlflow.db $(ARGS)
+ui: setup  ## print the pages of the newest experiments, and run the MLflow UI on the local database
+	@$(BIN)/python -m lightning_llm.tracking_ui $(ARGS)
 
 test: setup  ## the covering tests, CPU only, under 12 minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)

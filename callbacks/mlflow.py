@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import selectors
 import subprocess
 import time
@@ -13,8 +12,10 @@ from typing import Any
 
 from lightning_llm.callbacks.mlflow_store import own_process
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE
+from lightning_llm.callbacks.provenance import user_name
 from lightning_llm.callbacks.records import Record, Status
 from lightning_llm.identity import config_hash, flatten
+from lightning_llm.redact import redact_uri, with_credentials
 from lightning_llm.schema import Config
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,12 @@ COMPARED_KEYS = (
 def tracking_uri(config: Config) -> str:
     """Return where runs are tracked: logger.tracking_uri, else MLFLOW_TRACKING_URI, else run.root/mlflow.db.
 
-    SQLite's path is made absolute, so that it does not depend on where a process was started.
+    SQLite's path is made absolute, so that it does not depend on where a process was started. The address is whole,
+    with credentials: for MLflow's client, never to be printed or written (`redact_uri`).
     """
     uri = config.logger.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     path = uri.removeprefix("sqlite:///") if uri else str(Path(config.run.root, "mlflow.db"))
-    return f"sqlite:///{Path(path).absolute()}" if not uri or uri.startswith("sqlite:///") else uri
+    return f"sqlite:///{Path(path).absolute()}" if not uri or uri.startswith("sqlite:///") else with_credentials(uri)
 
 
 def compared_parameters(config: Config) -> dict[str, str]:
@@ -94,6 +96,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         "git_dirty": git["dirty"],
         "mlflow.source.name": "lightning-llm",
         "mlflow.source.type": "LOCAL",
+        "mlflow.user": user_name(),
         "mlflow.source.git.commit": git["sha"],
         **{f"version.{package}": version for package, version in facts["versions"].items()},
         "data_hash": facts.get("data_hash"),
@@ -147,6 +150,7 @@ class MLflowTracker:
         self._last_words = ""
         self._ended: dict[str, Any] | None = None
         self._problem = ""
+        self._experiment_id: str | None = None
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
         """Start the writing process."""
@@ -199,7 +203,9 @@ class MLflowTracker:
     def summary_fields(self) -> dict[str, Any]:
         """Return the run's id once it is known, and whether MLflow has everything."""
         path = self.run_dir / RUN_ID_FILE
-        about: dict[str, Any] = {"tracking_uri": _without_password(self.uri), "synced": self._ended is not None}
+        about: dict[str, Any] = {"tracking_uri": redact_uri(self.uri), "synced": self._ended is not None}
+        if self._experiment_id:
+            about["experiment_id"] = self._experiment_id
         if self._ended is None and self._problem:
             about["problem"] = self._problem
         about["blocked_seconds"] = round(self.blocked_seconds, 6)
@@ -235,26 +241,24 @@ class MLflowTracker:
             except ValueError:  # a library's own words, kept in case they turn out to be the last
                 self._last_words = line.decode(errors="replace").strip()[-500:]
                 continue
-            if event["event"] == "trouble":
+            if event["event"] == "connected":
+                self._experiment_id = event["experiment_id"]
+            elif event["event"] == "trouble":
                 self._warn(event["text"])
             elif event["event"] == "closed":
                 self._ended = event
 
     def _warn(self, problem: str) -> None:
         """Say once what is wrong and what to do; keep the latest problem for the summary."""
-        first, self._problem = not self._problem, _without_password(problem)
+        first, self._problem = not self._problem, redact_uri(problem)
         if first:
             log.warning(
                 "MLflow at %s is not being written (%s). Training goes on, metrics.jsonl has everything, and MLflow is "
                 "tried again until the end. Check that it is up, or set logger.tracking_uri, or logger=none.",
-                _without_password(self.uri),
+                redact_uri(self.uri),
                 self._problem,
             )
 
 
 def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@\s]+@", "//***@", text)

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.callbacks.mlflow_store import fit, known_run, mark_orphans, open_store, own_process
-from lightning_llm.callbacks.provenance import has_ended, is_of_this_machine, process_mark
+from lightning_llm.callbacks.provenance import has_ended, is_of_this_machine, process_mark, user_name
+from lightning_llm.commands import command
+from lightning_llm.redact import redact_uri
 
 TIMEOUT_SECONDS = 90.0
+DESCRIPTION = "mlflow.note.content"
+"""The tag that MLflow shows as a run's description, in Markdown."""
 
 
 def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, runs_it: bool = True) -> dict[str, Any]:
@@ -38,10 +42,13 @@ def parent_job(folder: Path, about: Mapping[str, Any], tracking_uri: str, *, run
             **({"process": process_mark()} if runs_it else {}),
             "mlflow.source.name": "lightning-llm",
             "mlflow.source.type": "LOCAL",
+            "mlflow.user": user_name(),
             **{f"axis.{key}": ",".join(values) for key, values in about["axes"].items()},
         },
         "metrics": {},
         "status": None,
+        "description": f"{len(about['jobs'])} jobs in `{folder}`. The verdict is written here by "
+        f"`{command('compare', str(folder))}`.",
         "artifacts": [str(folder / "sweep.json")],
     }
 
@@ -56,9 +63,9 @@ def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            return None, str(error)
+            return None, redact_uri(str(error))
     if done.returncode:
-        return None, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:500]
+        return None, redact_uri((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])[:500]
     return json.loads(done.stdout.strip().splitlines()[-1])["run_id"], ""
 
 
@@ -70,6 +77,8 @@ def update(job: Mapping[str, Any]) -> str:
     run = known_run(client, job["run_id"]) or client.create_run(experiment_id, run_name=job["run_name"])
     run_id = str(run.info.run_id)
     mark_orphans(client, experiment_id, but=run_id)
+    if DESCRIPTION not in run.data.tags:  # a verdict, or what somebody wrote, stays
+        client.set_tag(run_id, DESCRIPTION, job["description"])
     now = round(time.time() * 1000)
     params = {key: value for key, value in job["params"].items() if key not in run.data.params}
     client.log_batch(

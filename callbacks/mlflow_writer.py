@@ -26,6 +26,8 @@ from lightning_llm.callbacks.mlflow_store import STATUSES, fit, known_run, mark_
 from lightning_llm.callbacks.records import decode
 
 RUN_ID_FILE = "mlflow_run_id"
+FIRST_METRICS = {"loss", "val_loss"}
+"""MLflow's page that compares runs opens on the metric that was logged first."""
 NOT_METRICS = {"step", "time", "timing_warmup"}
 FIRST_ARTIFACTS = ("config.yaml",)
 LAST_ARTIFACTS = ("loss.png", "summary.json", "sample.txt", "health.txt", "health.jsonl", "events")
@@ -42,7 +44,7 @@ def points(record: Mapping[str, Any]) -> list[Point]:
     MLflow would keep infinity as 1.8e308, which no chart survives.
     """
     made = []
-    for key, value in record.items():
+    for key, value in sorted(record.items(), key=lambda item: item[0] not in FIRST_METRICS):
         if key not in NOT_METRICS and isinstance(value, int | float):
             name, finite = re.sub(r"[^/\w.\- :]", "_", key), math.isfinite(value)
             point = (name, float(value)) if finite else (f"nonfinite/{name}", 1.0)
@@ -53,26 +55,28 @@ def points(record: Mapping[str, Any]) -> list[Point]:
 class RunWriter:
     """One MLflow run and how much of the run's folder it holds. Every method may be called again after it raised.
 
-    A job that is `late` brings up to date what was written while MLflow was away: no point is logged twice.
+    No step of a metric is logged twice, whoever logged it first: a run that was killed and goes on from its checkpoint
+    computes again what MLflow has by then.
     """
 
     def __init__(self, job: Mapping[str, Any]):
         self.job = job
         self.run_dir = Path(job["run_dir"])
         self.run_id = ""
+        self.experiment_id = ""
         self._client: Any = None
         self._offset = 0
-        self._first_step = 0
+        self._last_steps: dict[str, int] = {}  # of each metric that the store has
         self._last = {"step": 0, "time": time.time()}
 
     def sync(self) -> None:
         """Log every record that is in `metrics.jsonl` by now, connecting first where that was not done."""
         self.connect()
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import Metric
 
         for batch, end in self._new_batches():
-            tags = [RunTag("synced_step", str(self._last["step"]))]
-            self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in batch], tags=tags)
+            self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in batch])
+            self._last_steps |= {key: step for key, _, _, step in batch}
             self._offset = end
 
     def finish(self, status: str, detail: str, figures: Mapping[str, Any]) -> None:
@@ -91,13 +95,15 @@ class RunWriter:
         path = self.run_dir / "metrics.jsonl"
         batch: list[Point] = []
         end = self._offset
+        last_steps = dict(self._last_steps)
         with path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 record = decode(line)
-                made = points(record) if record["step"] >= self._first_step else []
+                made = [point for point in points(record) if point[3] > last_steps.get(point[0], -1)]
+                last_steps |= {key: step for key, _, _, step in made}
                 if len(batch) + len(made) > METRICS_PER_BATCH:
                     yield batch, end
                     batch = []
@@ -117,7 +123,7 @@ class RunWriter:
         if run is None:
             run = client.create_run(experiment_id, run_name=self.job["run_name"])
             id_file.write_text(run.info.run_id + "\n")
-        self.run_id = run.info.run_id
+        self.run_id, self.experiment_id = run.info.run_id, experiment_id
         self._describe(client, run)  # with its process, by which another run's start knows that it lives
         if self.job.get("ended_milliseconds") is None:
             client.update_run(run.info.run_id, status="RUNNING")
@@ -134,13 +140,9 @@ class RunWriter:
         known, tags = run.data.params, dict(self.job["tags"])
         params = fit(client, run.info.run_id, "params", self.job["params"])
         tags |= {f"resumed/{key}": value for key, value in params.items() if known.get(key, value) != value}
-        resumed, synced = self.job["resumed_from_step"], int(run.data.tags.get("synced_step", 0))
-        if resumed is not None:
-            tags["resumed_from_step"] = str(resumed)
-            # Points after the checkpoint stay in MLflow from before; those up to it may not all have got there.
-            self._first_step = synced if synced <= resumed else resumed + 1
-        elif self.job.get("late"):
-            self._first_step = synced
+        if self.job["resumed_from_step"] is not None:
+            tags["resumed_from_step"] = str(self.job["resumed_from_step"])
+        self._last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         client.log_batch(
             run.info.run_id,
             params=[Param(key, value) for key, value in params.items() if key not in known],
@@ -187,7 +189,7 @@ def main() -> None:
                 break
             if writer.connect():
                 start = time.process_time()  # imports, and the database where it is new
-                _say({"event": "connected", "run_id": writer.run_id})
+                _say({"event": "connected", "run_id": writer.run_id, "experiment_id": writer.experiment_id})
             writer.sync()
             pause = job["flush_seconds"]
         except Exception as error:

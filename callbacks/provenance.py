@@ -1,5 +1,6 @@
 """Which code a run came from, and which process."""
 
+import getpass
 import os
 import platform
 import subprocess
@@ -66,6 +67,14 @@ def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the commit that `summary.json` names and whether files were changed, flat; {} where it says nothing."""
     git = summary.get("git") or {}
     return {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+
+
+def user_name() -> str:
+    """Return who runs this, as MLflow's column of users shows; the number of one that has no name here."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
+        return str(os.getuid())
 
 
 def process_mark() -> str:

@@ -10,11 +10,15 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from lightning_llm.terminal_text import escaped, excerpt
+
 log = logging.getLogger(__name__)
 
 
 class Sample(pl.Callback):
     """Generates `max_new_tokens` tokens after `prompt` when training has ended, shows them and writes `sample.txt`.
+
+    Control characters are escaped in both; a terminal gets the first lines alone, the file all of them.
 
     An empty prompt stands for the start of a document. The random numbers come from a generator of its own, seeded by
     `seed`; the model is left in the mode it was in. All ranks generate, rank 0 shows.
@@ -39,8 +43,11 @@ class Sample(pl.Callback):
         try:
             text = self._generate(trainer, pl_module)
             if trainer.is_global_zero:
-                Path(pl_module.config.run.dir, "sample.txt").write_text(text, encoding="utf-8")
-                Console().print(Panel(Text(text), title="sample", title_align="left"))
+                file = Path(pl_module.config.run.dir, "sample.txt")
+                file.write_text(escaped(text), encoding="utf-8")
+                shown, left_out = excerpt(text)
+                more = f"{left_out} more lines in {file}" if left_out else None
+                Console().print(Panel(Text(shown), title="sample", title_align="left", subtitle=more))
         except Exception as error:
             log.warning("no sample was generated: %s: %s", type(error).__name__, error)
 

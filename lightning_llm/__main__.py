@@ -16,6 +16,7 @@ from lightning_llm.config_dir import open_config_dir
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.hydra_options import without_hydra_options
 from lightning_llm.ranks import is_first_rank
+from lightning_llm.redact import redact_uri
 
 VERBS = {
     "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
@@ -209,7 +210,7 @@ def _report(error: ConfigError) -> int:
         file=sys.stderr,
     )
     for problem in error.problems:
-        print(f"  - {problem}", file=sys.stderr)
+        print(f"  - {redact_uri(str(problem))}", file=sys.stderr)
     return 2
 
 

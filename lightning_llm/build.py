@@ -159,4 +159,4 @@ def _resumed_from(config: Config, start: Start) -> int | None:
     """Return the step that the run's records are cut back to: 0 for one begun afresh in its folder, None if new."""
     if start.checkpoint is not None:
         return start.checkpoint.step
-    return None if config.resume is None else 0
+    return 0 if Path(config.run.dir, "metrics.jsonl").exists() and config.resume is not None else None

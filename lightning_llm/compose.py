@@ -26,6 +26,7 @@ from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.named_casts import fill_named_casts
 from lightning_llm.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.recipes_catalog import name_clashes, register_recipes
+from lightning_llm.redact import redact_uri, withheld
 from lightning_llm.schema import Config
 from lightning_llm.schema.strict import Reading, read_config
 from lightning_llm.waiting import Waiting
@@ -115,7 +116,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
         choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
         for words in (words for product_of_one in choices for words in product_of_one):
             waiting.tell(len(jobs))
-            chosen = [word for word in words if word not in overrides]
+            chosen = [redact_uri(word) for word in words if word not in overrides]
             jobs.append((chosen, _compose_one(parse_overrides(words), composer, problems)))
         return jobs
 
@@ -286,6 +287,8 @@ def _read(tree: DictConfig, stand_ins: Iterable[str] = ()) -> Reading:
     values: Any = OmegaConf.to_container(tree, resolve=True)
     if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str) and values["run"]["dir"]:
         values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
+    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
+        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
     return read_config(values, found, stand_ins)
 
 

@@ -1,5 +1,8 @@
 """`config.yaml`: how a resolved config is kept."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -17,3 +20,15 @@ def write_config(config: Config, file: Path) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(config_text(config), encoding="utf-8")
     partial.rename(file)
+
+
+@contextmanager
+def in_memory(config: Config) -> Iterator[Path]:
+    """Yield a file with `config` for this process's children to read; it is gone with this process, however that ends.
+
+    It lies in memory (memfd_create(2)) and has no name but the one under /proc.
+    """
+    with os.fdopen(os.memfd_create("config.yaml"), "wb") as file:
+        file.write(config_text(config).encode())
+        file.flush()
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")

@@ -15,9 +15,10 @@ from typing import Any
 from lightning_llm.callbacks.rank_heartbeat import say_silent, silent_ranks
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.checked_config import checked_config
+from lightning_llm.commands import how_to_go_on
 from lightning_llm.compose import typed_value
 from lightning_llm.config_dir import config_dir_words
-from lightning_llm.config_file import write_config
+from lightning_llm.config_file import in_memory
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ranks import rank_environment
 from lightning_llm.run_state import decide_start, resumable_runs
@@ -116,9 +117,6 @@ def start_ranks(config: Config) -> int:
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
     folder = Path(config.run.dir)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    file = folder.with_name(f".{folder.name}.starting.yaml")
-    write_config(config, file)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -135,20 +133,21 @@ def start_ranks(config: Config) -> int:
         shutdown_timeout=SAVE_SECONDS,
     )
     try:
-        elastic_launch(settings, sys.executable)(
-            "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
-        )
+        with in_memory(config) as file:  # the run's folder holds it as config.yaml
+            elastic_launch(settings, sys.executable)(
+                "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
+            )
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
             mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+            print(how_to_go_on(folder), file=sys.stderr)
             return 1
         return 128 + int(stop.sigval)
     except ChildFailedError as error:
         return _first_failure(error, folder, config.parallel.timeout_seconds)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
-        file.unlink(missing_ok=True)  # the run's folder holds it as config.yaml
     return 0
 
 
@@ -174,4 +173,6 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
         detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
+    if hint := how_to_go_on(folder):
+        print(hint, file=sys.stderr)
     return 1

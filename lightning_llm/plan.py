@@ -14,6 +14,7 @@ from lightning_llm.model.linear_names import linear_names
 from lightning_llm.parallel.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
 from lightning_llm.parallel.nodes import reduction_note, with_reduction
 from lightning_llm.precision.describe import precision_facts, precision_rows
+from lightning_llm.redact import with_credentials
 from lightning_llm.schema import Config
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ def notes(config: Config) -> list[str]:
     """Return what is allowed and may still surprise, one line each."""
     schedule, steps = config.schedule, config.trainer.max_steps
     told = []
+    if (uri := config.logger.tracking_uri) and with_credentials(uri) != uri:
+        told.append(
+            "note   the password in logger.tracking_uri is written nowhere: to go on later, give that key again, or "
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
     if schedule.name != "constant" and schedule.warmup_steps >= (schedule.total_steps or steps):
         told.append(
             f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "

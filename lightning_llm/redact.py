@@ -1,23 +1,38 @@
-"""Secrets in addresses, left out of what is printed or written."""
+"""Credentials in addresses: left out of everything that is printed or written, and kept for this process's children.
 
+A config never holds them (`withheld` takes them out where it is composed), so that no file, artifact, tag or checkpoint
+can. `with_credentials` gives the whole address to what talks to the server.
+"""
+
+import os
 import re
 
-MASK = "***"
-USER = re.compile(r"(?i)^([a-z][a-z0-9+.-]*://)([^/:@?#]*)(:[^?#]*)?@")
-"""A scheme, a user, a password: up to the last @, for a password may hold one, and a slash."""
-WORDS = re.compile(r"(?i)([?&;](?:[a-z_-]*(?:password|passwd|pwd|token|secret|key)[a-z_-]*)=)[^&;#]*")
+WHOLE_URI_VARIABLE = "LIGHTNING_LLM_TRACKING_URI"
+"""Of the environment: the tracking address as it was given, for this process and those it starts."""
+
+# Hydra writes the colons of swept values as "\:".
+# A password may hold a slash by mistake; digits and a slash behind the host are a port and a path.
+_USER = re.compile(r"(\b[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(:(?!\d+/)[^?#\s'\"]*)?@")
+_SECRET = re.compile(r"(?<=[?&])(?:password|passwd|pwd|token|secret|api_?key|access_?key)=[^&\s'\"]*&?", re.IGNORECASE)
+_LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&](?=$|[\s'\"])")
 
 
-def redact_uri(uri: str) -> str:
-    """Return `uri` with passwords and tokens as `***`: before the host, and in what a query calls so.
+def redact_uri(text: str) -> str:
+    """Return `text`, an address or words with addresses in it, without their user names, passwords and tokens."""
+    return _LEFT_OVER.sub(r"\1", _SECRET.sub("", _USER.sub(r"\1", text)))
 
-    Of http a user without a password is a token, too.
-    """
 
-    def masked(found: re.Match[str]) -> str:
-        scheme, user, password = found.group(1), found.group(2), found.group(3)
-        if password is not None:
-            return f"{scheme}{user}:{MASK}@"
-        return f"{scheme}{MASK if scheme.lower().startswith('http') else user}@"
+def withheld(uri: str) -> str:
+    """Return `uri` without credentials, and keep it whole in the environment of this process."""
+    clean = redact_uri(uri)
+    if clean != uri:
+        os.environ[WHOLE_URI_VARIABLE] = uri
+    return clean
 
-    return WORDS.sub(rf"\g<1>{MASK}", USER.sub(masked, uri))
+
+def with_credentials(uri: str) -> str:
+    """Return `uri` as it was given, where that was in this process, one that started it, or MLFLOW_TRACKING_URI."""
+    for name in (WHOLE_URI_VARIABLE, "MLFLOW_TRACKING_URI"):
+        if (whole := os.environ.get(name)) and redact_uri(whole) == uri:
+            return whole
+    return uri

@@ -29,6 +29,7 @@ from lightning_llm.callbacks.rank_heartbeat import (
 from lightning_llm.callbacks.records import mark_failed
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
+from lightning_llm.commands import how_to_go_on
 from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
@@ -45,6 +46,8 @@ from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, claim, decide_start
 from lightning_llm.schema import Config
+from lightning_llm.sweep.state import mlflow_facts
+from lightning_llm.tracking_ui import ui_lines
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.manifest import UNSEALED, Checkpoint, Damage, content_damage, passed_over_lines
@@ -99,14 +102,15 @@ def run(config: Config) -> int:
         if ended := module.ended_early:
             say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
     except StoppedBySignal as stop:
-        say(f"{stop}; go on with resume=auto run.dir={config.run.dir}", sys.stderr)
+        say("; ".join(filter(None, (str(stop), how_to_go_on(config.run.dir)))), sys.stderr)
         return 128 + stop.number
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
+        say(how_to_go_on(config.run.dir), sys.stderr)
         return 1
     except StorageError as error:
-        text = "what was saved before is whole, and resume=auto goes on from it once the folder can be written again"
-        say(f"error: {error}; {text}", sys.stderr)
+        say(f"error: {error}. What was saved before is whole. Once the folder can be written again,", sys.stderr)
+        say(how_to_go_on(config.run.dir), sys.stderr)
         return 1
     except RankSilentError:
         return 1
@@ -118,7 +122,9 @@ def run(config: Config) -> int:
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
-        say(f"curves make ui, or: mlflow ui --backend-store-uri {tracking_uri(config)}")
+        tracked = mlflow_facts(Path(config.run.dir))
+        for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
+            say(line)
     return 0
 
 

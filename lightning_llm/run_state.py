@@ -7,6 +7,7 @@ from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.heartbeat import whose
 from lightning_llm.callbacks.records import damaged_record, summary_of
+from lightning_llm.commands import how_to_go_further
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import differences_on_resume
@@ -42,7 +43,7 @@ class Start:
                 f"{config.run.dir} is finished at step {self.step} of {config.trainer.max_steps}: {self.ended}. "
                 "It goes on where that callback is left out or set to something else"
             )
-        return f"{config.run.dir} is finished at step {self.step}; raise trainer.max_steps to go on"
+        return how_to_go_further(config.run.dir, self.step)
 
 
 def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:

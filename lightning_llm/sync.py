@@ -20,9 +20,10 @@ from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE, RunWriter
 from lightning_llm.callbacks.records import read_records, summary_of, write_json
 from lightning_llm.compose import load_config
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.redact import redact_uri
 from lightning_llm.schema import Config
 from lightning_llm.sweep.definition import FILE
-from lightning_llm.sweep.state import SETTLED, state_of
+from lightning_llm.sweep.state import SETTLED, mlflow_facts, state_of
 from lightning_llm.workspace import default_outputs, folders_named
 
 
@@ -37,14 +38,25 @@ def sync(arguments: argparse.Namespace) -> int:
         where = ", ".join(arguments.folders) or default_outputs()
         raise ConfigError(Problem("FOLDER", f"there is no run (config.yaml and metrics.jsonl) in {where}."))
     failed = 0
+    unreachable: set[str] = set()
     with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):  # MLflow creates ./mlruns where it is
         for folder in folders:
             try:
-                print(f"{folder}: {_sync_one(folder, arguments.tracking_uri)}", flush=True)
+                config, own = _configs(folder, arguments.tracking_uri)
+                server = redact_uri(tracking_uri(config))
+                if server in unreachable:
+                    failed += 1
+                else:
+                    print(f"{folder}: {_sync_one(folder, config, own)}", flush=True)
             except Exception as error:  # whatever MLflow raises, the other runs are tried
                 failed += 1
+                if _is_no_answer(error):
+                    unreachable.add(server)
+                    print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
+                    continue
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # that of a damaged file
-                print(f"{folder}: not logged: {kind}{error}".splitlines()[0][:500], file=sys.stderr)
+                text = redact_uri(f"{folder}: not logged: {kind}{error}".splitlines()[0])
+                print(text[:500], file=sys.stderr, flush=True)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
     return 1 if failed else 0
 
@@ -69,10 +81,7 @@ def catch_up(folders: Sequence[Path]) -> str:
 
 
 def _is_behind(folder: Path) -> bool:
-    try:
-        return summary_of(folder).get("mlflow", {}).get("synced") is False
-    except ValueError:  # damaged: that run could not go on either, and has said so
-        return False
+    return mlflow_facts(folder).get("synced") is False
 
 
 def _run_folders(given: Sequence[str]) -> Iterator[Path]:
@@ -89,19 +98,35 @@ def _run_folders(given: Sequence[str]) -> Iterator[Path]:
                 yield file.parent
 
 
-def _sync_one(folder: Path, uri: str | None) -> str:
-    """Log one run; return a word on what was done. Raises whatever MLflow raises."""
+def _is_no_answer(error: BaseException | None) -> bool:
+    """Return whether a server could not be reached, or did not answer in time: it would not for the next run either."""
+    from requests import exceptions  # by which MLflow's client talks to a server
+
+    while error is not None:
+        if isinstance(error, exceptions.ConnectionError | exceptions.Timeout):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _configs(folder: Path, uri: str | None) -> tuple[Config, Config]:
+    """Return the run's config, tracked at `uri` if that is given, and as it was run."""
     own = load_config(folder / "config.yaml", [])
-    config = load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own
+    return load_config(folder / "config.yaml", [f"logger.tracking_uri={uri}"]) if uri else own, own
+
+
+def _sync_one(folder: Path, config: Config, own: Config) -> str:
+    """Log one run; return a word on what was done. Raises whatever MLflow raises."""
     # The folder stays with the MLflow of its run, which later starts and verdicts go to.
-    elsewhere = tracking_uri(config) != tracking_uri(own)
-    id_file = f"{RUN_ID_FILE}-{sha256(tracking_uri(config).encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
+    place = redact_uri(tracking_uri(config))
+    elsewhere = place != redact_uri(tracking_uri(own))
+    id_file = f"{RUN_ID_FILE}-{sha256(place.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
     config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":
         summary |= {"status": "stopped", "detail": ORPHANED}
-    job = {**writer_job(config, folder, summary), "late": True, "id_file": id_file}
+    job = {**writer_job(config, folder, summary), "id_file": id_file}
     if state != "running":
         job["ended_milliseconds"] = _ended_milliseconds(folder, summary)
     writer = RunWriter(job)
@@ -112,6 +137,8 @@ def _sync_one(folder: Path, uri: str | None) -> str:
             summary["status"], summary.get("detail", ""), final_figures(read_records(folder / "metrics.jsonl"))
         )
     about = {**summary.get("mlflow", {}), "synced": state != "running"}
+    if not elsewhere:
+        about["experiment_id"] = writer.experiment_id
     about.pop("problem", None)
     if state != "running" and not elsewhere:  # its own process writes its summary
         write_json(folder / "summary.json", {**summary, "mlflow_run_id": writer.run_id, "mlflow": about})

@@ -9,7 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = {
-    0: {"schema", "errors", "hardware", "identity", "integrity", "keyed_hash", "redact", "workspace"},
+    0: {
+        "commands",
+        "config_dir",
+        "errors",
+        "hardware",
+        "identity",
+        "integrity",
+        "keyed_hash",
+        "redact",
+        "schema",
+        "terminal_text",
+        "waiting",
+        "workspace",
+    },
     1: {"model", "precision", "data", "optim"},
     2: {"parallel"},
     3: {"train"},
@@ -21,7 +34,7 @@ LAYERS = {
         "compare",
         "completion",
         "compose",
-        "config_dir",
+        "composition",
         "config_file",
         "config_folder",
         "config_listing",
@@ -41,6 +54,7 @@ LAYERS = {
         "run_state",
         "sweep",
         "sync",
+        "tracking_ui",
         "yaml_file",
     },
     6: {"__main__"},

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.commands import resume_command
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
@@ -130,11 +131,8 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         unfinished.append(run)
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
-        further = (
-            ""
-            if run.status in ("running", "ended early")
-            else "; resume=auto, or its sweep's command again, goes on with it"
-        )
+        over = run.status in ("running", "ended early")
+        further = "" if over else f"; {resume_command(run.folder)} goes on with it"
         after = f" after step {run.last_step}" if run.last_step else ""
         text = f"is not finished: {run.status}{after}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))

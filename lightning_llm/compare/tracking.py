@@ -3,16 +3,22 @@
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import existing_store
+from lightning_llm.callbacks.mlflow_store import LARGEST_VALUE, existing_store
+from lightning_llm.callbacks.mlflow_sweep import DESCRIPTION
 from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import line_of
+from lightning_llm.redact import redact_uri, with_credentials
 
 FILES = ("compare.json", "report.html", "verdicts.csv", "verdicts.tex")
+BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
+"""Around the verdicts in a sweep's description: what stands outside is somebody's own."""
 
 
 def log_verdicts(comparison: Comparison, folder: Path) -> str:
@@ -38,18 +44,18 @@ def log_verdicts(comparison: Comparison, folder: Path) -> str:
         for (uri, parent), verdicts in parents.items():
             _log_parent(clients[uri], parent, verdicts, folder)
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        why = redact_uri(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
         return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
     return f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
 
 
 def tracking_uri(pair: Pair) -> str:
-    """Return where the pair's run is tracked, by its own config as it was run."""
-    uri = pair.run.config.get("logger.tracking_uri")
-    noted = (pair.run.summary.get("mlflow") or {}).get("tracking_uri", "")
-    if not uri and noted and "***@" not in noted:
-        uri = noted  # what MLFLOW_TRACKING_URI was then
-    return str(uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{pair.run.config.get('run.root')}/mlflow.db")
+    """Return where the pair's run is tracked, by its own config as it was run; with credentials that are at hand."""
+    noted = redact_uri(
+        (pair.run.summary.get("mlflow") or {}).get("tracking_uri") or ""
+    )  # what MLFLOW_TRACKING_URI was then
+    uri = pair.run.config.get("logger.tracking_uri") or noted or os.environ.get("MLFLOW_TRACKING_URI")
+    return with_credentials(str(uri or f"sqlite:///{pair.run.config.get('run.root')}/mlflow.db"))
 
 
 def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
@@ -73,9 +79,33 @@ def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path)
     for verdict in verdicts:
         words = f" {verdict.family.words}" if verdict.family.words else ""
         client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
+    before = client.get_run(parent).data.tags.get(DESCRIPTION, "")
+    table = verdict_table([verdict_data(verdict) for verdict in verdicts])
+    client.set_tag(parent, DESCRIPTION, described(before, table))
     for file in sorted(folder.iterdir()):
         if file.name in FILES or (file.name.startswith("figure-") and file.suffix == ".svg"):
             client.log_artifact(parent, str(file), "compare")
+
+
+def verdict_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the verdicts as a Markdown table and their sentences, for the description of a sweep."""
+    lines = ["| recipe | verdict | gap, nats | interval | pairs |", "|---|---|---:|---|---:|"]
+    for row in rows:
+        name = " ".join([row["name"], *(f"{key}={value}" for key, value in row["setting"].items())])
+        verdict = f"**{row['qualified']}**"
+        gap = "" if row["gap"] is None else f"{row['gap']:+.4f}"
+        interval = "" if row["ci"][0] is None else f"[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"
+        cells = [name, verdict, gap, interval, str(row["pairs"])]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, "", *(f"- {row['line']}" for row in rows)])
+
+
+def described(before: str, verdicts: str) -> str:
+    """Return a description with `verdicts` in the place of those that it held, and all else as it was."""
+    head, begin, rest = before.partition(BEGIN)
+    tail = rest.partition(END)[2] if begin else ""
+    room = LARGEST_VALUE["tags"] - len(head) - len(tail) - len(BEGIN) - len(END) - 8
+    return f"{head.rstrip()}\n\n{BEGIN}\n{verdicts[: max(0, room)]}\n{END}{tail}".lstrip()
 
 
 def _safe(text: str) -> str:

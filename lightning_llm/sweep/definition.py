@@ -12,6 +12,7 @@ from lightning_llm.callbacks.records import write_json
 from lightning_llm.commands import sweep_command
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.identity import PLACE, below, config_hash, flatten, in_hash
+from lightning_llm.redact import redact_uri
 from lightning_llm.schema import Config
 from lightning_llm.workspace import default_outputs
 
@@ -53,7 +54,7 @@ class Typed:
 
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
-        words = [word for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
+        words = [redact_uri(word) for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
         return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None}
 
 
@@ -141,12 +142,22 @@ def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
     Raises:
         ConfigError: `folder` holds no sweep.
     """
-    place = [f"seed={','.join(map(str, sorted(set(seeds))))}", f"run.name={folder.name}"]
-    root = folder.absolute().parent.parent
-    if str(root) != default_outputs():
-        place.append(f"run.root={root}")
+    place = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_place(folder)]
     starts = _read(folder).get("typed", [])
     return " && ".join(sweep_command([*each["overrides"], *place], each["config_dir"]) for each in starts)
+
+
+def command_to_go_on(sweep: Sweep) -> str:
+    """Return the command that starts what is left of `sweep`, wherever it is typed."""
+    typed = sweep.typed or Typed()
+    words = [redact_uri(word) for word in typed.overrides if _key_of(word) not in ("run.name", "run.root", "run.dir")]
+    return sweep_command([*words, *_place(sweep.folder)], typed.config_dir and typed.config_dir.absolute())
+
+
+def _place(folder: Path) -> list[str]:
+    """Return the overrides that lead to the folder of a sweep from anywhere."""
+    root = folder.absolute().parent.parent
+    return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]
 
 
 def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:

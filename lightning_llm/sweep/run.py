@@ -8,18 +8,20 @@ from dataclasses import replace
 from lightning_llm.callbacks.mlflow import tracking_uri
 from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
 from lightning_llm.checked_config import problems_beyond
+from lightning_llm.commands import sync_command
 from lightning_llm.compose import read_sweep, typed_value
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.nodes import with_reduction
 from lightning_llm.schema import Config
 from lightning_llm.schema.partial import gather
 from lightning_llm.schema.strict import Reading
-from lightning_llm.sweep.definition import Job, Sweep, Typed, define, tracked, write
+from lightning_llm.sweep.definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import SETTLED, Outcome, detail_of, one_at_a_time, settled_state, state_of
+from lightning_llm.sweep.state import SETTLED, Outcome, detail_of, mlflow_facts, one_at_a_time, settled_state, state_of
 from lightning_llm.sync import catch_up
+from lightning_llm.tracking_ui import ui_lines
 from lightning_llm.waiting import Waiting
 
 NOT_CHECKED = {"seed", "resume", "run", "logger"}
@@ -113,7 +115,7 @@ def _open(whole: Sweep) -> Sweep:
         if problem:
             print(
                 f"note   MLflow has no parent run of this sweep ({problem}). The jobs run all the same; later: "
-                f"lightning-llm sync {whole.folder}",
+                f"{sync_command(whole.folder)}",
                 file=sys.stderr,
             )
     whole = tracked(whole, parent)
@@ -140,10 +142,14 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
         counts["total"] = len(states)
         told = _tell_mlflow(whole, None if running else status, counts)
         if told and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
-            text = f"note   MLflow lacks something of this sweep ({problem}). lightning-llm sync {whole.folder}"
+            text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
+    if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
+        tracked = mlflow_facts(outcomes[0].job.folder)
+        for line in ui_lines(tracking_uri(whole.jobs[0].config), tracked.get("experiment_id")):
+            print(line)
     launcher = whole.jobs[0].config.launcher
     if launcher.name == "local" and launcher.at_once > 1 and len(outcomes) > 1:
         at_once = min(launcher.at_once, len(outcomes))
@@ -157,8 +163,8 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
         _print_ending(job, "failed in another start")
     if stopped_by:
         stopped = [str(number) for number, state in states.items() if state == "stopped"]
-        text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}; the same command goes on"
-        print(f"{text}: {whole.folder}", file=sys.stderr)
+        text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}"
+        print(f"{text}; go on: {command_to_go_on(whole)}", file=sys.stderr)
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
 

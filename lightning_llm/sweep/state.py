@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -63,6 +63,14 @@ def detail_of(folder: Path) -> str:
     except ValueError as error:
         return str(error)
     return lines[-1] if lines else ""
+
+
+def mlflow_facts(folder: Path) -> dict[str, Any]:
+    """Return what the run's summary says of MLflow, {} where it says nothing or is damaged."""
+    try:
+        return dict(summary_of(folder).get("mlflow") or {})
+    except ValueError:
+        return {}
 
 
 @contextmanager

@@ -22,8 +22,8 @@ class NonFiniteError(StepNotMadeError):
         self.origin = ""
         super().__init__(
             f"the {what} of step {step} is {value}. The weights are still those of step {step - 1}. Lower "
-            "optim.learning_rate, lengthen schedule.warmup_steps, or look at the precision recipe; resume=auto goes on "
-            "from the last checkpoint, where there is one.",
+            "optim.learning_rate, lengthen schedule.warmup_steps, or look at the precision recipe; "
+            "spikes.policy=skip leaves such updates out.",
             record,
         )
 

@@ -71,8 +71,8 @@ class SpikePolicy:
                 record,
             )
         return SpikeStop(
-            f"{found}, and spikes.policy is stop. State saved at step {step - 1}, before its update: resume=auto "
-            "spikes.policy=skip goes on without that update, spikes.policy=log with it",
+            f"{found}, and spikes.policy is stop. State saved at step {step - 1}, before its update: with "
+            "spikes.policy=skip the run goes on without that update, with spikes.policy=log with it",
             record,
         )
 

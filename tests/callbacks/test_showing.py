@@ -12,6 +12,7 @@ from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
 from lightning_llm.schema import Config
+from lightning_llm.terminal_text import escaped, excerpt
 
 
 def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +84,19 @@ def test_the_sample_is_written_and_the_same_each_time(tmp_path: Path, capsys: py
 def test_an_empty_prompt_starts_a_document(config: Config) -> None:
     fit(TinyModule(config), [Sample(max_new_tokens=9), RunFolder(Path(config.run.dir))])
     assert len(Path(config.run.dir, "sample.txt").read_text()) == 9
+
+
+def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
+    text = "a\tb\x1b]0;title\x07\n" + 180 * " \n" + "\r\x9b31m\u202eno\x0e\x18\x7f\ud800 caf\u00e9\n"
+    shown, left_out = excerpt(text)
+    assert shown == "a\tb\\x1b]0;title\\x07\n\n\\x0d\\x9b31m\\u202eno\\x0e\\x18\\x7f\\ud800 caf\u00e9"
+    assert left_out == 0
+    assert escaped(text).encode().decode().count("\n") == text.count("\n")  # whole, and it can be written
+    assert excerpt("\n".join(map(str, range(100)))) == ("\n".join(map(str, range(40))), 60)
+    shown, _ = excerpt("long " * 1000)
+    assert len(shown) == 404
+    for number in [*range(32), *range(127, 160)]:
+        assert escaped(chr(number)) == (chr(number) if chr(number) in "\n\t" else f"\\x{number:02x}")
 
 
 def test_a_sample_that_fails_does_not_fail_the_run(config: Config, caplog: pytest.LogCaptureFixture) -> None:

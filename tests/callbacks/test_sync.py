@@ -1,5 +1,6 @@
 """`lightning-llm sync`: what MLflow missed, from folders alone; and runs whose process is gone."""
 
+import contextlib
 import json
 import os
 import socket
@@ -168,7 +169,7 @@ def test_a_sweep_hands_in_what_its_jobs_could_not_in_time(store: MlflowClient, t
     assert catch_up([late, done]) == ""
     run = store.get_run(summary_of(late)["mlflow_run_id"])
     assert (run.info.status, history(store, run.info.run_id, "loss")) == ("FINISHED", [(1, 3.0), (2, 2.0), (3, 1.0)])
-    assert summary_of(late)["mlflow"] == {"synced": True}
+    assert summary_of(late)["mlflow"] == {"synced": True, "experiment_id": run.info.experiment_id}
     assert "mlflow_run_id" not in summary_of(done)
     (late / "summary.json").write_text("")
     assert catch_up([late, done]) == ""  # nothing to do, and nothing starts
@@ -220,16 +221,38 @@ def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "is no folder, and no experiment, SWEEP or SWEEP/N" in capsys.readouterr().err
 
 
-def test_an_unreachable_server_fails_each_run_and_changes_none(
+def test_an_unreachable_server_fails_all_runs_in_a_line_and_changes_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = recorded(tmp_path, "lonely")
-    before = summary_of(run_dir)
-    assert main(["sync", str(run_dir), "--tracking-uri", "http://127.0.0.1:9"]) == 1
+    run_dirs = [recorded(tmp_path, "lonely"), recorded(tmp_path, "other")]
+    before = [summary_of(run_dir) for run_dir in run_dirs]
+    assert main(["sync", str(tmp_path), "--tracking-uri", "http://someone:s3cret@127.0.0.1:9"]) == 1
     told = capsys.readouterr()
-    assert "not logged: " in told.err
-    assert "0 of 1 runs are in MLflow" in told.out
-    assert summary_of(run_dir) == before
+    assert told.err == "http://127.0.0.1:9 does not answer: no further run is tried there\n"
+    assert "0 of 2 runs are in MLflow" in told.out
+    assert [summary_of(run_dir) for run_dir in run_dirs] == before
+
+
+def test_a_server_that_hangs_is_asked_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two", "three"):
+        recorded(tmp_path, name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["sync", str(tmp_path), "--tracking-uri", address]) == 1
+        silent.setblocking(False)
+        asked = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
+                asked += 1
+    assert asked == 1
+    told = capsys.readouterr()
+    assert told.err == f"{address} does not answer: no further run is tried there\n"
+    assert "0 of 3 runs are in MLflow" in told.out
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from mlflow.entities import RunTag
 from run_folders import make_run
 
 from lightning_llm.__main__ import main
+from lightning_llm.callbacks.mlflow_store import LARGEST_VALUE
+from lightning_llm.compare.tracking import BEGIN, END, described
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,8 @@ def tracked(tmp_path_factory):
 
 def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     client, parent, sweep, ids = tracked
+    client.set_tag(parent, "mlflow.note.content", "somebody's words")
+    assert main(["compare", str(sweep)]) == 0
     assert main(["compare", str(sweep)]) == 0
     assert "logged to MLflow: 2 runs, 1 sweep" in capsys.readouterr().out
     for run_id in ids[2:]:
@@ -42,10 +46,21 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
         assert data.tags["verdict.baseline_run_id"] in ids[:2]
     tags = client.get_run(parent).data.tags
     assert tags["verdict/mxfp8"].startswith("mxfp8 at 2.16M parameters")
+    note = tags["mlflow.note.content"]
+    assert note.startswith("somebody's words\n\n")  # which stay, while the table is made anew
+    assert note.count("| mxfp8 | **lossy**") == 1
+    assert note.count(tags["verdict/mxfp8"]) == 1
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
         "compare/compare.json", "compare/report.html", "compare/verdicts.csv", "compare/verdicts.tex",
         "compare/figure-gaps.svg", "compare/figure-curves.svg", "compare/figure-speed.svg",
     }  # fmt: skip
+
+
+def test_a_description_keeps_what_is_not_ours():
+    first = described("before", "| old |")
+    assert described(first + " after", "| new |") == f"before\n\n{BEGIN}\n| new |\n{END} after"
+    assert described("", "| new |") == f"{BEGIN}\n| new |\n{END}"
+    assert len(described("x" * 100, "long" * 5000)) <= LARGEST_VALUE["tags"]
 
 
 def test_runs_are_found_by_their_ids_and_by_their_parents(tracked, capsys, monkeypatch, tmp_path):

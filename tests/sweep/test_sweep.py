@@ -1,5 +1,6 @@
 """`train -m` with its real child processes, all checked before the first. 60 seconds."""
 
+import getpass
 import json
 import os
 import signal
@@ -54,6 +55,11 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
         "jobs/finished": 2.0, "jobs/diverged": 0.0, "jobs/failed": 0.0, "jobs/total": 2.0
     }  # fmt: skip
     assert parent.data.tags["axis.seed"] == "3,4"
+    assert f"compare {folders[0].parent}`" in parent.data.tags["mlflow.note.content"]
+    assert {run.data.tags["mlflow.user"] for run in runs} == {getpass.getuser()}
+    assert not [run for run in runs if "resumed_from_step" in run.data.tags]
+    page = f"http://localhost:5000/#/experiments/{parent.info.experiment_id}?workflowType=machine_learning"
+    assert page in told
     assert parent.data.tags["sweep_hash"] == about["hash"]
 
     written = {file: file.stat().st_mtime_ns for file in tmp_path.glob("default/*/*/metrics.jsonl")}
