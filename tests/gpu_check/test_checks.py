@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from native.fake_engine import laid_out
 from precision.recipes import RECIPES, load
 
 from gpu_check import agreement, curves, library, setting, speed, steps
@@ -17,32 +18,11 @@ from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
 from lightning_llm.precision.capability import DEVICES, Capability
-from lightning_llm.precision.quantize import quantise
 from lightning_llm.schema.precision import slots_of
 
 SUBCHANNEL = slots_of(load("fp8_subchannel"))
 CURRENT = slots_of(load("fp8_current"))
 MXFP8 = slots_of(load("mxfp8"))
-
-
-def as_native(x, cast, axis, delayed=None):
-    """Lay out what the emulation makes as Transformer Engine lays it out (its 2.20 `get_scale_shape`)."""
-    made = quantise(x, cast, axis, delayed=delayed)
-    codes, scales = made.codes, made.stored_scale.float()
-    if cast.block == "tensor":
-        inverse = torch.div(torch.ones(()), scales).reshape(1)
-        return SimpleNamespace(_data=codes, _transpose=codes.T.contiguous(), _scale_inv=inverse)
-    side = "rowwise" if axis == 1 else "columnwise"
-    if cast.block == "1x32":
-        padded = torch.zeros(-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 128) * 128)
-        padded[: scales.shape[0], : scales.shape[1]] = scales
-        return SimpleNamespace(**{f"_{side}_data": codes, f"_{side}_scale_inv": padded.to(torch.uint8)})
-    if cast.block == "1x128" and axis == 1:
-        scales = scales.T
-    if cast.block == "128x128" and axis == 0:
-        scales = scales.T
-    scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
-    return SimpleNamespace(**{f"_{side}_data": codes if axis == 1 else codes.T, f"_{side}_scale_inv": scales})
 
 
 @pytest.mark.parametrize("slots", [CURRENT, SUBCHANNEL, MXFP8])
@@ -51,7 +31,7 @@ def test_operands_are_compared_in_one_layout(slots, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     for slot, cast in slots.items():
         axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
-        theirs, ours = agreement.stored(as_native(x, cast, axis), cast, axis, shape), agreement.emulated(x, cast, axis)
+        theirs, ours = agreement.stored(laid_out(x, cast, axis), cast, axis, shape), agreement.emulated(x, cast, axis)
         assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
         wrong = agreement.Stored(theirs.codes ^ 1, theirs.scales * 2)
         assert [row.status for row in agreement.compare(slot, wrong, ours)] == ["off", "off"]
@@ -115,8 +95,8 @@ class Quantizer:
         rows_, columns = (next(slot for slot in casts if slot.endswith(f".{self.role}") and side(slot) == axis)
                           for axis in (1, 0))  # fmt: skip
         return SimpleNamespace(
-            **vars(as_native(tensor, casts[rows_], 1)),
-            **({} if casts[rows_].block == "tensor" else vars(as_native(tensor, casts[columns], 0))),
+            **vars(laid_out(tensor, casts[rows_], 1)),
+            **({} if casts[rows_].block == "tensor" else vars(laid_out(tensor, casts[columns], 0))),
         )
 
 
@@ -156,7 +136,7 @@ def test_g2_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine,
         role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
         read[role] = float(quantizer.scale)
         cast = next(cast for slot, cast in slots_of(recipe).items() if slot.endswith(f".{role}"))
-        return as_native(tensor, cast, 1, quantizer.scale)
+        return laid_out(tensor, cast, 1, quantizer.scale)
 
     monkeypatch.setattr(engine.Linear, "quantizers", property(quantizers), raising=False)
     monkeypatch.setattr(agreement, "quantised_by", quantised_by)

@@ -23,7 +23,8 @@ from lightning_llm.schema.precision import slots_of
 
 NATIVE = Decision("native", library="2.20.2")
 WIDTH = 256
-SHIPPED = ["fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp8",
+SHIPPED = ["fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel",
+           "fp8_subchannel_fp32scales", "mxfp8",
            "nvfp4", "fp16_mxfp8"]  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
