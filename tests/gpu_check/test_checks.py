@@ -77,10 +77,10 @@ def test_g1_finds_the_library_exact_and_as_able_as_we_say(hopper_on_cpu, monkeyp
     found = list(library.check(Clock(1000)))
     assert statuses(found) == {}
     assert len([row for row in found if "both say yes" in row.what]) == 3
-    assert len([row for row in found if "largest error" in row.what]) == 6
-    assert len([row for row in found if row.unit == "TFLOP/s"]) == 6
+    assert len([row for row in found if "largest error" in row.what]) == 7
+    assert len([row for row in found if row.unit == "TFLOP/s"]) == 7
     late = list(library.check(Clock(0)))
-    assert [row.note for row in late if row.status == "not available"] == ["out of time"] * 6
+    assert [row.note for row in late if row.status == "not available"] == ["out of time"] * 7
     monkeypatch.setattr(library, "LIMITS", {"e4m3": 1e-3})
     assert statuses(library.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
 
@@ -180,7 +180,7 @@ def test_g4_measures_layers_and_training(hopper_on_cpu):
         "bf16, compiled", "fp8_current, native", "fp8_subchannel, native", "fp8_delayed, native", "mxfp8, emulated",
     ]  # fmt: skip
     ratios = [row for row in found if "bf16's time over it" in row.what]
-    assert len(ratios) == 6 + 4  # a layer under five native recipes and one emulated, and a step
+    assert len(ratios) == 7 + 4  # a layer under six native recipes and one emulated, and a step
     assert {row.status for row in ratios} == {"ok"}
     late = list(speed.check(Clock(0)))
     assert {row.note for row in late[1:]} == {"out of time"}
@@ -194,7 +194,7 @@ def test_no_recipe_is_measured_against_itself(hopper_on_cpu, monkeypatch):
     found = list(speed.check(Clock(1000)))
     assert sorted(row.what for row in found if row.status == "error") == ["layers in bf16", "llama_1b under bf16"]
     ratios = [row for row in found if "bf16's time over it" in row.what]
-    assert len(ratios) == 10
+    assert len(ratios) == 11
     assert {(row.status, row.value, row.note.split(";")[0]) for row in ratios} == {
         ("not available", None, "no bf16 baseline")
     }
@@ -263,7 +263,8 @@ def test_settings_are_those_of_conf(monkeypatch):
     assert setting.model_config("llama_1b") == compose_config(["model=llama_1b"]).model
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     assert set(setting.native_recipes()) == {
-        "fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales",
+        "fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel",
+        "fp8_subchannel_fp32scales",
     }  # fmt: skip
 
 
