@@ -1,8 +1,7 @@
 """G2: what Transformer Engine quantises and multiplies against our emulation, and compiled casts against eager ones."""
 
-import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +14,16 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import delayed_state, update_delayed
 from lightning_llm.precision.native import decide, native_recipe
+from lightning_llm.precision.native_codes import Stored, axis_of, emulated, quantised_by, quantizers_of, stored
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Scaled, quantise
-from lightning_llm.precision.scales import divide
-from lightning_llm.schema.precision import CastConfig, PrecisionConfig, slots_of
+from lightning_llm.precision.quantize import Scaled
+from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
 number (2^-8)."""
-
-
-class Stored(NamedTuple):
-    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantised.stored_scale`."""
-
-    codes: Tensor
-    scales: Tensor
 
 
 def check(clock: Clock) -> Iterator[Row]:
@@ -87,8 +79,7 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
     if native is None or native.stochastic:
         yield missing(f"{recipe.name}: codes", "drawn from the GPU's own random bits: compared in distribution alone")
         return
-    quantizers = layer._kernel[0].quantizers
-    by_role = dict(zip(("x", "w"), quantizers["scaling_fwd"], strict=False)) | {"dy": quantizers["scaling_bwd"][0]}
+    by_role = quantizers_of(layer)
     for slot, cast in slots_of(recipe).items():
         if not cast.quantises:
             continue
@@ -100,44 +91,6 @@ def operands(recipe: PrecisionConfig) -> Iterator[Row]:
         )
         ours = emulated(given[role], cast, axis, scale)
         yield from compare(f"{recipe.name} {slot}", theirs, ours)
-
-
-def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
-    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
-    own = quantizer.copy() if hasattr(quantizer, "copy") else copy.copy(quantizer)
-    own.internal = own.optimize_for_gemm = False
-    own.set_usage(rowwise=True, columnwise=True)
-    return own(tensor)
-
-
-def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
-    """Return one direction of a tensor that Transformer Engine quantised, in our layout.
-
-    Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] and one `_scale_inv`; per block of 128 columnwise
-    data is transposed, scales of vectors are too, and the last axis of scales is padded to a multiple of 4; MXFP8 has
-    neither data transposed, and pads scales to 128 by 4.
-    """
-    rows, columns = shape
-    if cast.block == "tensor":
-        codes = made._data if axis == 1 else made._transpose.T
-        return Stored(codes.view(torch.uint8), made._scale_inv.reshape(()))
-    side = "rowwise" if axis == 1 else "columnwise"
-    codes, scales = getattr(made, f"_{side}_data").view(torch.uint8), getattr(made, f"_{side}_scale_inv")
-    if cast.block in ("1x128", "128x128"):
-        codes = codes if axis == 1 else codes.T
-        if cast.block == "1x128":
-            return Stored(codes, scales[:, :rows].T if axis == 1 else scales[:, :columns])
-        blocks = (-(-rows // 128), -(-columns // 128))
-        return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
-    down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
-    return Stored(codes, scales.view(torch.uint8)[:down, :right].float())
-
-
-def emulated(tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None) -> Stored:
-    """Return the same by our quantisers: scales are what is stored beside the codes."""
-    made = quantise(tensor, cast, axis, delayed=delayed)
-    scales = made.stored_scale.float()
-    return Stored(made.codes, divide(1.0, scales) if cast.block == "tensor" else scales)
 
 
 def compare(what: str, theirs: Stored, ours: Stored) -> Iterator[Row]:
@@ -236,8 +189,3 @@ def compiled_casts(recipe: PrecisionConfig) -> Iterator[Row]:
     equal = [(one == other).double() for one, other in zip(made["eager"], made["compiled"], strict=True)]
     share = float(torch.cat(equal).mean())
     yield judged(f"{recipe.name}: compiled casts equal to eager ones", 100 * share, "%", share == 1, "all")
-
-
-def axis_of(slot: str) -> int:
-    """Return the contraction axis of a slot's tensor as it is stored: x [M, K], w [N, K], dy [M, N]."""
-    return 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1

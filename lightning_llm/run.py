@@ -42,6 +42,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
 from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.native import Decision
+from lightning_llm.precision.native_codes import check_native_casts
 from lightning_llm.precision.swap import choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
 from lightning_llm.run_state import Start, claim, decide_start
@@ -78,6 +79,8 @@ def run(config: Config) -> int:
             raise ConfigError(decision.refusals())
         if decision.runs == "emulated":
             choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
+        elif decision.native is not None:
+            check_native_casts(config.precision, device)
         layout = open_layout(config, device)
         config = agree_on_config(config)
         record_collectives(device, Path(config.run.dir))

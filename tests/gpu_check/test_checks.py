@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from native.fake_engine import laid_out
 from precision.recipes import RECIPES, load
 
 from gpu_check import agreement, curves, library, setting, speed, steps
@@ -17,32 +18,11 @@ from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
 from lightning_llm.precision.capability import DEVICES, Capability
-from lightning_llm.precision.quantize import quantise
 from lightning_llm.schema.precision import slots_of
 
 SUBCHANNEL = slots_of(load("fp8_subchannel"))
 CURRENT = slots_of(load("fp8_current"))
 MXFP8 = slots_of(load("mxfp8"))
-
-
-def as_native(x, cast, axis, delayed=None):
-    """Lay out what the emulation makes as Transformer Engine lays it out (its 2.20 `get_scale_shape`)."""
-    made = quantise(x, cast, axis, delayed=delayed)
-    codes, scales = made.codes, made.stored_scale.float()
-    if cast.block == "tensor":
-        inverse = torch.div(torch.ones(()), scales).reshape(1)
-        return SimpleNamespace(_data=codes, _transpose=codes.T.contiguous(), _scale_inv=inverse)
-    side = "rowwise" if axis == 1 else "columnwise"
-    if cast.block == "1x32":
-        padded = torch.zeros(-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 128) * 128)
-        padded[: scales.shape[0], : scales.shape[1]] = scales
-        return SimpleNamespace(**{f"_{side}_data": codes, f"_{side}_scale_inv": padded.to(torch.uint8)})
-    if cast.block == "1x128" and axis == 1:
-        scales = scales.T
-    if cast.block == "128x128" and axis == 0:
-        scales = scales.T
-    scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
-    return SimpleNamespace(**{f"_{side}_data": codes if axis == 1 else codes.T, f"_{side}_scale_inv": scales})
 
 
 @pytest.mark.parametrize("slots", [CURRENT, SUBCHANNEL, MXFP8])
@@ -51,7 +31,7 @@ def test_operands_are_compared_in_one_layout(slots, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     for slot, cast in slots.items():
         axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
-        theirs, ours = agreement.stored(as_native(x, cast, axis), cast, axis, shape), agreement.emulated(x, cast, axis)
+        theirs, ours = agreement.stored(laid_out(x, cast, axis), cast, axis, shape), agreement.emulated(x, cast, axis)
         assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
         wrong = agreement.Stored(theirs.codes ^ 1, theirs.scales * 2)
         assert [row.status for row in agreement.compare(slot, wrong, ours)] == ["off", "off"]
@@ -97,10 +77,10 @@ def test_g1_finds_the_library_exact_and_as_able_as_we_say(hopper_on_cpu, monkeyp
     found = list(library.check(Clock(1000)))
     assert statuses(found) == {}
     assert len([row for row in found if "both say yes" in row.what]) == 3
-    assert len([row for row in found if "largest error" in row.what]) == 6
-    assert len([row for row in found if row.unit == "TFLOP/s"]) == 6
+    assert len([row for row in found if "largest error" in row.what]) == 7
+    assert len([row for row in found if row.unit == "TFLOP/s"]) == 7
     late = list(library.check(Clock(0)))
-    assert [row.note for row in late if row.status == "not available"] == ["out of time"] * 6
+    assert [row.note for row in late if row.status == "not available"] == ["out of time"] * 7
     monkeypatch.setattr(library, "LIMITS", {"e4m3": 1e-3})
     assert statuses(library.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
 
@@ -115,8 +95,8 @@ class Quantizer:
         rows_, columns = (next(slot for slot in casts if slot.endswith(f".{self.role}") and side(slot) == axis)
                           for axis in (1, 0))  # fmt: skip
         return SimpleNamespace(
-            **vars(as_native(tensor, casts[rows_], 1)),
-            **({} if casts[rows_].block == "tensor" else vars(as_native(tensor, casts[columns], 0))),
+            **vars(laid_out(tensor, casts[rows_], 1)),
+            **({} if casts[rows_].block == "tensor" else vars(laid_out(tensor, casts[columns], 0))),
         )
 
 
@@ -156,7 +136,7 @@ def test_g2_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine,
         role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
         read[role] = float(quantizer.scale)
         cast = next(cast for slot, cast in slots_of(recipe).items() if slot.endswith(f".{role}"))
-        return as_native(tensor, cast, 1, quantizer.scale)
+        return laid_out(tensor, cast, 1, quantizer.scale)
 
     monkeypatch.setattr(engine.Linear, "quantizers", property(quantizers), raising=False)
     monkeypatch.setattr(agreement, "quantised_by", quantised_by)
@@ -200,7 +180,7 @@ def test_g4_measures_layers_and_training(hopper_on_cpu):
         "bf16, compiled", "fp8_current, native", "fp8_subchannel, native", "fp8_delayed, native", "mxfp8, emulated",
     ]  # fmt: skip
     ratios = [row for row in found if "bf16's time over it" in row.what]
-    assert len(ratios) == 6 + 4  # a layer under five native recipes and one emulated, and a step
+    assert len(ratios) == 7 + 4  # a layer under six native recipes and one emulated, and a step
     assert {row.status for row in ratios} == {"ok"}
     late = list(speed.check(Clock(0)))
     assert {row.note for row in late[1:]} == {"out of time"}
@@ -214,7 +194,7 @@ def test_no_recipe_is_measured_against_itself(hopper_on_cpu, monkeypatch):
     found = list(speed.check(Clock(1000)))
     assert sorted(row.what for row in found if row.status == "error") == ["layers in bf16", "llama_1b under bf16"]
     ratios = [row for row in found if "bf16's time over it" in row.what]
-    assert len(ratios) == 10
+    assert len(ratios) == 11
     assert {(row.status, row.value, row.note.split(";")[0]) for row in ratios} == {
         ("not available", None, "no bf16 baseline")
     }
@@ -283,7 +263,8 @@ def test_settings_are_those_of_conf(monkeypatch):
     assert setting.model_config("llama_1b") == compose_config(["model=llama_1b"]).model
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     assert set(setting.native_recipes()) == {
-        "fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales",
+        "fp8_current", "fp8_current_e4m3", "fp8_delayed", "fp8_delayed_micro_batch", "fp8_subchannel",
+        "fp8_subchannel_fp32scales",
     }  # fmt: skip
 
 

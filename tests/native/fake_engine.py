@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_llm.precision import native_codes
 from lightning_llm.precision.linear import LinearPlan, quantised_linear
 from lightning_llm.schema.precision import CastConfig, DelayedConfig, HadamardConfig
 
@@ -97,6 +98,53 @@ class Float8Quantizer:
         assert scale.numel() == 1
         assert amax.shape == (1,)
         self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
+
+    def set_usage(self, *, rowwise, columnwise):
+        assert rowwise
+        assert columnwise
+
+    def __call__(self, tensor):
+        name = {DType.kFloat8E4M3: "e4m3", DType.kFloat8E5M2: "e5m2"}[self.dtype]
+        cast = CastConfig(format=name, scale="delayed", delayed=DelayedConfig())
+        return laid_out(tensor, cast, 1, self.scale)
+
+
+class Quantizer(Float8Quantizer):
+    """Of a tensor whose scale comes from itself, by its casts along rows and along columns."""
+
+    def __init__(self, by_rows, by_columns):
+        self.casts = by_rows, by_columns
+
+    def __call__(self, tensor):
+        rows, columns = (vars(laid_out(tensor, cast, axis)) for cast, axis in zip(self.casts, (1, 0), strict=True))
+        return SimpleNamespace(**columns, **{key: value for key, value in rows.items() if key not in columns})
+
+
+def laid_out(x, cast, axis, delayed=None):
+    """Lay out what the emulation makes as Transformer Engine lays it out (its 2.20 `get_scale_shape`)."""
+    made = native_codes.emulated(x, cast, axis, delayed, 0.5 if cast.stochastic else None)
+    codes, scales = made
+    if cast.block == "tensor":
+        return SimpleNamespace(_data=codes, _transpose=codes.T.contiguous(), _scale_inv=scales.reshape(1))
+    side = "rowwise" if axis == 1 else "columnwise"
+    if cast.scale == "two_level_e4m3":
+        codes, scales = (codes, scales) if axis == 1 else (codes.T, scales.T)
+        scales = scales.repeat_interleave(16, 0) if cast.block == "16x16" else scales
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+        padded = torch.zeros(-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4)
+        padded[: scales.shape[0], : scales.shape[1]] = scales
+        scales = padded.to(torch.float8_e4m3fn).view(torch.uint8)
+        return SimpleNamespace(**{f"_{side}_data": codes, f"_{side}_scale_inv": scales})
+    if cast.block in ("1x32", "32x32"):
+        padded = torch.zeros(-(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 128) * 128)
+        padded[: scales.shape[0], : scales.shape[1]] = scales
+        return SimpleNamespace(**{f"_{side}_data": codes, f"_{side}_scale_inv": padded.to(torch.uint8)})
+    if cast.block == "1x128" and axis == 1:
+        scales = scales.T
+    if cast.block == "128x128" and axis == 0:
+        scales = scales.T
+    scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+    return SimpleNamespace(**{f"_{side}_data": codes if axis == 1 else codes.T, f"_{side}_scale_inv": scales})
 
 
 class Autocast:
@@ -181,6 +229,15 @@ class Linear(nn.Module):
         if isinstance(self.first, CustomRecipe):
             return self._delayed(inp)
         return quantised_linear(inp, self.weight, None, LinearPlan(read(self.first), "eager"), self.keys())
+
+    @property
+    def quantizers(self):
+        casts = read(self.first)
+        x, w, dy = (
+            Quantizer(casts[f"{by_rows}"], casts[f"{by_columns}"])
+            for by_rows, by_columns in (("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.dy", "wgrad.dy"))
+        )
+        return {"scaling_fwd": [x, w, None], "scaling_bwd": [dy, None]}
 
     def keys(self):
         """Return what stands for the GPU's own random bits."""

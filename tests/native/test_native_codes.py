@@ -1,0 +1,99 @@
+"""The start-up check of native casts, over Transformer Engine's stand-in: quiet, or it says what differs. 4 seconds."""
+
+import pytest
+import torch
+from precision.recipes import load
+
+from lightning_llm.__main__ import main
+from lightning_llm.errors import ConfigError
+from lightning_llm.precision import native_codes
+from lightning_llm.precision.native_codes import Stored, check_native_casts, sample, stored
+from lightning_llm.schema.precision import PhaseConfig, slots_of
+
+CPU = torch.device("cpu")
+NATIVE = ["fp8_current", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp8", "fp16_mxfp8", "nvfp4"]
+
+
+def planted(monkeypatch, change):
+    """Have `change(role's cast, axis, what is stored)` come from the library."""
+    right = native_codes.stored
+
+    def wrong(made, cast, axis, shape):
+        return change(cast, axis, right(made, cast, axis, shape))
+
+    monkeypatch.setattr(native_codes, "stored", wrong)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_it_is_quiet_where_the_casts_are_the_recipes(name, engine):
+    check_native_casts(load(name), CPU)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_one_wrong_code_or_scale_is_found_in_every_slot(name, engine, monkeypatch):
+    def change(cast, axis, found):
+        codes = found.codes.clone()
+        codes[5, 7] ^= 4
+        return Stored(codes, found.scales)
+
+    planted(monkeypatch, change)
+    with pytest.raises(ConfigError) as raised:
+        check_native_casts(load(name), CPU)
+    assert len(raised.value.problems) == 6
+    assert all("1 of 65536 codes differ, the first at [5, 7]: native" in each.text for each in raised.value.problems)
+    monkeypatch.undo()
+
+
+def test_stochastic_codes_are_one_of_two_neighbours_and_scales_are_the_same(engine, monkeypatch):
+    recipe = load("nvfp4")
+    planted(monkeypatch, lambda cast, axis, found: Stored(found.codes, found.scales * (2 if cast.stochastic else 1)))
+    with pytest.raises(ConfigError) as raised:
+        check_native_casts(recipe, CPU)
+    assert [each.text.split("recipe's: ")[1].split()[0] for each in raised.value.problems] == ["dgrad.dy", "wgrad.dy"]
+    assert "scales differ" in raised.value.problems[0].text
+
+
+def test_the_sample_has_what_casts_stumble_over():
+    given = sample(CPU, torch.bfloat16, 127)
+    codes = {slot: native_codes.emulated(given, cast, 1).codes & 127 for slot, cast in
+             (("mxfp8", load("mxfp8").fprop.x), ("current", load("fp8_current").fprop.x))}  # fmt: skip
+    for each in codes.values():
+        assert ((each > 0) & (each < 8)).any()  # subnormal
+        assert (each == 0).any()
+        assert len(each.unique()) > 60
+    rotated = sample(CPU, torch.bfloat16, 15).double()
+    cast = slots_of(load("nvfp4"))["wgrad.x"]
+    signs = torch.tensor(cast.hadamard.vector).double()
+    sums = (rotated.reshape(16, 16, -1) * signs[None, :, None]).sum(1) / 4
+    assert torch.equal(sums, sums.bfloat16().double())
+
+
+def test_phases_are_checked_and_a_device_without_transposes_is_read(engine):
+    recipe = load("fp8_current")
+    e4m3 = recipe.fprop.x
+    phase = PhaseConfig(start=0.5, fprop=recipe.fprop, dgrad={"dy": e4m3, "w": e4m3}, wgrad={"dy": e4m3, "x": e4m3})
+    check_native_casts(recipe.model_copy(update={"phases": (phase,)}), CPU)
+    given = sample(CPU, torch.bfloat16, 127)
+    made = engine.laid_out(given, e4m3, 1)
+    wanted = stored(made, e4m3, 0, given.shape)
+    for attribute, value in (("_transpose", None), ("_transpose_invalid", True)):
+        other = engine.laid_out(given, e4m3, 1)
+        setattr(other, attribute, value)
+        assert torch.equal(stored(other, e4m3, 0, given.shape).codes, wanted.codes)
+    del made._transpose
+    assert torch.equal(stored(made, e4m3, 0, given.shape).codes, wanted.codes)
+
+
+def test_a_run_is_refused_before_its_first_step(small_run, tmp_path, hopper, monkeypatch, capsys):
+    planted(monkeypatch, lambda cast, axis, found: Stored(found.codes ^ 1, found.scales))
+    shape = ["model.hidden_size=128", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256",
+             "model.num_layers=3"]  # fmt: skip
+    assert main(["train", *small_run(tmp_path, *shape, "precision=fp8_current")]) == 2
+    said = capsys.readouterr().err
+    assert "precision.backend: would run fp8_current natively, and on cpu Transformer Engine's casts are not" in said
+    assert "fprop.x (e4m3 tensor fp32): 65536 of 65536 codes differ, the first at [0, 0]" in said
+    assert "Set emulated" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    words = [*shape, "precision=fp8_current", "precision.backend=emulated", "precision.casts=eager"]
+    assert main(["train", *small_run(tmp_path, *words, "trainer.max_steps=1", "checkpoint.every_steps=null")]) == 0
