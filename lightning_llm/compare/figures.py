@@ -79,7 +79,8 @@ def draw_intervals(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> 
 
 def draw_speed(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str | None:
     """Draw each recipe's gap against its speed, and the baseline at (1, 0); None where no speed was measured."""
-    known = [each for each in verdicts if each.cost.tokens_per_second_ratio is not None and each.judged.estimate.pairs]
+    judged = [each for each in verdicts if each.judged.estimate.pairs]
+    known = [(each, speed) for each in judged if (speed := each.cost.tokens_per_second_ratio) is not None]
     if not known:
         return None
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
@@ -87,15 +88,15 @@ def draw_speed(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str 
     axes.axhline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
     axes.plot(1, 0, marker="*", markersize=12, color=BASELINE_COLOUR, linestyle="")
     axes.annotate(baseline, (1, 0), textcoords="offset points", xytext=(6, 6), fontsize=8)
-    for verdict in known:
+    for verdict, speed in known:
         estimate, colour = verdict.judged.estimate, COLOURS[verdict.colour]
         low, high = (estimate.low, estimate.high) if math.isfinite(estimate.low) else (estimate.gap, estimate.gap)
         error = [[estimate.gap - low], [high - estimate.gap]]
-        point = verdict.cost.tokens_per_second_ratio, estimate.gap
+        point = speed, estimate.gap
         filled = "none" if verdict.emulated else "full"
         axes.errorbar(point[0], point[1], yerr=error, marker="o", fillstyle=filled, color=colour, capsize=3)
         axes.annotate(verdict.name, point, textcoords="offset points", xytext=(6, 6), fontsize=8)
-    about = "; hollow: emulated, not the format's speed" if any(each.emulated for each in known) else ""
+    about = "; hollow: emulated, not the format's speed" if any(each.emulated for each, _ in known) else ""
     axes.set(xlabel=f"tokens/s over {baseline}'s", ylabel="gap (nats per token)", title=f"Gap against speed{about}")
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8)
