@@ -52,7 +52,7 @@ from lightning_llm.train.nonfinite import StepNotMadeError
 
 
 def run(config: Config) -> int:
-    """Train; return 0, 1 where a step was not finite or spikes.policy ended the run, or 128 + the signal that did.
+    """Train; return 0, 128 + the signal that ended it, or 1: a step not finite, spikes.policy, a rank that hangs.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
@@ -106,7 +106,7 @@ def run(config: Config) -> int:
         for each in claims:
             each.release()
         for number, handler in handlers.items():
-            signal.signal(number, handler)  # a notebook, or whoever calls this, goes on
+            signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
