@@ -59,7 +59,7 @@ from lightning_llm.train.nonfinite import StepNotMadeError
 def run(config: Config) -> int:
     """Train; return 0, 128 + the signal that ended the run, or 1.
 
-    1: a step was not finite, spikes.policy ended the run, or its folder could not be written any more.
+    1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
@@ -121,7 +121,7 @@ def run(config: Config) -> int:
         for each in claims:
             each.release()
         for number, handler in handlers.items():
-            signal.signal(number, handler)  # a notebook, or whoever calls this, goes on
+            signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
     leave_process_group()
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":

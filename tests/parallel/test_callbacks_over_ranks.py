@@ -19,6 +19,7 @@ CALLBACKS = [
     "+callbacks.patience={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, patience: 9}",
     "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMonitor}",
     "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: {hours: 1}}",
+    "+callbacks.devices={_target_: lightning.pytorch.callbacks.DeviceStatsMonitor}",
     "+callbacks.own={_target_: own_callbacks.Remembers}",
 ]
 
@@ -62,6 +63,7 @@ def test_state_comes_back_under_another_layout(chain, ranks, words, tmp_path):
     assert [each["own/remembered"] for each in read_metrics(two) if "loss" in each] == [1, 2, 3, 4, 5, 6]
     assert [each["own/validations"] for each in read_metrics(two) if "val_loss" in each][-1] == 3
     assert all("lr-AdamW/pg1" in each for each in read_metrics(two) if "loss" in each)
+    assert "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent" in read_metrics(two)[-2]
     states = [torch.load(run / "checkpoints" / "step=6" / "callbacks.pt", weights_only=True) for run in (one, two)]
     for key in ("callbacks", "averaging_state"):
         ours, theirs = ({k: v for k, v in each[key].items() if k != "Timer"} for each in states)
