@@ -56,7 +56,7 @@ def measure() -> Iterator[Row]:
 
         reading, verifying = least_seconds(load), least_seconds(verify)
     torch.set_num_threads(threads)
-    size = sum(each.bytes for each in files.values())
+    size = sum(each.size_bytes for each in files.values())
     yield f"checkpoint of 60M parameters ({size / 1e6:.0f} MB): CPU seconds to load it", reading, ""
     yield "checkpoint of 60M parameters: CPU seconds to verify it", verifying, ""
     yield "checkpoint of 60M parameters: verifying over loading", verifying / reading, "below 1"

@@ -22,7 +22,7 @@ SEAL = "digest"
 class FileContent:
     """What a file was written with: its size and 32 hex digits over its bytes, None where none were taken."""
 
-    bytes: int
+    size_bytes: int
     digest: str | None
 
     @classmethod
@@ -49,7 +49,9 @@ def size_problem(file: Path, written: FileContent) -> str | None:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if found == written.bytes else f"has {found:,} bytes of the {written.bytes:,} that were written"
+    return (
+        None if found == written.size_bytes else f"has {found:,} bytes of the {written.size_bytes:,} that were written"
+    )
 
 
 def content_problem(file: Path, written: FileContent) -> str | None:

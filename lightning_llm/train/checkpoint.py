@@ -176,7 +176,8 @@ def _restore(
             no_dist=not dist.is_initialized(),
         )
     scalars = {name: value for name, value in progress["optimizer"].items() if name in state}  # this stage's
-    set_optimizer_state_dict(model, optimizer, {**tensors, **scalars}, options=FLAT)
+    loaded: dict[str, Any] = {**tensors, **scalars}
+    set_optimizer_state_dict(model, optimizer, loaded, options=FLAT)
     module.quantisation.begin_step(model, step)
     with _on_all_ranks(failed, *UNREADABLE):
         device = str(module.trainer.strategy.root_device)

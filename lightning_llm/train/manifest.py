@@ -82,7 +82,7 @@ Verify = Callable[[Checkpoint], list[Damage]]
 
 def sealed_manifest(step: int, config_hash: str, torch_version: str, files: Mapping[str, FileContent]) -> bytes:
     """Return the content of manifest.json."""
-    about = {name: {"bytes": each.bytes, "digest": each.digest} for name, each in sorted(files.items())}
+    about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
     return seal({"version": VERSION, "step": step, "config_hash": config_hash, "torch": torch_version, "files": about})
 
 
@@ -113,7 +113,7 @@ def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> lis
         from lightning_llm.train.unsealed import structural_damage  # imports torch
 
         return structural_damage(checkpoint) if rank == 0 else []
-    largest_first = sorted(checkpoint.files.items(), key=lambda item: (-item[1].bytes, item[0]))
+    largest_first = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
     return [
         Damage(checkpoint.folder, name, what)
         for name, written in largest_first[rank::world]
@@ -215,7 +215,7 @@ def _read_progress(folder: Path, step: int, files: Mapping[str, FileContent]) ->
 
 def _check_progress(progress: Mapping[str, Any], step: int) -> None:
     kinds = {"step": int, "skipped_steps": int, "optimizer": dict, "spikes": dict, "loss_scale": dict | None}
-    defaults = {"spikes": {}, "loss_scale": None}
+    defaults: dict[str, Any] = {"spikes": {}, "loss_scale": None}
     for key, kind in kinds.items():
         if not isinstance(progress.get(key, defaults.get(key, "")), kind):
             raise ValueError(f"lacks {key}, or holds something else there")

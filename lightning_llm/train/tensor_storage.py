@@ -85,7 +85,7 @@ class TensorReader(dcp.FileSystemReader):
         super().__init__(folder)
         self.metadata = metadata
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch asks for a rank's own where it sees **kwargs
+    def read_metadata(self) -> Metadata:  # torch asks for a rank's own where it sees **kwargs
         return self.metadata
 
 
@@ -228,7 +228,7 @@ def _within(file: str, start: int, length: int, files: Mapping[str, FileContent]
     """Return its arguments if `file` is one of shards, in `files`, and has so many bytes."""
     if not SHARD_FILE.fullmatch(file) or file not in files:
         raise ValueError(f"{file!r} is no file of shards here")
-    if not 0 <= start <= start + length <= files[file].bytes:
+    if not 0 <= start <= start + length <= files[file].size_bytes:
         raise ValueError(f"bytes {start} to {start + length} are not in {file}")
     return file, start, length
 

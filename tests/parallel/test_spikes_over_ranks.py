@@ -10,7 +10,7 @@ from traced_run import Trace, difference, traced_run
 from lightning_llm.compose import compose_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.schema import Config
-from lightning_llm.train.manifest import last_checkpoint
+from lightning_llm.train.manifest import newest_verified
 from lightning_llm.train.spike_policy import SpikeStop
 
 BAD = 36
@@ -31,7 +31,7 @@ def stopping_run(config: Config) -> tuple[str, int]:
     try:
         skipping_run(config)
     except SpikeStop as stop:
-        checkpoint = last_checkpoint(Path(config.run.dir, "checkpoints"))
+        checkpoint, _ = newest_verified(Path(config.run.dir, "checkpoints"))
         return str(stop), checkpoint.step if checkpoint else 0
     raise AssertionError("the run was not stopped")
 

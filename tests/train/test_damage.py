@@ -49,7 +49,8 @@ def reseal(checkpoint: Path) -> None:
     manifest = checkpoint / "manifest.json"
     values = unseal(manifest.read_bytes())
     for name in values["files"]:
-        values["files"][name] = vars(FileContent.of((checkpoint / name).read_bytes()))
+        written = FileContent.of((checkpoint / name).read_bytes())
+        values["files"][name] = {"bytes": written.size_bytes, "digest": written.digest}
     manifest.write_bytes(seal(values))
 
 
