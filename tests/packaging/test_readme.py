@@ -35,6 +35,7 @@ THEIR_OWN = ("mine", "outputs/probe/mine-step=480")
 def commands_of_docs() -> list[str]:
     found = [each for file in (README, *DOCS) for each in commands(file, "lightning-llm")]
     whole = [each for each in found if not PLACEHOLDERS.search(each.partition("#")[0]) and not each.endswith("\\")]
+    whole.remove("lightning-llm probe")  # a heading, not a command
     return list(dict.fromkeys(whole))
 
 
