@@ -54,68 +54,45 @@ def all_reduced(x: Tensor, group: GroupRef) -> Tensor:
     return total
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+def _same(x: Tensor, group: GroupRef) -> Tensor:
+    return x.view_as(x)
+
+
+_WAYS = {"gathered": gathered, "reduce_scattered": reduce_scattered, "all_reduced": all_reduced, "same": _same}
+
+
+class _Conjugate(torch.autograd.Function):
+    """One of `_WAYS` forward and its partner backward, by name: a graph holds no functions."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scattered(grad, ctx.group), None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
-        ctx.group = group
-        return reduce_scattered(x, group)
+    def forward(ctx: Any, x: Tensor, group: GroupRef, there: str, back: str) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return _WAYS[there](x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
-
-
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(grad, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupRef) -> Tensor:
-        return all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _WAYS[ctx.back](grad, ctx.group), None, None, None
 
 
 def gather_tokens(x: Tensor, group: GroupRef) -> Tensor:
     """Return `gathered`; the backward pass sums gradients over the group and keeps this rank's tokens'."""
-    tokens: Tensor = _GatherTokens.apply(x, group)
+    tokens: Tensor = _Conjugate.apply(x, group, "gathered", "reduce_scattered")
     return tokens
 
 
 def reduce_scatter_tokens(x: Tensor, group: GroupRef) -> Tensor:
     """Return `reduce_scattered`; the backward pass gathers the gradients of all tokens."""
-    tokens: Tensor = _ReduceScatterTokens.apply(x, group)
+    tokens: Tensor = _Conjugate.apply(x, group, "reduce_scattered", "gathered")
     return tokens
 
 
 def copy_to_group(x: Tensor, group: GroupRef) -> Tensor:
     """Return `x`; the backward pass sums its gradient over the group."""
-    same: Tensor = _CopyToGroup.apply(x, group)
+    same: Tensor = _Conjugate.apply(x, group, "same", "all_reduced")
     return same
 
 
 def reduce_from_group(x: Tensor, group: GroupRef) -> Tensor:
     """Return the sum of `x` over the group; the backward pass takes the gradient as it is."""
-    total: Tensor = _ReduceFromGroup.apply(x, group)
+    total: Tensor = _Conjugate.apply(x, group, "all_reduced", "same")
     return total

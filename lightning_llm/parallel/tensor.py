@@ -10,7 +10,6 @@ only those: their gradients are partial sums, which `gradient_sync` adds over th
 `finalize_model_grads`).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +111,8 @@ class _Part(_TensorParallel):
 
 
 class _Column(_TensorParallel):
+    weight: Tensor
+    bias: Tensor | None
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,6 +127,8 @@ class _Head(_Column):
 
 
 class _Row(_TensorParallel):
+    weight: Tensor
+    bias: Tensor | None
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,6 +139,8 @@ class _Row(_TensorParallel):
 
 
 class _Norm(_TensorParallel):
+    weight: Tensor
+    bias: Tensor | None
     normalise: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,14 +183,16 @@ def _become(module: nn.Module, kind: type[_TensorParallel], edge: Edge) -> None:
 
     A forward of each module's own would be another function to the compiler: another graph for every block.
     """
-    module.__class__ = _tensor_parallel(kind, type(module))
+    own = type(module)
+    if (kind, own) not in _CLASSES:
+        _CLASSES[kind, own] = type(f"{kind.__name__.strip('_')}{own.__name__}", (kind, own), {})
+    module.__class__ = _CLASSES[kind, own]
     replaced: Any = module
     replaced.edge = edge
 
 
-@functools.cache
-def _tensor_parallel(kind: type[_TensorParallel], own: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{kind.__name__.strip('_')}{own.__name__}", (kind, own), {})
+_CLASSES: dict[tuple[type, type], type] = {}
+"""Classes that `_become` has made: one for all modules of a kind, or each would be another to the compiler."""
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:
