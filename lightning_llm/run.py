@@ -79,8 +79,8 @@ def run(config: Config) -> int:
             raise ConfigError(decision.refusals())
         if decision.runs == "emulated":
             choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
-        elif decision.native is not None:
-            check_native_casts(config.precision, device)
+        elif decision.natives and (unchecked := check_native_casts(config.precision, device)):
+            say(unchecked)
         layout = open_layout(config, device)
         config = agree_on_config(config)
         record_collectives(device, Path(config.run.dir))

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -126,7 +127,8 @@ def _open(whole: Sweep) -> Sweep:
 def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
     """Print how the sweep came out, tell MLflow, and return the exit code."""
     states = {job.number: state_of(job.folder) for job in whole.jobs}
-    finished, diverged = ([*states.values()].count(state) for state in SETTLED)
+    counted = Counter(states.values())
+    finished, diverged = (counted[state] for state in SETTLED)
     failed = [
         each
         for each in outcomes

@@ -15,7 +15,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.sweep.definition import CLAIMS, Job
 
 State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
-SETTLED = ("finished", "diverged")
+SETTLED: tuple[State, State] = ("finished", "diverged")
 """Nothing is left to do: a loss that is no number is what came of the job, and would again."""
 OTHER_FILES = 64
 """What a process has open beside the claims it holds, with room to spare."""
