@@ -7,6 +7,7 @@ something to put below `recipe`, and passes on what the file system and YAML rai
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -136,7 +137,7 @@ def _hydra_faults(tree: DictConfig) -> Iterator[str]:
     if not isinstance(node, DictConfig):
         yield f"`hydra` must be a mapping, and is {'a list' if isinstance(node, ListConfig) else repr(node)}."
         return
-    settings = OmegaConf.to_container(node, resolve=False)
-    for key in flatten(settings, "hydra.") if isinstance(settings, dict) else ():
+    settings: Any = OmegaConf.to_container(node, resolve=False)
+    for key in flatten(settings, "hydra."):
         if not key.startswith("hydra.sweeper.params"):
             yield f"{key}: {hydra_setting(key)}"

@@ -41,7 +41,7 @@ def _without(group: type[AnyGroup], values: Mapping[str, Any], left_out: Collect
     kept = {name: (field.annotation, field) for name, field in group.model_fields.items() if name not in left_out}
     reader: Any = create_model(group.__name__, __base__=Group, **kept)  # type: ignore[call-overload]
     read = reader.model_validate({name: value for name, value in values.items() if name in kept})
-    made = group.model_construct(**read.__dict__)
+    made: AnyGroup = group.model_construct(**read.__dict__)
     for name in left_out:
         made.__dict__.pop(name, None)
     return made
