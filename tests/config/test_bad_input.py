@@ -9,6 +9,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
 from lightning_llm.config_folder import ConfigFolder
 from lightning_llm.errors import ConfigError
+from lightning_llm.overrides import parse_overrides
 from lightning_llm.run_place import place_problems, tracking_problems
 
 BINARY = bytes(range(128, 256)) * 3
