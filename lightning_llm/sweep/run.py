@@ -161,14 +161,17 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
 
 def _tell_mlflow(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
     """Return whether MLflow could be told how the sweep ended; say so where not."""
-    job = parent_job(whole.folder, write(whole), tracking_uri(whole.jobs[0].config))
+    with one_at_a_time(whole.folder):  # another start of it may end at the same time
+        about = write(whole)
+    job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))
     job["metrics"] = {f"jobs/{key}": count for key, count in counts.items()}
     job["status"] = status
     parent, problem = write_parent(job)
     if problem:
         print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
         return False
-    write(replace(whole, parent_run_id=parent))  # it may have been made just now
+    with one_at_a_time(whole.folder):
+        write(replace(whole, parent_run_id=parent))  # it may have been made just now
     return True
 
 
