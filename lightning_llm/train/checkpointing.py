@@ -95,8 +95,10 @@ class Checkpointing(pl.Callback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # All ranks raise it, before the update: the state is that after the step before.
+        # All ranks raise it, before the update: the state is that after the step before, but for delayed scales that
+        # have moved with its micro-batches.
         if isinstance(exception, SpikeStop) and pl_module.completed_steps:
+            pl_module.quantisation.undo_step()
             self._save(trainer, pl_module)
 
     def _due(self, step: int, last: bool) -> bool:

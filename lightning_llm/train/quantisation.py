@@ -105,8 +105,8 @@ class Quantisation:
         if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
 
-    def repeat_step(self) -> None:
-        """Put the delayed scales back that the step in progress began with: it is run again."""
+    def undo_step(self) -> None:
+        """Put the delayed scales back that the step in progress began with: it is run again, or ends the run."""
         for layer, scale, history in self._scales_at_start:
             layer.scale, layer.amax_history = scale, history
 

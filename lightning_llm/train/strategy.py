@@ -129,7 +129,7 @@ class TrainStrategy(ModelParallelStrategy):
     def run_again(self, batch: Batch) -> None:
         """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
         self.optimizers[0].zero_grad(set_to_none=True)
-        self.lightning_module.quantisation.repeat_step()
+        self.lightning_module.quantisation.undo_step()
         self._accumulate(batch)
 
     def ask_to_stop(self, signal_number: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from run_metrics import read_metrics
+from run_metrics import read_metrics, same_weights
 from safetensors.torch import load_file
 from traced_run import run_with
 
@@ -19,6 +19,7 @@ from lightning_llm.compose import compose_config
 from lightning_llm.precision import inductor
 from lightning_llm.train.checkpoint import read_tensors
 from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.spike_policy import SpikePolicy, SpikeStop
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [
@@ -239,7 +240,7 @@ def test_scales_move_with_every_micro_batch_where_the_recipe_says_so(small_run, 
     assert [rows_of(each) for each in kept["fp8_delayed_micro_batch"].states] == [{2}, {4}, {6}]
     before = {name: tensor.clone() for name, tensor in kept["fp8_delayed_micro_batch"].states[-1].items()}
     quantisation, model = trainer.lightning_module.quantisation, trainer.lightning_module.model
-    quantisation.repeat_step()
+    quantisation.undo_step()
     now = quantisation.state(model)
     was = kept["fp8_delayed_micro_batch"].states[1]
     assert all(torch.equal(was[name], now[name]) for name in was if name.endswith("scale"))
@@ -251,6 +252,24 @@ def test_scales_move_with_every_micro_batch_where_the_recipe_says_so(small_run, 
         )
         assert main(["train", *config, *more]) == 0
     assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "fp8_delayed_micro_batch" / "run")
+
+
+def test_a_run_that_ends_by_a_spike_is_saved_with_the_scales_from_before_the_step(small_run, tmp_path, monkeypatch):
+    words = [*SHAPE, "precision=fp8_delayed_micro_batch", "trainer.validate_every_steps=null", "schedule.total_steps=3"]
+    words += ["trainer.max_steps=3", "checkpoint.every_steps=null", "precision.casts=eager"]
+    assert main(["train", *small_run(tmp_path / "whole", *words)]) == 0
+
+    def judge(self, record):
+        if record["step"] == 3:
+            raise SpikeStop("step 3 is out of the ordinary", record)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpikePolicy, "judge", judge)
+        assert main(["train", *small_run(tmp_path / "stopped", *words)]) == 1
+    assert main(["train", *small_run(tmp_path / "stopped", *words, "resume=auto")]) == 0
+    assert losses(tmp_path / "stopped" / "run") == losses(tmp_path / "whole" / "run")
+    assert same_weights(tmp_path / "stopped" / "run", tmp_path / "whole" / "run", 3)
 
 
 def test_scales_that_move_with_every_micro_batch_do_not_go_with_a_pipeline(small_run, tmp_path, capsys):
