@@ -20,7 +20,7 @@ from lightning_llm.ranks import rank_environment
 from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
 from lightning_llm.schema.targets import refused
-from lightning_llm.train.checkpointing import Checkpointing
+from lightning_llm.train.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
@@ -141,17 +141,18 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
 
 
 def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:
+    checkpoints = folder.run_dir / "checkpoints"
     return [
         *chosen.values(),
         EarlyEnd(chosen),
+        Superseding(checkpoints, {each.folder for each in start.passed_over}),
         folder,
         Checkpointing(
-            folder.run_dir / "checkpoints",
+            checkpoints,
             config.checkpoint,
             config_hash(config),
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
-            {each.folder for each in start.passed_over},
         ),
     ]
 

@@ -28,10 +28,28 @@ class StoppedBySignal(BaseException):
         super().__init__(f"stopped by {signal.Signals(number).name}, {saved}")
 
 
+class Superseding(pl.Callback):
+    """Moves what a resumed run supersedes in `folder` aside once every rank has loaded; the first save removes it.
+
+    Runs before the callback that cuts metrics.jsonl back: a run that dies between the two is not to go on from a later
+    checkpoint, whose records are gone. `damaged`: checkpoints that were passed over as such.
+    """
+
+    def __init__(self, folder: Path, damaged: Collection[Path] = ()):
+        self.folder = folder
+        self.damaged = damaged
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            try:
+                supersede(self.folder, pl_module.completed_steps, self.damaged)
+            except OSError as error:
+                raise StorageError(f"a later checkpoint could not be moved aside: {error}") from error
+
+
 class Checkpointing(pl.Callback):
     """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
 
-    What a resumed run supersedes is moved aside once every rank has loaded, and removed after the first save.
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
@@ -45,25 +63,15 @@ class Checkpointing(pl.Callback):
         config_hash: str,
         max_steps: int,
         validate_every: int | None,
-        damaged: Collection[Path] = (),
     ):
-        """`damaged`: checkpoints in `folder` that were passed over as such."""
         self.folder = folder
         self.config = config
         self.config_hash = config_hash
         self.max_steps = max_steps
         self.validate_every = validate_every
-        self.damaged = damaged
         self.saved_step: int | None = None
         self._asked = 0
         self._strategy: TrainStrategy | None = None
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            try:
-                supersede(self.folder, pl_module.completed_steps, self.damaged)
-            except OSError as error:
-                raise StorageError(f"a later checkpoint could not be moved aside: {error}") from error
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.

@@ -15,6 +15,8 @@ import pytest
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.callbacks import run_folder
+from lightning_llm.callbacks.records import cut_back
 from lightning_llm.integrity import FileContent, seal, unseal
 from lightning_llm.train.checkpoint import read_tensors
 from lightning_llm.train.manifest import open_checkpoint
@@ -101,6 +103,21 @@ def test_a_flipped_bit_falls_back_and_the_damaged_one_is_kept(run, whole, tmp_pa
     assert steps_saved(run) == [4, 6]
     assert contents(run / "checkpoints" / "damaged" / "step=6") == damaged
     assert not (run / "checkpoints" / "superseded").exists()
+
+
+def test_a_run_that_dies_as_it_cuts_its_records_back_goes_on_from_the_same_step(
+    run, whole, tmp_path, small_run, monkeypatch
+):
+    def cut_and_die(path: Path, step: int) -> int:
+        cut_back(path, step)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "cut_back", cut_and_die)
+        assert main(["train", *small_run(tmp_path, f"resume={run}/checkpoints/step=4")]) == 2
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert curve(run) == curve(whole)
+    assert same_weights(run, whole, 6)
 
 
 @pytest.mark.parametrize("resume", ["auto", "RUN", "RUN/checkpoints/step=6"])
