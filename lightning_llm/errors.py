@@ -27,6 +27,13 @@ class ConfigError(Exception):
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[Problem]]]:
+        return type(self), (self.problems,)  # it goes from rank to rank; an exception's own way loses its problems
+
+
+class AgreedError(ConfigError):
+    """A ConfigError that every rank raises alike: rank 0 prints it, and nobody else has to."""
+
 
 class StorageError(Exception):
     """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""

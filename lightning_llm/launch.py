@@ -19,7 +19,7 @@ from lightning_llm.commands import how_to_go_on
 from lightning_llm.compose import typed_value
 from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import in_memory
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.ranks import rank_environment
 from lightning_llm.run_state import decide_start, resumable_runs
 from lightning_llm.schema import Config
@@ -156,7 +156,9 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
         # What is wrong with the data, say, is found by the rank that reads them first; rank 0 may not get to it.
-        print(f"error: rank {rank}: {failure.message['message'].removeprefix('ConfigError: ')}", file=sys.stderr)
+        kind, _, text = failure.message["message"].partition(": ")
+        if kind != AgreedError.__name__:
+            print(f"error: rank {rank}: {text}", file=sys.stderr)
     if failure.exitcode in (2, 130, 143):
         return int(failure.exitcode)  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0:

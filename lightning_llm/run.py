@@ -4,17 +4,20 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from filelock import FileLock
 
+from lightning_llm.agreement import agree_on_config, decide_together
 from lightning_llm.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.callbacks.loggers import LoggerSink
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
@@ -30,28 +33,26 @@ from lightning_llm.callbacks.records import mark_failed
 from lightning_llm.callbacks.run_folder import RecordSink
 from lightning_llm.check import native_decision
 from lightning_llm.commands import how_to_go_on
-from lightning_llm.compose import load_config
 from lightning_llm.config_file import write_config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.earlier_parts import earlier_parts
-from lightning_llm.errors import ConfigError, Problem, StorageError
+from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
-from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
 from lightning_llm.plan import notes, plan_line
 from lightning_llm.precision.native import Decision
 from lightning_llm.precision.native_codes import check_native_casts
-from lightning_llm.precision.swap import choose_backend
+from lightning_llm.precision.swap import EMULATED, choose_backend
 from lightning_llm.ranks import die_with_launcher, is_first_rank
-from lightning_llm.run_state import Start, claim, decide_start
+from lightning_llm.run_state import Start
 from lightning_llm.schema import Config
+from lightning_llm.start_lines import data_line, left_out_lines, resume_lines
 from lightning_llm.sweep.state import mlflow_facts
 from lightning_llm.tracking_ui import ui_lines
 from lightning_llm.train.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
-from lightning_llm.train.manifest import UNSEALED, Checkpoint, Damage, content_damage, passed_over_lines
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.nonfinite import StepNotMadeError
 
@@ -66,44 +67,16 @@ def run(config: Config) -> int:
     claims: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handlers:
             signal.signal(number, _stop_before_training)
         die_with_launcher()
         quiet_lightning()
-        device = choose_device(config)
-        if config.trainer.threads:
-            torch.set_num_threads(config.trainer.threads)
-        chosen = build_callbacks(config)
-        decision = native_decision(config)
-        if decision.runs == "refused":  # a rank may find another machine than the one that was checked
-            raise ConfigError(decision.refusals())
-        if decision.runs == "emulated":
-            choose_backend(config.precision, device.type)  # says what is wrong before the run's folder exists
-        elif decision.natives and (unchecked := check_native_casts(config.precision, device)):
-            say(unchecked)
-        layout = open_layout(config, device)
-        config = agree_on_config(config)
-        record_collectives(device, Path(config.run.dir))
-        start = decide_together(config, claims)
+        rank = prepare_rank(config)
+        start = decide_together(rank.config, claims)
         if start.finished:
-            say(start.nothing_left(config))
-            return 0
-        say(plan_line(config, device))
-        for line in [*notes(config), *resume_lines(config, start)]:
-            say(line)
-        corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
-        for line in [data_line(config, corpus), *left_out_lines(corpus)]:
-            say(line)
-        facts = run_facts(config, corpus, decision)
-        if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
-            facts["earlier"] = earlier
-        adopt = prepare_folder(config, corpus, start)
-        module = build_module(config, corpus)
-        trainer = build_trainer(config, device, layout, start, tracking_sinks(config), facts, chosen, adopt)
-        with watched_ranks(config, module):
-            trainer.fit(module, CorpusDataModule(corpus, config))
-        if ended := module.ended_early:
-            say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+            say(start.nothing_left(rank.config))
+        else:
+            fit(rank, start)
     except StoppedBySignal as stop:
         say("; ".join(filter(None, (str(stop), how_to_go_on(config.run.dir)))), sys.stderr)
         return 128 + stop.number
@@ -123,12 +96,83 @@ def run(config: Config) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
     leave_process_group()
+    if not start.finished:
+        say_where(rank.config)
+    return 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank trains with, past all that can be refused before a folder is touched."""
+
+    config: Config
+    device: torch.device
+    layout: Layout
+    decision: Decision
+    callbacks: Mapping[str, pl.Callback]
+
+
+def prepare_rank(config: Config) -> Rank:
+    """Look at what this machine makes of `config`, and settle it with the other ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
+    """
+    device = choose_device(config)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    callbacks: Mapping[str, pl.Callback] = {}
+    decision, refusal = EMULATED, None
+    try:
+        callbacks, decision = build_callbacks(config), native_decision(config)
+        check_casts(config, decision, device)
+    except ConfigError as error:
+        refusal = error
+    layout = open_layout(config, device)
+    config = agree_on_config(config, decision, refusal)
+    record_collectives(device, Path(config.run.dir))
+    return Rank(config, device, layout, decision, callbacks)
+
+
+def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
+    """Raise ConfigError where the recipe's casts cannot run on `device`, or natively are not the recipe's."""
+    if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+        raise ConfigError(decision.refusals())
+    if decision.runs == "emulated":
+        choose_backend(config.precision, device.type)
+    elif decision.natives and (unchecked := check_native_casts(config.precision, device)):
+        say(unchecked)
+
+
+def fit(rank: Rank, start: Start) -> None:
+    """Open the data, make the run's folder, and train in it from `start`."""
+    config, device = rank.config, rank.device
+    say(plan_line(config, device))
+    for line in [*notes(config), *resume_lines(config, start)]:
+        say(line)
+    corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
+    for line in [data_line(config, corpus), *left_out_lines(corpus)]:
+        say(line)
+    facts = run_facts(config, corpus, rank.decision)
+    if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
+        facts["earlier"] = earlier
+    adopt = prepare_folder(config, corpus, start)
+    module = build_module(config, corpus)
+    sinks = tracking_sinks(config)
+    trainer = build_trainer(config, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
+    with watched_ranks(config, module):
+        trainer.fit(module, CorpusDataModule(corpus, config))
+    if ended := module.ended_early:
+        say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+
+
+def say_where(config: Config) -> None:
+    """Print where the run lies, and how to look at it."""
     say(f"run    {config.run.dir}")
     if config.logger.name == "mlflow":
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             say(line)
-    return 0
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -143,134 +187,6 @@ def open_layout(config: Config, device: torch.device) -> Layout:
     if world > 1 or config.parallel.zero_stage > 0:
         join_process_group(device, world, config.parallel.timeout_seconds)
     return Layout.of(config.parallel, device)
-
-
-def agree_on_config(config: Config) -> Config:
-    """Return rank 0's config: where each rank composes its own, a run.name made of the time may differ.
-
-    Raises:
-        ConfigError: on every rank, where one was started with something else.
-    """
-    if not dist.is_initialized():
-        return config
-    here = config.trainer.devices, config_hash(config)
-    found = [here] * dist.get_world_size()
-    dist.all_gather_object(found, here)
-    devices = sorted({each[0] for each in found})
-    if len(devices) > 1:
-        text = f"ranks per machine are {', '.join(map(str, devices))}. Start as many on each."
-        raise ConfigError(Problem("trainer.devices", text))
-    others = [rank for rank, each in enumerate(found) if each != found[0]]
-    if others:
-        text = f"of rank(s) {', '.join(map(str, others))} differs from rank 0's. Start all with the same words."
-        raise ConfigError(Problem("the config", text))
-    first = [config]
-    dist.broadcast_object_list(first, src=0)
-    return first[0]
-
-
-def decide_together(config: Config, claims: list[FileLock]) -> Start:
-    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
-
-    Rank 0 adds its claim on the folder to `claims`, to be released when the run has ended.
-
-    Raises:
-        ConfigError: on every rank, what rank 0 found wrong.
-    """
-    if not dist.is_initialized():
-        claims.append(claim(Path(config.run.dir)))
-        return decide_start(config, content_damage)
-    decision: Start | ConfigError
-    if is_first_rank():
-        try:
-            claims.append(claim(Path(config.run.dir)))
-            decision = decide_start(config, _verify_on_all_ranks)
-        except ConfigError as error:
-            decision = error
-        _from_first(decision)
-    else:
-        while isinstance(asked := _from_first(None), Checkpoint):
-            _verify_share(asked)
-        decision = asked
-    if isinstance(decision, ConfigError):
-        raise decision
-    return decision
-
-
-def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
-    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
-
-    Raises:
-        ConfigError: a rank does not see the checkpoint's folder.
-    """
-    _from_first(checkpoint)
-    found = _verify_share(checkpoint)
-    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
-        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
-        raise ConfigError(Problem("resume", text))
-    return [each for damage in found for each in damage or ()]
-
-
-def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
-    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found: list[list[Damage] | None] = [None] * world
-    dist.all_gather_object(found, content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
-    return found
-
-
-def _from_first(value: Any) -> Any:
-    """Return rank 0's value. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def resume_lines(config: Config, start: Start) -> list[str]:
-    """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
-    if config.resume is None:
-        return []
-    if start.checkpoint is None:
-        return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
-    lines = list(passed_over_lines(start.passed_over))
-    lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
-    if start.checkpoint.version == UNSEALED:
-        lines.append(
-            f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "
-            "against their CRC-32, the rest of it cannot be verified"
-        )
-    before = load_config(start.checkpoint.run_folder / "config.yaml", []).trainer.max_steps
-    schedule, now = config.schedule, config.trainer.max_steps
-    if schedule.name != "constant" and schedule.total_steps is None and before != now:
-        lines.append(
-            f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
-            f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
-        )
-    if config.precision.phases and before != now:
-        lines.append(
-            f"note   precision.phases are shares of trainer.max_steps, which was {before} and is {now}: they begin and "
-            "end at other steps than before"
-        )
-    return lines
-
-
-def data_line(config: Config, corpus: Corpus) -> str:
-    """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
-    parts = [
-        f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
-        f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
-        for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
-    ]
-    return "data   " + " | ".join(parts)
-
-
-def left_out_lines(corpus: Corpus) -> list[str]:
-    """Return how many records of each source have no text, where there are any."""
-    return [
-        f"note   data.sources.{name}: {count:,} record{'' if count == 1 else 's'} left out, whose text is null or blank"
-        for name, count in corpus.left_out.items()
-        if count
-    ]
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
@@ -297,7 +213,7 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
         if not all(seen):
             blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
-            raise ConfigError(Problem("run.dir", text))
+            raise AgreedError(Problem("run.dir", text))
     return write if goes_on else None
 
 

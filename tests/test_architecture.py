@@ -28,6 +28,7 @@ LAYERS = {
     3: {"train"},
     4: {"callbacks"},
     5: {
+        "agreement",
         "build",
         "check",
         "checked_config",
@@ -52,6 +53,7 @@ LAYERS = {
         "run",
         "run_place",
         "run_state",
+        "start_lines",
         "sweep",
         "sync",
         "tracking_ui",

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from lightning_llm.errors import ConfigError, Problem, StorageError
+from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
 from lightning_llm.integrity import FileContent
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.callback_state import FILE as CALLBACKS
@@ -145,7 +145,7 @@ def restore(
         return _restore(checkpoint, module, optimizer, precision)
     except StorageError as error:
         text = f"{error}. Nothing was changed: resume from another of the run's checkpoints by its path."
-        raise ConfigError(Problem("resume", text)) from error
+        raise AgreedError(Problem("resume", text)) from error
 
 
 def _restore(
@@ -162,7 +162,7 @@ def _restore(
     whole = _union(module.trainer.strategy.layout.gather_over_stages(shapes))
     problems = _differences(stored, whole, checkpoint.folder)
     if problems:
-        raise ConfigError(problems)
+        raise AgreedError(problems)
     # An optimizer that has made no step has no moments yet; this makes them, without a step.
     state = _optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

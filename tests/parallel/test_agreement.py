@@ -1,10 +1,16 @@
 """Ranks that were started by themselves agree on one config, or say that they do not."""
 
+import pickle
+
+import pytest
 import torch.distributed as dist
 
+from lightning_llm.agreement import agree_on_config
 from lightning_llm.compose import compose_config
-from lightning_llm.errors import ConfigError
-from lightning_llm.run import agree_on_config
+from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.precision.native import Decision
+from lightning_llm.precision.swap import EMULATED
+from lightning_llm.schema import Config
 
 
 def agreed(words: list[str], per_rank: list[list[str]]) -> tuple[list[str], str]:
@@ -28,6 +34,44 @@ def test_another_config_is_refused_on_every_rank(ranks, small_run, tmp_path):
     assert "of rank(s) 1 differs from rank 0's" in said
 
 
+def answers(config: Config, decisions: list[Decision], refusals: list[ConfigError | None]) -> list[list[str]]:
+    """Return what each rank is told where one of them cannot train."""
+    rank = dist.get_rank()
+    told: list[list[str]] = [[]] * dist.get_world_size()
+    try:
+        agree_on_config(config, decisions[rank], refusals[rank])
+        said = []
+    except AgreedError as error:
+        said = [str(each) for each in error.problems]
+    dist.all_gather_object(told, said)
+    return told
+
+
+def test_what_one_rank_refuses_all_are_told(ranks, small_run, tmp_path):
+    config = compose_config(small_run(tmp_path))
+    refusal = ConfigError([Problem("precision.backend", "is native."), Problem("callbacks.x", "is no callback.")])
+    told = ranks(2).call(answers, config, [EMULATED, EMULATED], [None, refusal])
+    assert told == [["precision.backend: on rank(s) 1 is native.", "callbacks.x: on rank(s) 1 is no callback."]] * 2
+    told = ranks(2).call(answers, config, [EMULATED, EMULATED], [refusal, refusal])
+    assert told == [["precision.backend: is native.", "callbacks.x: is no callback."]] * 2
+
+
+def test_ranks_do_not_run_casts_each_in_another_way(ranks, small_run, tmp_path):
+    config = compose_config(small_run(tmp_path))
+    told = ranks(2).call(answers, config, [Decision("native"), EMULATED], [None, None])
+    text = "casts would be native on rank 0 and emulated on rank(s) 1."
+    assert [text in said for (said,) in told] == [True, True]
+
+
+def test_a_refusal_reaches_another_process_whole():
+    error = pickle.loads(pickle.dumps(AgreedError([Problem("a", "is b."), Problem("c", "is d.")])))
+    assert type(error) is AgreedError
+    assert error.problems == [Problem("a", "is b."), Problem("c", "is d.")]
+    assert str(error) == "a: is b.\nc: is d."
+
+
 def test_alone_there_is_nothing_to_agree_on():
     config = compose_config(["recipe=quickstart"])
     assert agree_on_config(config) is config
+    with pytest.raises(ConfigError, match="callbacks"):
+        agree_on_config(config, refusal=ConfigError(Problem("callbacks", "are none.")))
