@@ -75,15 +75,17 @@ class RankHeartbeat:
         self._about = {"rank": rank, "process": process_mark()}
         self._step = step
         self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="rank heartbeat", daemon=True)
 
     def start(self) -> None:
         """Begin; the first file is there on return."""
         self._write()
-        threading.Thread(target=self._beat, name="rank heartbeat", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
         """End, and leave no file: nobody is going to wait for this rank."""
         self._stopped.set()
+        self._thread.join()  # which may be about to write one more
         self.file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others have theirs
             self.file.parent.rmdir()

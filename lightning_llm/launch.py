@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.rank_heartbeat import say_silent, silent_ranks
+from lightning_llm.callbacks.rank_heartbeat import clear_beats, say_silent, silent_ranks
 from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.checked_config import checked_config
 from lightning_llm.commands import how_to_go_on
@@ -120,6 +120,7 @@ def start_ranks(config: Config) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(
         logs_specs=DefaultLogsSpecs(log_dir=logs),

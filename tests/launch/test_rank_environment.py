@@ -1,13 +1,17 @@
 """torchrun's and Slurm's variables, as their documentation gives them."""
 
+import json
 import os
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed.launcher.api
+from torch.distributed.elastic.multiprocessing.api import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_llm.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.launch import _first_failure, crowd_note
+from lightning_llm.launch import _first_failure, crowd_note, start_ranks
 from lightning_llm.ranks import RankEnvironment, adopt_world, rank_environment
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -75,3 +79,26 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         error = SimpleNamespace(get_first_failure=lambda rank=rank, failure=failure: (rank, failure))
         assert _first_failure(error, tmp_path, 600.0) == 2
         assert capsys.readouterr().err == said
+
+
+def test_the_silence_of_an_earlier_start_is_not_this_ones(tmp_path, monkeypatch, small_run, capsys):
+    """Where ranks fail before they have a folder, no sign of a rank is theirs."""
+    config = compose_config(small_run(tmp_path, "trainer.devices=2", "parallel=ddp", "parallel.timeout_seconds=10"))
+    left = tmp_path / "run" / "ranks"
+    left.mkdir(parents=True)
+    for rank, seen in ((0, 1000), (1, 900)):
+        beat = {"rank": rank, "process": "elsewhere 4711 1", "step": 3, "at": "?"}
+        (left / f"{rank}.json").write_text(json.dumps(beat))
+        os.utime(left / f"{rank}.json", (seen, seen))
+
+    def fail(*_):
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
+        failure.message = {"message": "RuntimeError: no memory"}
+        raise ChildFailedError("train", {0: failure})
+
+    monkeypatch.setattr(torch.distributed.launcher.api, "elastic_launch", lambda *_: fail)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert start_ranks(config) == 1
+    said = capsys.readouterr().err
+    assert "rank 0 failed first (exit code 1): RuntimeError: no memory" in said
+    assert "sign of life" not in said
