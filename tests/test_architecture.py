@@ -49,6 +49,7 @@ LAYERS = {
         "probe",
         "ranks",
         "recipes_catalog",
+        "resolve",
         "run",
         "run_place",
         "run_state",
