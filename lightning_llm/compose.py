@@ -241,7 +241,7 @@ def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, d
     with open_dict(tree):
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)
-    fill_named_casts(tree, composer.search)
+    fill_named_casts(tree, composer)
     return tree, choices
 
 
