@@ -192,9 +192,20 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
 
 
 def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
-    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
-    if not any(each.key_or_group == "recipe" for each in typed):
+    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+
+    Raises:
+        ConfigError: several recipes are chosen, and one of them is a sweep.
+    """
+    chosen = [each for each in typed if each.key_or_group == "recipe"]
+    if not chosen:
         return [], []
+    for word in choices_of(chosen[-1], composer.search) if chosen[-1].is_sweep_override() else []:
+        if any(_recipe_sweep(parse_overrides([word]), composer)):
+            text = (
+                f"has several values, and {word} is a sweep itself, whose choices would be left out. Give that alone."
+            )
+            raise ConfigError(Problem("recipe", text))
     try:
         tree = composer.compose([each for each in typed if not each.is_sweep_override()])
     except COMPOSITION_ERRORS:

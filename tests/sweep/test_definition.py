@@ -77,6 +77,12 @@ def test_a_recipe_that_is_a_sweep_is_no_single_run(recipes: Path) -> None:
         compose_config(["recipe=mine"], recipes)
 
 
+def test_a_recipe_that_is_a_sweep_is_not_one_of_several(recipes: Path) -> None:
+    with pytest.raises(ConfigError, match="recipe: has several values, and recipe=mine is a sweep itself"):
+        compose_sweep(["recipe=quickstart,mine", "run.experiment=x"], recipes)
+    assert len(compose_sweep(["recipe=quickstart,llama3_8b_fsdp2", "run.experiment=x"], recipes)) == 2
+
+
 def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) -> None:
     first = sweep_of(tmp_path, "seed=0,1")
     assert sweep_of(tmp_path, "seed=1,0").folder == first.folder  # the order is not what it is
