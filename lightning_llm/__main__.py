@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import lightning_llm
 from lightning_llm import completion
-from lightning_llm.config_dir import open_config_dir
+from lightning_llm.config_package import open_config_dir
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.hydra_options import without_hydra_options
 from lightning_llm.ranks import is_first_rank

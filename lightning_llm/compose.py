@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.composition import Composer
-from lightning_llm.config_folder import search_override
+from lightning_llm.config_source import search_override
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.named_casts import fill_named_casts
 from lightning_llm.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import CHILD, start_short_jobs, sweep_of, times
+from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks import heartbeat
@@ -246,8 +246,8 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     assert state_of(job.folder) == "running"
 
 
-@pytest.mark.usefixtures("short_children")
-def test_two_at_a_time_are_two_and_never_three(tmp_path: Path) -> None:
+def test_two_at_a_time_are_two_and_never_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, MEETING_CHILD)
     jobs = sweep_of(tmp_path, "seed=0,1,2,3").jobs
     progress = Progress(len(jobs))
     run_here(jobs, 2, Relay(), progress)
