@@ -21,6 +21,8 @@ from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
+from lightning_llm.callbacks.records import write_json
+from lightning_llm.compare.reading import read_run
 from lightning_llm.compose import compose_config, compose_sweep, typed_value
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
@@ -380,3 +382,26 @@ def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(12.2, "12s"), (185, "3m05s"), (9600, "2h40m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("policy", "event", "state"),
+    [
+        ("stop", "divergence", "diverged"),
+        ("stop", "non_finite", "diverged"),
+        ("skip", "spike", "diverged"),
+        ("stop", "spike", "failed"),
+        ("stop", "shift", "failed"),
+    ],
+)
+def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
+    policy: str, event: str, state: str, tmp_path: Path
+) -> None:
+    (job,) = sweep_of(tmp_path, f"spikes.policy={policy}").jobs
+    job.folder.mkdir(parents=True)
+    write_config(job.config, job.folder / "config.yaml")
+    records = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 9.0, "event": event, "event_action": "stop"}]
+    (job.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    write_json(job.folder / "summary.json", {"status": "failed", "detail": "SpikeStop: step 2 is out of the ordinary"})
+    assert state_of(job.folder) == state
+    assert read_run(job.folder).lost_its_loss == (state == "diverged")
