@@ -110,7 +110,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["--config", "/dev/null"], "is no regular file"),
         (["--config", "/proc/self/mem"], "cannot be read"),
         (["--config", "x", "-m", "seed=1,2"], "--config: is one resolved run"),
-        (["--config", "x", "--config-dir", "/tmp"], "--config-dir: has no part in --config"),
+        (["--config", "x", "--config-dir", "/nowhere"], "--config-dir: /nowhere is no folder"),
         (["--config-dir", "/nowhere"], "is no folder"),
         (["--info"], "--info: is Hydra's."),
         (["--cfg", "hydra"], "--cfg hydra"),
