@@ -1,6 +1,6 @@
 """Simulated sweeps, judged as `compare` judges real ones: how often a verdict is wrong. Fills in docs/compare.md.
 
-`python docs/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_simulations.py` holds
+`python docs/simulate_verdicts.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_stability.py` holds
 fewer of the same to the same bounds.
 
 The model of a sweep: K recipes and a baseline at S seeds. The loss of a run is an effect of the seed, which pairs

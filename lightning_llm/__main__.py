@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import lightning_llm
 from lightning_llm import completion
-from lightning_llm.config_dir import open_config_dir
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.config_package import open_config_dir
+from lightning_llm.errors import ConfigError, did_you_mean
 from lightning_llm.hydra_options import without_hydra_options
 from lightning_llm.ranks import is_first_rank
 from lightning_llm.redact import redact_uri
@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         module, _, function = VERBS[arguments.verb][0].partition(":")
-        if getattr(arguments, "config_dir", None) is not None:
-            open_config_dir(arguments.config_dir)
+        open_config_dir(getattr(arguments, "config_dir", None))
         code = int(getattr(importlib.import_module(module), function)(arguments))
         sys.stdout.flush()
         return code
@@ -189,8 +188,6 @@ def recipes(arguments: argparse.Namespace) -> int:
     """Print every shipped recipe, and those of --config-dir, with its one line."""
     from lightning_llm.recipes_catalog import describe, recipe_files
 
-    if arguments.config_dir is not None and not arguments.config_dir.is_dir():
-        raise ConfigError(Problem("--config-dir", f"{arguments.config_dir} is no folder."))
     catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
     if arguments.json:
         print(json.dumps(catalog, indent=1))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
-from lightning_llm.config_dir import config_dir_words
+from lightning_llm.config_package import config_dir_words
 
 
 def command(*words: str) -> str:

@@ -4,13 +4,12 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra import initialize_config_module
@@ -18,17 +17,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.composition import Composer
-from lightning_llm.config_folder import search_override
+from lightning_llm.config_source import search_override
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.named_casts import fill_named_casts
 from lightning_llm.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.recipes_catalog import name_clashes, register_recipes
-from lightning_llm.redact import redact_uri, withheld
+from lightning_llm.redact import redact_uri
+from lightning_llm.resolve import first_line, read_tree
 from lightning_llm.schema import Config
-from lightning_llm.schema.strict import Reading, read_config
+from lightning_llm.schema.strict import Reading
 from lightning_llm.waiting import Waiting
 from lightning_llm.workspace import default_outputs
 from lightning_llm.yaml_file import read_mapping
@@ -122,21 +122,27 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
 
 
 def load_config(file: Path, overrides: Sequence[str]) -> Config:
-    """Return the config that a run wrote as `config.yaml`, with value overrides on top.
+    """Return the config that a run wrote as `config.yaml`, with value overrides on top, to know what the run was.
+
+    Its callbacks' classes are not looked for: they may lie in a `--config-dir` that is not open here.
 
     Raises:
         ConfigError: the file is missing or is no such config, or an override does not fit.
     """
-    return read_file(file, overrides).checked()
+    tree = read_mapping(file, file.name, "It must be as its run wrote it.")
+    return _read_resolved(tree, overrides, to_build=False).checked()
 
 
 def read_file(file: Path, overrides: Sequence[str]) -> Reading:
-    """Return what `load_config` does, with the sound part beside the problems for the rules to go on with.
+    """Return the config that `--config FILE` is, with value overrides on top; what is sound beside its problems.
 
     Raises:
         ConfigError: where nothing is left to go on with.
     """
-    tree = read_mapping(file, "--config", "Give a run's config.yaml.")
+    return _read_resolved(read_mapping(file, "--config", "Give a run's config.yaml."), overrides, to_build=True)
+
+
+def _read_resolved(tree: DictConfig, overrides: Sequence[str], *, to_build: bool) -> Reading:
     parsed, problems = read_overrides(overrides)
     groups = set(Config.model_fields)
     for each in parsed:
@@ -152,7 +158,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> Reading:
             try:
                 OmegaConf.update(tree, key, each.value(), force_add=True)
             except OmegaConfBaseException as error:
-                problems.append(Problem(key, f"cannot be set: {_first_line(error)}."))
+                problems.append(Problem(key, f"cannot be set: {first_line(error)}."))
     if problems:
         raise ConfigError(problems)
     changed = {each.key_or_group for each in parsed}
@@ -160,7 +166,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> Reading:
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
     if "trainer.compile" in changed and "parallel.compile" not in changed:
         OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # resolved, too
-    return _read(tree)
+    return read_tree(tree, to_build=to_build)
 
 
 def typed_value(overrides: Sequence[str], key: str) -> str | None:
@@ -186,9 +192,20 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
 
 
 def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
-    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`."""
-    if not any(each.key_or_group == "recipe" for each in typed):
+    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+
+    Raises:
+        ConfigError: several recipes are chosen, and one of them is a sweep.
+    """
+    chosen = [each for each in typed if each.key_or_group == "recipe"]
+    if not chosen:
         return [], []
+    for word in choices_of(chosen[-1], composer.search) if chosen[-1].is_sweep_override() else []:
+        if any(_recipe_sweep(parse_overrides([word]), composer)):
+            text = (
+                f"has several values, and {word} is a sweep itself, whose choices would be left out. Give that alone."
+            )
+            raise ConfigError(Problem("recipe", text))
     try:
         tree = composer.compose([each for each in typed if not each.is_sweep_override()])
     except COMPOSITION_ERRORS:
@@ -219,7 +236,7 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
     problems = [*known, *unknown.values()]
     try:
         sound_words = [each for each in parsed if each.key_or_group not in unknown]
-        reading = _read(_tree(sound_words, composer)[0], stand_ins=unknown)
+        reading = read_tree(_tree(sound_words, composer)[0], stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
@@ -235,7 +252,7 @@ def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, d
     with open_dict(tree):
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)
-    fill_named_casts(tree, composer.search)
+    fill_named_casts(tree, composer)
     return tree, choices
 
 
@@ -250,7 +267,7 @@ def _why_not_composed(error: Exception) -> str:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"a defaults list names {group}={name}; there is no '{name}'.{did_you_mean(name, error.options or ())}"
     if isinstance(error, OmegaConfBaseException):
-        return f"{_first_line(error)}."
+        return f"{first_line(error)}."
     return " ".join(str(error or error.__cause__).split())
 
 
@@ -272,59 +289,3 @@ def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
 def _default_observers() -> frozenset[str]:
     file = files(CONFIG_MODULE) / "callbacks" / "default.yaml"
     return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))
-
-
-def _read(tree: DictConfig, stand_ins: Iterable[str] = ()) -> Reading:
-    """Return the tree, resolved, as a config; `stand_ins` as in `read_config`."""
-    found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
-    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
-    if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
-        OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
-    found |= _unresolvable(tree, ())
-    for path in found:
-        if path[-1] != "name":
-            OmegaConf.update(tree, ".".join(path), None)
-    values: Any = OmegaConf.to_container(tree, resolve=True)
-    if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str) and values["run"]["dir"]:
-        values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
-    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
-        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
-    return read_config(values, found, stand_ins)
-
-
-def _path(key: str) -> tuple[str, ...]:
-    return tuple(key.split("."))
-
-
-def _unnamed(tree: DictConfig) -> Iterator[Problem]:
-    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
-    for group, field in Config.model_fields.items():
-        needed = getattr(field.annotation, "model_fields", {}).get("name")
-        if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
-            if "name" in tree[group]:
-                continue
-            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
-            OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
-
-
-def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
-    """Return the paths of what cannot be resolved, with None where a missing key that is said already is the cause."""
-    found: dict[tuple[str, ...], Problem | None] = {}
-    for key in tree:
-        path = (*above, str(key))
-        if OmegaConf.is_missing(tree, key):
-            continue
-        try:
-            value = tree[key]
-        except InterpolationToMissingValueError:
-            found[path] = None
-        except (OmegaConfBaseException, RecursionError) as error:
-            found[path] = Problem(".".join(path), f"{_first_line(error)}.")
-        else:
-            if isinstance(value, DictConfig):
-                found |= _unresolvable(value, path)
-    return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

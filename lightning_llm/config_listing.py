@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -34,7 +35,7 @@ def config(arguments: argparse.Namespace) -> int:
     """
     if arguments.group is not None:
         return _print_groups(arguments)
-    found = without_secrets(read_arguments(arguments).checked())
+    found = read_arguments(arguments).checked()
     if arguments.diff:
         return _print_difference(arguments, found)
     text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
@@ -42,18 +43,12 @@ def config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def without_secrets(config: Config) -> Config:
-    """Return `config` to be looked at: the tracking address without its password."""
-    uri = config.logger.tracking_uri
-    if uri is None or redact_uri(uri) == uri:
-        return config
-    return config.model_copy(update={"logger": config.logger.model_copy(update={"tracking_uri": redact_uri(uri)})})
-
-
 def _print_difference(arguments: argparse.Namespace, found: Config) -> int:
     if arguments.config:
         _, defaults = _plain_tree([], arguments)
-        words = difference(found.model_dump(mode="json"), _choices_in(found), defaults, _resolved_tree)
+        choices = _choices_in(found, arguments.config_dir)
+        values = found.model_dump(mode="json")
+        words = difference(values, choices, defaults, lambda overrides: _resolved_tree(overrides, arguments.config_dir))
     else:
         tree, choices = _plain_tree(arguments.overrides, arguments)
         _, defaults = _plain_tree([], arguments)
@@ -140,14 +135,14 @@ def _plain_tree(overrides: list[str], arguments: argparse.Namespace) -> tuple[di
     return values, {group: name for group, name in choices.items() if group in group_names() and group != "recipe"}
 
 
-def _resolved_tree(overrides: list[str]) -> dict[str, Any]:
-    return compose_config(overrides).model_dump(mode="json")
+def _resolved_tree(overrides: list[str], config_dir: Path | None) -> dict[str, Any]:
+    return compose_config(overrides, config_dir).model_dump(mode="json")
 
 
-def _choices_in(config: Config) -> dict[str, str]:
+def _choices_in(config: Config, config_dir: Path | None) -> dict[str, str]:
     """Return the files that a resolved config names, where they are there."""
     named = {group: getattr(getattr(config, group, None), "name", None) for group in group_names()}
-    return {group: name for group, name in named.items() if name in option_files(group)}
+    return {group: name for group, name in named.items() if name in option_files(group, config_dir)}
 
 
 def _print_groups(arguments: argparse.Namespace) -> int:

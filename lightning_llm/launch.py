@@ -17,8 +17,8 @@ from lightning_llm.callbacks.records import mark_failed, summary_of
 from lightning_llm.checked_config import checked_config
 from lightning_llm.commands import how_to_go_on
 from lightning_llm.compose import typed_value
-from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import in_memory
+from lightning_llm.config_package import config_dir_words
 from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.ranks import rank_environment
 from lightning_llm.run_state import decide_start, resumable_runs

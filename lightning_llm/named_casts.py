@@ -6,21 +6,21 @@ What a config holds is then whole: its file and its hash do not depend on what t
 from collections.abc import Iterator
 from typing import Any
 
-from hydra import compose as hydra_compose
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
+from lightning_llm.composition import Composer
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.overrides import group_options
+from lightning_llm.overrides import group_options, parse_overrides
 from lightning_llm.schema.precision import SLOTS
 
 Node = dict[str, Any]
 
 
-def fill_named_casts(tree: DictConfig, search: list[str]) -> None:
+def fill_named_casts(tree: DictConfig, composer: Composer) -> None:
     """Write out the slots of every rule that names a recipe; those that stand beside the name stay.
 
-    `search`: the overrides that put further config groups behind Hydra. Whatever is not of the schema's shape is left
-    for its check. Raises ConfigError with every recipe that is none, or cannot be taken from.
+    `composer` composes the recipes that are named. Whatever is not of the schema's shape is left for its check. Raises
+    ConfigError with every recipe that is none, or cannot be taken from.
     """
     rules = OmegaConf.select(tree, "precision.modules.casts", throw_on_resolution_failure=False)
     problems = []
@@ -28,12 +28,11 @@ def fill_named_casts(tree: DictConfig, search: list[str]) -> None:
         if not isinstance(rule, DictConfig) or not isinstance(name := rule.get("recipe"), str):
             continue
         key = f"precision.modules.casts.{number}.recipe"
-        if name not in (options := group_options("precision", search)):
+        if name not in (options := group_options("precision", composer.search)):
             problems.append(Problem(key, f"there is no '{name}'.{did_you_mean(name, options)}"))
             continue
-        other: Any = OmegaConf.to_container(
-            hydra_compose("config", overrides=[*search, f"precision={name}"]).precision, resolve=True
-        )
+        recipe, _ = composer.tree(parse_overrides([f"precision={name}"]))
+        other: Any = OmegaConf.to_container(recipe.precision, resolve=True)
         found = [Problem(key, text) for text in _not_to_take(other, tree.precision.get("compute_dtype"))]
         problems += found
         if not found:

@@ -7,8 +7,8 @@ can. `with_credentials` gives the whole address to what talks to the server.
 import os
 import re
 
-WHOLE_URI_VARIABLE = "LIGHTNING_LLM_TRACKING_URI"
-"""Of the environment: the tracking address as it was given, for this process and those it starts."""
+WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
+"""Of the environment: tracking addresses as they were given, one a line, for this process and those it starts."""
 
 # Hydra writes the colons of swept values as "\:".
 # A password may hold a slash by mistake; digits and a slash behind the host are a port and a path.
@@ -26,13 +26,16 @@ def withheld(uri: str) -> str:
     """Return `uri` without credentials, and keep it whole in the environment of this process."""
     clean = redact_uri(uri)
     if clean != uri:
-        os.environ[WHOLE_URI_VARIABLE] = uri
+        others = [each for each in _whole_uris() if redact_uri(each) != clean]
+        os.environ[WHOLE_URIS_VARIABLE] = "\n".join([*others, uri])  # jobs of a sweep may have one each
     return clean
 
 
 def with_credentials(uri: str) -> str:
     """Return `uri` as it was given, where that was in this process, one that started it, or MLFLOW_TRACKING_URI."""
-    for name in (WHOLE_URI_VARIABLE, "MLFLOW_TRACKING_URI"):
-        if (whole := os.environ.get(name)) and redact_uri(whole) == uri:
-            return whole
-    return uri
+    known = [*_whole_uris(), os.environ.get("MLFLOW_TRACKING_URI", "")]
+    return next((whole for whole in known if whole and redact_uri(whole) == uri), uri)
+
+
+def _whole_uris() -> list[str]:
+    return os.environ.get(WHOLE_URIS_VARIABLE, "").splitlines()

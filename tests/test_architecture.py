@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {
     0: {
         "commands",
-        "config_dir",
+        "config_package",
         "errors",
         "hardware",
         "identity",
@@ -37,7 +37,7 @@ LAYERS = {
         "compose",
         "composition",
         "config_file",
-        "config_folder",
+        "config_source",
         "config_listing",
         "conform",
         "earlier_parts",
@@ -50,6 +50,7 @@ LAYERS = {
         "probe",
         "ranks",
         "recipes_catalog",
+        "resolve",
         "run",
         "run_place",
         "run_state",

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from lightning_llm import run
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks.mlflow import MLflowTracker, tracking_uri
 from lightning_llm.compose import compose_config, compose_sweep, load_config
-from lightning_llm.redact import WHOLE_URI_VARIABLE, redact_uri, with_credentials
+from lightning_llm.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
 from lightning_llm.sweep.definition import Typed, command_with_seeds, define, write
 
 URI = "http://someone:s3cret@127.0.0.1:9"
@@ -23,7 +22,7 @@ URI = "http://someone:s3cret@127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (WHOLE_URI_VARIABLE, "MLFLOW_TRACKING_URI"):
+    for name in (WHOLE_URIS_VARIABLE, "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "")
 
 
@@ -79,7 +78,7 @@ def test_a_run_writes_and_prints_no_password(
     again = load_config(tmp_path / "run" / "config.yaml", [])
     assert again.logger.tracking_uri == "http://127.0.0.1:9"
     assert tracking_uri(again) == URI  # in this process and its children alone
-    monkeypatch.delenv(WHOLE_URI_VARIABLE)
+    monkeypatch.delenv(WHOLE_URIS_VARIABLE)
     assert tracking_uri(again) == "http://127.0.0.1:9"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
     assert tracking_uri(again) == URI
@@ -94,4 +93,4 @@ def test_a_sweep_writes_no_password(tmp_path: Path) -> None:
     assert "logger.tracking_uri=http://127.0.0.1:9" in command_with_seeds(sweep.folder, [0])
     other = compose_config([f"run.root={tmp_path}", "logger.tracking_uri=http://elsewhere"])
     assert with_credentials(str(other.logger.tracking_uri)) == "http://elsewhere"
-    assert os.environ[WHOLE_URI_VARIABLE].endswith("/other")
+    assert {tracking_uri(job.config) for job in sweep.jobs} == {URI, f"{URI}/other"}  # each job has its own

@@ -14,7 +14,7 @@ LOOKS = (
 )
 FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
 """{(first, last number of seeds looked at): how often lossless is said at some look though the gap is the margin}: one
-recipe, 95 % intervals; tests/compare/test_simulations.py."""
+recipe, 95 % intervals; tests/compare/test_stability.py."""
 
 
 def line_of(verdict: Verdict) -> str:

@@ -33,6 +33,8 @@ def read_config(
     values: Mapping[str, Any],
     broken: Mapping[tuple[str, ...], Problem | None] = MappingProxyType({}),
     stand_ins: Iterable[str] = (),
+    *,
+    to_build: bool = True,
 ) -> Reading:
     """Return `values` as a `Config`, or what is wrong with them and what is sound.
 
@@ -43,6 +45,7 @@ def read_config(
         values: groups and keys, resolved.
         broken: what is known to be wrong, by its path; None where that needs no words.
         stand_ins: groups whose chosen file is not there, in whose place the default is.
+        to_build: whether the callbacks' classes must be there and take their arguments.
     """
     problems = [problem for problem in broken.values() if problem]
     try:
@@ -62,7 +65,7 @@ def read_config(
         else:
             paths.add(location)
     callbacks = values.get("callbacks")
-    for name, node in (callbacks if isinstance(callbacks, dict) else {}).items():
+    for name, node in (callbacks if to_build and isinstance(callbacks, dict) else {}).items():
         problems += check_target(f"callbacks.{name}", node)
     return Reading(sound_part(rest, paths) if config is None or paths else config, tuple(problems))
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_llm.config_dir import config_dir_words
 from lightning_llm.config_file import write_config
+from lightning_llm.config_package import config_dir_words
 from lightning_llm.sweep.definition import Job
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.progress import Progress

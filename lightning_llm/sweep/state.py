@@ -11,12 +11,13 @@ from filelock import FileLock, Timeout
 
 from lightning_llm.callbacks.heartbeat import await_sign, has_died
 from lightning_llm.callbacks.records import ended_not_finite, summary_of
+from lightning_llm.compare.reading import read_run
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.sweep.definition import CLAIMS, Job
 
 State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
 SETTLED: tuple[State, State] = ("finished", "diverged")
-"""Nothing is left to do: a loss that is no number is what came of the job, and would again."""
+"""Nothing is left to do: a run that diverged would do so again."""
 OTHER_FILES = 64
 """What a process has open beside the claims it holds, with room to spare."""
 
@@ -43,9 +44,21 @@ def state_of(folder: Path) -> State:
         return "new"
     if summary.get("status") == "running" and not has_died(folder, summary.get("process", "")):
         return "running"
-    if ended_not_finite(summary):
+    if _diverged(folder, summary):
         return "diverged"
     return summary["status"] if summary.get("status") in ("finished", "failed") else "stopped"
+
+
+def _diverged(folder: Path, summary: dict[str, Any]) -> bool:
+    """Return whether the run lost its loss, as `compare` sees it: not finite, or ended by spikes.policy over it."""
+    if ended_not_finite(summary):
+        return True
+    if summary.get("status") != "failed" or not str(summary.get("detail", "")).startswith("SpikeStop"):
+        return False
+    try:
+        return read_run(folder).lost_its_loss
+    except ConfigError:  # its records are damaged: `compare` says so
+        return False
 
 
 def settled_state(folder: Path) -> State:

@@ -45,6 +45,12 @@ def recorded(root: Path, name: str, status: Any = "finished", **changes: Any) ->
     return folder.run_dir
 
 
+def test_a_callback_of_a_config_dir_that_is_not_open_here_is_no_obstacle(store: MlflowClient, tmp_path: Path) -> None:
+    own = {"own": {"_target_": "config_dir.callbacks.mine.Mine", "every": 2}}
+    recorded(tmp_path, "mine", callbacks=own)
+    assert main(["sync", str(tmp_path)]) == 0
+
+
 def history(store: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in store.get_metric_history(run_id, key)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_llm.__main__ import main
 from lightning_llm.compose import compose_config
-from lightning_llm.config_folder import ConfigFolder
+from lightning_llm.config_source import ConfigDirSource
 from lightning_llm.errors import ConfigError
 from lightning_llm.overrides import parse_overrides
 from lightning_llm.run_place import place_problems, tracking_problems
@@ -110,7 +110,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["--config", "/dev/null"], "is no regular file"),
         (["--config", "/proc/self/mem"], "cannot be read"),
         (["--config", "x", "-m", "seed=1,2"], "--config: is one resolved run"),
-        (["--config", "x", "--config-dir", "/tmp"], "--config-dir: has no part in --config"),
+        (["--config", "x", "--config-dir", "/nowhere"], "--config-dir: /nowhere is no folder"),
         (["--config-dir", "/nowhere"], "is no folder"),
         (["--info"], "--info: is Hydra's."),
         (["--cfg", "hydra"], "--cfg hydra"),
@@ -234,7 +234,7 @@ def test_files_that_hold_something_else(name, tmp_path):
     file.parent.mkdir()
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as error:
-        ConfigFolder("test", f"config-folder://{tmp_path}").load_config(f"recipe/{name}")
+        ConfigDirSource("test", f"config-dir://{tmp_path}").load_config(f"recipe/{name}")
     assert said in str(error.value)
     assert all(problem.key == f"recipe={name}" and str(file) in problem.text for problem in error.value.problems)
     assert not Path("here").exists()
@@ -256,7 +256,7 @@ def test_things_that_are_no_files(capsys, tmp_path):
     (folder / "gone.yaml").symlink_to(folder / "nowhere")
     os.mkfifo(folder / "fifo.yaml")
     (folder / "round").symlink_to(folder)  # a folder that holds itself: listed once
-    source = ConfigFolder("test", f"config-folder://{tmp_path}")
+    source = ConfigDirSource("test", f"config-dir://{tmp_path}")
     for name, said in (
         ("folder", "is a folder"),
         ("loop", "Too many levels of symbolic links"),

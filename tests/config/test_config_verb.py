@@ -74,6 +74,17 @@ def test_the_difference_of_a_runs_own_file(capsys, tmp_path):
     assert not any(line.startswith("precision.") for line in lines)
 
 
+def test_the_difference_of_a_runs_own_file_names_the_files_of_a_config_dir(capsys, tmp_path):
+    own = tmp_path / "own" / "precision" / "mine.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("defaults: [mxfp8, _self_]\nname: mine\n")
+    file, option = tmp_path / "config.yaml", ("--config-dir", str(tmp_path / "own"))
+    file.write_text(printed(capsys, *option, "precision=mine", "run.name=x"))
+    lines = printed(capsys, *option, "--config", str(file), "--diff").splitlines()
+    assert "precision=mine  # bf16" in lines
+    assert not any(line.startswith("precision.") for line in lines)
+
+
 @pytest.mark.parametrize("option", ["--json", "--diff"])
 def test_no_password_is_printed(option, capsys):
     told = printed(capsys, "logger.tracking_uri=postgresql://me:hunter2@host/db", option)

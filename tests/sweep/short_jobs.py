@@ -22,6 +22,15 @@ status = "failed" if config["seed"] == 2 else "finished"
 sys.exit(status == "failed")
 """
 
+MEETING_CHILD = CHILD.replace(
+    "time.sleep(0.5)",
+    """deadline = time.monotonic() + 60
+while len(list(folder.parent.glob("*/began"))) < 2 and time.monotonic() < deadline:
+    time.sleep(0.02)
+time.sleep(0.5)""",
+)
+"""One that stays until another has begun, however long a busy machine takes to start it."""
+
 
 def sweep_of(tmp_path: Path, *words: str, name: str | None = None) -> Sweep:
     return define(compose_sweep([f"run.root={tmp_path}", *words]), name)

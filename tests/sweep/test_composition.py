@@ -59,7 +59,9 @@ def test_many_more_jobs_are_what_hydra_composes_one_by_one(words: list[str], swe
     assert outcome([*words, swept]) == outcome([*words, swept], composed_whole)
 
 
-def test_jobs_that_choose_the_same_files_are_composed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return the overrides of each composition by Hydra from now on."""
     made, real = [], composition.compose
 
     def counted(*args: str, overrides: list[str], **more: bool) -> DictConfig:
@@ -67,8 +69,20 @@ def test_jobs_that_choose_the_same_files_are_composed_once(monkeypatch: pytest.M
         return real(*args, overrides=overrides, **more)
 
     monkeypatch.setattr(composition, "compose", counted)
+    return made
+
+
+def test_jobs_that_choose_the_same_files_are_composed_once(made: list[list[str]], tmp_path: Path) -> None:
     jobs = compose_sweep([f"run.root={tmp_path}", "precision=bf16,mxfp8", "seed=range(10)", "optim.eps=1e-8,1e-6"])
     assert len(jobs) == 40
     assert made == [["precision=bf16"], ["precision=mxfp8"]]
     jobs[0][1].logger.tags["of"] = "job 0"
     assert all("of" not in config.logger.tags for _, config in jobs[1:])
+
+
+def test_a_recipe_that_a_rule_names_is_composed_once_for_all_jobs(made: list[list[str]], tmp_path: Path) -> None:
+    rule = "precision.modules.casts=[{names: ['*.down_proj'], recipe: mxfp8_ocp}]"
+    jobs = compose_sweep([f"run.root={tmp_path}", "precision=mxfp8", rule, "seed=range(5)"])
+    assert made == [["precision=mxfp8"], ["precision=mxfp8_ocp"]]
+    (casts,) = {config.precision.modules.casts for _, config in jobs}
+    assert casts[0].fprop.x == compose_sweep(["precision=mxfp8_ocp"])[0][1].precision.fprop.x

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import CHILD, start_short_jobs, sweep_of, times
+from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks import heartbeat
 from lightning_llm.callbacks.provenance import has_ended, process_mark
+from lightning_llm.callbacks.records import write_json
+from lightning_llm.compare.reading import read_run
 from lightning_llm.compose import compose_config, compose_sweep, typed_value
 from lightning_llm.config_file import write_config
 from lightning_llm.errors import ConfigError
@@ -75,6 +77,12 @@ def test_other_keys_of_a_sweep_are_refused(also: str, recipes: Path) -> None:
 def test_a_recipe_that_is_a_sweep_is_no_single_run(recipes: Path) -> None:
     with pytest.raises(ConfigError, match="Add -m"):
         compose_config(["recipe=mine"], recipes)
+
+
+def test_a_recipe_that_is_a_sweep_is_not_one_of_several(recipes: Path) -> None:
+    with pytest.raises(ConfigError, match="recipe: has several values, and recipe=mine is a sweep itself"):
+        compose_sweep(["recipe=quickstart,mine", "run.experiment=x"], recipes)
+    assert len(compose_sweep(["recipe=quickstart,llama3_8b_fsdp2", "run.experiment=x"], recipes)) == 2
 
 
 def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) -> None:
@@ -240,8 +248,8 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     assert state_of(job.folder) == "running"
 
 
-@pytest.mark.usefixtures("short_children")
-def test_two_at_a_time_are_two_and_never_three(tmp_path: Path) -> None:
+def test_two_at_a_time_are_two_and_never_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_short_jobs(monkeypatch, MEETING_CHILD)
     jobs = sweep_of(tmp_path, "seed=0,1,2,3").jobs
     progress = Progress(len(jobs))
     run_here(jobs, 2, Relay(), progress)
@@ -374,3 +382,26 @@ def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(12.2, "12s"), (185, "3m05s"), (9600, "2h40m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("policy", "event", "state"),
+    [
+        ("stop", "divergence", "diverged"),
+        ("stop", "non_finite", "diverged"),
+        ("skip", "spike", "diverged"),
+        ("stop", "spike", "failed"),
+        ("stop", "shift", "failed"),
+    ],
+)
+def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
+    policy: str, event: str, state: str, tmp_path: Path
+) -> None:
+    (job,) = sweep_of(tmp_path, f"spikes.policy={policy}").jobs
+    job.folder.mkdir(parents=True)
+    write_config(job.config, job.folder / "config.yaml")
+    records = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 9.0, "event": event, "event_action": "stop"}]
+    (job.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    write_json(job.folder / "summary.json", {"status": "failed", "detail": "SpikeStop: step 2 is out of the ordinary"})
+    assert state_of(job.folder) == state
+    assert read_run(job.folder).lost_its_loss == (state == "diverged")

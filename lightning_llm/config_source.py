@@ -1,4 +1,6 @@
-"""A folder of the user's as a source of config groups for Hydra: `DIR/recipe/mine.yaml` is `recipe=mine`.
+"""`--config-dir DIR` as a source of config groups for Hydra: `DIR/recipe/mine.yaml` is `recipe=mine`.
+
+Its YAML files are read here; its Python files are `config_package`'s.
 
 Hydra's own reader of files takes a list or an empty file for nothing said, a recipe without `# @package _global_` for
 something to put below `recipe`, and passes on what the file system and YAML raise. This one says what is wrong.
@@ -19,7 +21,7 @@ from lightning_llm.identity import flatten
 from lightning_llm.overrides import hydra_setting
 from lightning_llm.yaml_file import read_mapping
 
-SCHEME = "config-folder"
+SCHEME = "config-dir"
 ENDING = ".yaml"
 
 
@@ -31,10 +33,10 @@ def search_override(folder: Path) -> str:
 
 @cache
 def _register() -> None:
-    Plugins.instance().register(ConfigFolder)
+    Plugins.instance().register(ConfigDirSource)
 
 
-class ConfigFolder(ConfigSource):
+class ConfigDirSource(ConfigSource):
     """Reads groups below one folder; what is wrong with a file that is chosen is a `ConfigError`."""
 
     @staticmethod

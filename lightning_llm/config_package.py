@@ -1,4 +1,6 @@
-"""`--config-dir DIR` as a package: DIR/callbacks/mine.py is `config_dir.callbacks.mine`.
+"""`--config-dir DIR` as a Python package: `DIR/callbacks/mine.py` is `config_dir.callbacks.mine`.
+
+Its Python files are found here; its YAML files are `config_source`'s.
 
 Naming the folder on the command line is the choice to run what lies in it. A recipe alone imports installed code only.
 """
@@ -9,15 +11,23 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 
+from lightning_llm.errors import ConfigError, Problem
+
 PACKAGE = "config_dir"
 
 
 def open_config_dir(folder: Path | None) -> None:
-    """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None, or no folder: of nowhere."""
+    """Let `_target_: config_dir.callbacks.FILE.Class` name classes of `folder`; None: of nowhere.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
     for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
-    if folder is None or not folder.is_dir():  # which the composition refuses
+    if folder is None:
         return
+    if not folder.is_dir():
+        raise ConfigError(Problem("--config-dir", f"{folder} is no folder. Give a folder of config groups."))
     spec = ModuleSpec(PACKAGE, None, is_package=True)
     spec.submodule_search_locations = [str(folder.absolute())]
     sys.modules[PACKAGE] = module_from_spec(spec)
