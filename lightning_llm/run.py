@@ -85,8 +85,8 @@ def run(config: Config) -> int:
         say(how_to_go_on(config.run.dir), sys.stderr)
         return 1
     except StorageError as error:
-        say(f"error: {error}. What was saved before is whole. Once the folder can be written again,", sys.stderr)
-        say(how_to_go_on(config.run.dir), sys.stderr)
+        further = f"once the folder can be written again, {how_to_go_on(config.run.dir)}"
+        say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
         return 1
     except RankSilentError:
         return 1

@@ -197,7 +197,9 @@ def test_a_resumed_run_goes_on_after_the_checkpoint(config: Config) -> None:
 
 def test_other_ranks_write_nothing(config: Config) -> None:
     folder, module = RunFolder(Path(config.run.dir)), TinyModule(config)
-    rank1: Any = SimpleNamespace(is_global_zero=False, sanity_checking=False, state=SimpleNamespace(fn="fit"))
+    rank1: Any = SimpleNamespace(
+        is_global_zero=False, sanity_checking=False, state=SimpleNamespace(fn="fit"), logger=None
+    )
     folder.setup(rank1, module, "fit")
     folder.on_train_batch_end(rank1, module)
     folder.on_validation_end(rank1, module)

@@ -35,9 +35,12 @@ FEW = ["fp32", "bf16", "nvfp4"]
 WIDER = {
     ("gpt", "fp8_delayed"): Limits(1.5e-4, 1e-3, 2e-3, 0.25, 0.1),
     ("gpt", "quartet"): Limits(1e-3, 4e-2, 2e-3, 0.5, 0.2),
+    ("llama", "nvfp4"): Limits(1e-3, 1e-2, 1.5e-2, 0.5, 0.2),
 }
-"""Two that exceed those of their kind: 5e-5, 3e-4, 9e-2, 4e-2 where scales start at 1, below which most of the gradient
-of queries and keys vanishes (a thousandth of the whole's); a norm 1.6e-2 off in one step of one case."""
+"""Three that exceed those of their kind: 5e-5, 3e-4, 9e-2, 4e-2 where scales start at 1, below which most of the
+gradient of queries and keys vanishes (a thousandth of the whole's); a norm 1.6e-2 off in one step of one case; and,
+under cp, one element of one query projection's dy that falls the other way: the norm's gradient before it, 1e-3 of the
+whole's, is 9.7e-3 off, the projection's 6e-4, all others 3e-7."""
 SHAPES = {
     "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512"],  # blocks of 128
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,12 @@ def recorded_run(config: Any) -> list[Order]:
     order: Order = []
     forward, backward = TrainStage.forward_one_chunk, TrainStage.backward_one_chunk
 
+    @wraps(forward)
     def forward_noted(stage: TrainStage, chunk: int, *args: Any, **kwargs: Any) -> Any:
         order.append(("F", stage.stage_index, chunk))
         return forward(stage, chunk, *args, **kwargs)
 
+    @wraps(backward)
     def backward_noted(stage: TrainStage, chunk: int, *args: Any, **kwargs: Any) -> None:
         order.append(("B", stage.stage_index, chunk))
         backward(stage, chunk, *args, **kwargs)

@@ -149,7 +149,7 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
     bare.mkdir()
     weightless.mkdir()
     shutil.copy(run_folder / "config.yaml", weightless)
-    lost = tmp_path / "a" / "lost"
+    lost = tmp_path / "a" / "lost" / "step=4"
     shutil.copytree(run_folder / "checkpoints" / "step=4", lost)
     for path, part in {
         tmp_path / "nowhere": "does not exist. Give a run's folder",
