@@ -68,6 +68,8 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
         # Unless told otherwise MLflow puts artifacts where the process happens to have been started.
         options = {"artifact_location": (database.parent / "mlartifacts").absolute().as_uri()}
     with lock:
+        if uri.startswith("sqlite:///") and not database.exists():
+            _create(database)
         client = _client(uri)
         from mlflow.exceptions import MlflowException
 
@@ -81,6 +83,17 @@ def open_store(uri: str, experiment_name: str) -> tuple[Any, str]:
             if experiment is None:
                 raise
             return client, experiment.experiment_id
+
+
+def _create(database: Path) -> None:
+    """Make MLflow's tables in a file beside `database`, which appears whole: a writer killed on the way would leave
+    tables half made, and no MLflow goes on from those.
+    """
+    partial = database.with_name(f"{database.name}.partial")
+    for left in (partial, partial.with_name(f"{partial.name}-journal")):
+        left.unlink(missing_ok=True)
+    _client(f"sqlite:///{partial}").search_experiments(max_results=1)
+    os.replace(partial, database)
 
 
 def known_run(client: Any, run_id: str | None) -> Any:

@@ -24,7 +24,10 @@ def encode(record: Record) -> bytes:
 
 def decode(line: bytes) -> dict[str, Any]:
     """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("not a record: nested too deep") from error
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise ValueError("not a record: no integer 'step'")
     return {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
@@ -77,7 +80,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
         return {}
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{file} is damaged: it holds no object")

@@ -11,10 +11,10 @@ WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
 """Of the environment: tracking addresses as they were given, one a line, for this process and those it starts."""
 
 # Hydra writes the colons of swept values as "\:".
-# A password may hold a slash by mistake; digits and a slash behind the host are a port and a path.
-_USER = re.compile(r"(\b[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(:(?!\d+/)[^?#\s'\"]*)?@")
-_SECRET = re.compile(r"(?<=[?&])(?:password|passwd|pwd|token|secret|api_?key|access_?key)=[^&\s'\"]*&?", re.IGNORECASE)
-_LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&](?=$|[\s'\"])")
+# A password may hold whatever its owner did not percent-encode: behind a colon everything up to the last @ goes.
+_USER = re.compile(r"(\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(?::[^\s'\"]*)?@")
+_SECRET = re.compile(r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)[\w-]*=[^&;#\s'\"]*&?", re.IGNORECASE)
+_LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&;#](?=$|[\s'\"])")
 
 
 def redact_uri(text: str) -> str:

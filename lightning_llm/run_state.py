@@ -106,13 +106,13 @@ def _ended_early(config: Config, folder: Path) -> str:
     """Return by whom the run was ended before its last step, and why; "" if by none, or none that would do so again."""
     summary = summary_of(folder)
     ended = summary.get("ended_by")
-    if not ended or summary.get("status") != "finished":
+    if not isinstance(ended, dict) or summary.get("status") != "finished":
         return ""
-    before, name = load_config(folder / "config.yaml", []).callbacks, ended["callback"]
+    before, name = load_config(folder / "config.yaml", []).callbacks, ended.get("callback")
     now = config.callbacks
     if name is not None:
         before, now = ({name: each.get(name.removeprefix("callbacks."))} for each in (before, now))
-    return f"ended by {name or 'a callback'} ({ended['reason']})" if before == now else ""
+    return f"ended by {name or 'a callback'} ({ended.get('reason')})" if before == now else ""
 
 
 def _finished_without_checkpoint(config: Config, folder: Path) -> Start:

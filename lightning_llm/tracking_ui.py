@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _port(arguments: list[str]) -> str:
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         name, _, value = word.partition("=")
         if name in ("--port", "-p"):
             return value or following

@@ -39,6 +39,11 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"logger.tracking_uri='{URI}'", "logger.tracking_uri='http://127.0.0.1:9'"),
         ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
         ("https://host/a@b", "https://host/a@b"),
+        ("http://bob:hun?ter2@127.0.0.1:9/x", "http://127.0.0.1:9/x"),
+        ("postgresql://bob:h#unter2@127.0.0.1:9/db", "postgresql://127.0.0.1:9/db"),
+        ("http://bob:12/hunter2@127.0.0.1:9", "http://127.0.0.1:9"),
+        ("http://127.0.0.1:9/x?access_token=hunter2", "http://127.0.0.1:9/x"),
+        ("http://127.0.0.1:9/x?a=1&client_secret=hunter2", "http://127.0.0.1:9/x?a=1"),
         ("mail me@home", "mail me@home"),
     ],
 )

@@ -158,8 +158,8 @@ def read_run(folder: Path) -> Run:
     except yaml.YAMLError as error:
         why = " ".join(str(error).split())[:300]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: config.yaml is no YAML ({why})")) from error
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:  # of a damaged record or summary
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(Problem(str(folder), f"cannot be read as a run: {why}")) from error
     try:
         run.typed = Config.model_validate(tree)

@@ -209,11 +209,24 @@ def _key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
+def _checked(about: Any) -> dict[str, Any]:
+    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
+    jobs = about.get("jobs", []) if isinstance(about, dict) else None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError("it is damaged: no list of jobs")
+    numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError("it is damaged: jobs without a number of their own")
+    if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError("it is damaged: jobs without a key of their own")
+    return dict(about)
+
+
 def _read(folder: Path) -> dict[str, Any]:
     if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
         return {}
     try:
-        return dict(json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        return _checked(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
         raise ConfigError(Problem("run.name", text)) from error

@@ -79,7 +79,9 @@ def read_callbacks(file: Path) -> dict[str, Any]:
     """
     if not file.exists():
         return {MODEL_KEYS: ["state_dict"], "callbacks": {}}
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    saved: Any = torch.load(file, map_location="cpu", weights_only=True)
+    if not (isinstance(saved, dict) and isinstance(saved.get("callbacks"), dict) and MODEL_KEYS in saved):
+        raise ValueError(f"{FILE} holds something else than callbacks' state")
     return saved
 
 

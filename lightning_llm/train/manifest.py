@@ -97,7 +97,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         files = dict(_files(values["files"], version))
         step, config_hash = int(values["step"]), str(values["config_hash"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DamagedError(Damage(folder, MANIFEST, f"is no manifest ({type(error).__name__}: {error})")) from error
     if folder.name != f"step={step}":
         raise DamagedError(Damage(folder, MANIFEST, f"is of step {step}: the folder's name is another"))
@@ -236,7 +236,7 @@ def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileC
     if missing := {PROGRESS, PRECISION} - set(listed):
         raise ValueError(f"it lists no {', '.join(sorted(missing))}")
     for name, about in listed.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise ValueError(f"{name!r} leads out of the folder")
         if version == UNSEALED:
             yield name, FileContent(int(about), None)

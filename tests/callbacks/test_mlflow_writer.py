@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 from protocol_module import make_config
 
 from lightning_llm.callbacks.mlflow import compared_parameters, tracking_uri
+from lightning_llm.callbacks.mlflow_store import open_store
 from lightning_llm.callbacks.mlflow_writer import RUN_ID_FILE, RunWriter, points
 from lightning_llm.callbacks.records import cut_back, encode
 
@@ -100,6 +101,14 @@ def test_the_loss_is_the_metric_that_mlflow_opens_on(store: MlflowClient, tmp_pa
     write(tmp_path, {"step": 1, "tokens": 8, "grad_norm": 1.0, "loss": 3.5}, {"step": 2, "tokens": 16, "loss": 3.0})
     writer.sync()
     assert next(iter(store.get_run(writer.run_id).data.metrics)) == "loss"
+
+
+def test_tables_that_a_killed_writer_left_half_made_are_made_anew(tmp_path: Path) -> None:
+    """A writer is killed where it does not end in time: in the middle of a migration, on a busy machine."""
+    (tmp_path / "mlflow.db.partial").write_bytes(b"half a database")
+    client, _ = open_store(f"sqlite:///{tmp_path}/mlflow.db", "trial")
+    assert client.get_experiment_by_name("trial") is not None
+    assert not (tmp_path / "mlflow.db.partial").exists()
 
 
 def test_a_line_being_written_waits(store: MlflowClient, tmp_path: Path) -> None:

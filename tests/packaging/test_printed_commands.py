@@ -13,7 +13,7 @@ from lightning_llm import run
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.callbacks.mlflow_store import own_process
 from lightning_llm.commands import program, resume_command, sync_command
-from lightning_llm.tracking_ui import ui_command, ui_lines
+from lightning_llm.tracking_ui import _port, ui_command, ui_lines
 from lightning_llm.train.checkpointing import StoppedBySignal
 
 
@@ -97,3 +97,10 @@ def test_mlflows_page_of_runs_is_where_the_link_points() -> None:
     assert "/experiments/:experimentId" in text
     assert re.search(r'MACHINE_LEARNING\s*=\s*"machine_learning"', text)
     assert '"workflowType"' in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "port"), [([], "5000"), (["--port", "5077"], "5077"), (["-p=9"], "9"), (["--host", "::"], "5000")]
+)
+def test_make_ui_knows_the_port_that_it_opens(arguments, port):
+    assert _port(arguments) == port

@@ -162,6 +162,27 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         sweep_of(tmp_path, "seed=0,1", name="taken")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        [],
+        {"jobs": None},
+        {"jobs": [{}]},
+        {"jobs": [{"number": -5, "key": "a"}]},
+        {"jobs": [{"number": "../../evil", "key": "a"}]},
+        {"jobs": [{"number": 0, "key": "a"}, {"number": 0, "key": "b"}]},
+        {"jobs": [{"number": 0, "key": "a"}, {"number": 1, "key": "a"}]},
+    ],
+    ids=str,
+)
+def test_a_damaged_sweep_file_calls_no_job_finished(damage: Any, tmp_path: Path) -> None:
+    whole = sweep_of(tmp_path, "seed=0,1", name="one")
+    write(whole)
+    (whole.folder / "sweep.json").write_text(json.dumps(damage))
+    with pytest.raises(ConfigError, match="it is damaged"):
+        sweep_of(tmp_path, "seed=3,4", name="one")
+
+
 def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one for all jobs"):
         sweep_of(tmp_path, "run.experiment=a,b")

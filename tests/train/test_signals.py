@@ -77,7 +77,7 @@ def test_before_training_it_ends_without_a_traceback(tmp_path, small_run, number
 
 
 def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsys):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "checked_config", interrupted)

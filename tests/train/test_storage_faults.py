@@ -87,7 +87,8 @@ def test_one_message_and_the_summary_says_it(fault, begun, child, small_run):
     assert len(told.splitlines()) == 1, told
     assert told.startswith("error: the state of step 6 was not saved: ")
     assert ("File too large" if fault is with_full_disk else "Permission denied") in told
-    assert "resume=auto goes on from it" in told
+    assert "once the folder can be written again, go on: " in told
+    assert "resume=auto" in told
     summary = json.loads((begun / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "the state of step 6 was not saved" in summary["detail"]
