@@ -44,7 +44,8 @@ def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     fit(module, [folder])
     told = summary(config)
     assert told["mlflow"]["synced"] is True
-    assert told["mlflow"]["blocked_seconds"] < 0.1
+    # Training does not wait for the writer's start.
+    assert told["mlflow"]["blocked_seconds"] < told["mlflow"]["writer_start_cpu_seconds"]
     assert told["mlflow"]["writer_start_cpu_seconds"] > told["mlflow"]["writer_cpu_seconds"] > 0
     run = store.get_run(told["mlflow_run_id"])
     assert run.info.status == "FINISHED"

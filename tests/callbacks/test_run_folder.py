@@ -81,7 +81,7 @@ def test_the_summary_tells_how_it_went(config: Config) -> None:
     assert (told["val_loss"], told["best_val_loss"], told["best_val_step"]) == (2.94, 2.94, 6)
     assert told["versions"]["torch"]
     assert len(told["git"]["sha"]) == 40
-    assert 0 < told["wall_seconds"] < 60
+    assert told["wall_seconds"] > 0
     assert Path(config.run.dir, "loss.png").read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []
     assert [line["loss"] for line in lines(config.run.dir)[1:3]] == ["nan", "inf"]
