@@ -15,7 +15,12 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.rotation import Row
 from lightning_llm.integrity import content_problem
-from lightning_llm.train.tensor_storage import TensorReader, TensorWriter, metadata_from_json, metadata_to_json
+from lightning_llm.train.checkpoint.tensor_storage import (
+    TensorReader,
+    TensorWriter,
+    metadata_from_json,
+    metadata_to_json,
+)
 
 PARAMETERS = 60_000_000
 TENSORS = 60

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.linear import Linear
 from lightning_llm.precision.module import set_step_key

@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import config, loop_steps
-from lightning_llm.build import build_module, build_trainer
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.run import open_layout, prepare_folder, quiet_lightning, tracking_sinks
-from lightning_llm.run_state import Start
+from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning, tracking_sinks
+from lightning_llm.run.start import Start
 from lightning_llm.train.datamodule import CorpusDataModule
 
 

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.callbacks.health_table import Tensors, table
-from lightning_llm.callbacks.records import cut_back
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
 from lightning_llm.precision.linear import SLOT_NAMES, SeenCast, Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
-from lightning_llm.train.nonfinite import NonFiniteError
-from lightning_llm.train.nonfinite_origin import find_origin
+from lightning_llm.record.files import cut_back
+from lightning_llm.record.health_table import Tensors, table
+from lightning_llm.train.health.nonfinite import NonFiniteError
+from lightning_llm.train.health.nonfinite_origin import find_origin
 
 HEALTH_FILE, TABLE_FILE = "health.jsonl", "health.txt"
 COLUMNS = (

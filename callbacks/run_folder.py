@@ -12,10 +12,9 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 
-from lightning_llm.callbacks.figures import draw_losses, final_figures
-from lightning_llm.callbacks.heartbeat import Heartbeat
-from lightning_llm.callbacks.provenance import code_hash, git_state, process_mark, versions
-from lightning_llm.callbacks.records import (
+from lightning_llm.errors import ConfigError, Problem, StorageError
+from lightning_llm.hardware import describe_device
+from lightning_llm.record.files import (
     Record,
     Status,
     cut_back,
@@ -25,8 +24,9 @@ from lightning_llm.callbacks.records import (
     summary_of,
     write_json,
 )
-from lightning_llm.errors import ConfigError, Problem, StorageError
-from lightning_llm.hardware import describe_device
+from lightning_llm.record.final_figures import draw_losses, final_figures
+from lightning_llm.record.liveness import Heartbeat
+from lightning_llm.record.provenance import code_hash, git_state, process_mark, versions
 from lightning_llm.train.record_logger import RecordLogger
 
 __all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from lightning_llm.terminal_text import escaped, excerpt
+from lightning_llm.terminal.text import escaped, excerpt
 
 log = logging.getLogger(__name__)
 

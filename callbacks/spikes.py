@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_llm.parallel.grad_norm import global_norm
 from lightning_llm.parallel.gradient_sync import local
-from lightning_llm.train.spike_policy import describe_event
+from lightning_llm.train.health.spike_policy import describe_event
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from lightning_llm.compare.power import power, seeds_needed
-from lightning_llm.matrix import matrix, numbered
+from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
+from lightning_llm.plan.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
-from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = DOCS.parent / "conf" / "precision"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from gpu_check.rows import Clock, Row, append, as_data, guarded, missing, read, table
 from gpu_check.wheels import install, lacking, wheel_folder
-from lightning_llm.precision.capability import DRIVER_FILES
+from lightning_llm.precision.native.capability import DRIVER_FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,14 +10,14 @@ from gpu_check import setting
 from gpu_check.library import layer_of, relative
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
+from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import delayed_state, update_delayed
-from lightning_llm.precision.native import decide, native_recipe
-from lightning_llm.precision.native_codes import Stored, axis_of, emulated, quantised_by, quantizers_of, stored
+from lightning_llm.precision.native.codes import Stored, axis_of, emulated, quantised_by, quantizers_of, stored
+from lightning_llm.precision.native.decide import decide, native_recipe
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Scaled
-from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")

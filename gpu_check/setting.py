@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import yaml
 
-from lightning_llm.matrix import shipped_recipes
-from lightning_llm.precision.capability import Capability, capability_here
-from lightning_llm.precision.native import Decision, decide
-from lightning_llm.schema.model import ModelConfig
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.plan.matrix import shipped_recipes
+from lightning_llm.precision.native.capability import Capability, capability_here
+from lightning_llm.precision.native.decide import Decision, decide
 
 DEVICE = "cuda"
 WARMUP_SECONDS = 0.3

@@ -10,13 +10,13 @@ from gpu_check import setting
 from gpu_check.library import layer_of
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import milliseconds, model_config, native_recipes, recipes
+from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.hardware import device_name, peak_flops_per_second
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.precision.native import decide
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 
 TOKENS = 8192

@@ -13,11 +13,11 @@ from gpu_check import setting
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import model_config, recipes
 from gpu_check.wheels import lacking
+from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.precision.native import decide
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning_llm
-from lightning_llm import completion
-from lightning_llm.config_package import open_config_dir
+from lightning_llm.config.config_dir import open_config_dir
+from lightning_llm.config.hydra_options import without_hydra_options
+from lightning_llm.config.redact import redact_uri
 from lightning_llm.errors import ConfigError, did_you_mean
-from lightning_llm.hydra_options import without_hydra_options
-from lightning_llm.ranks import is_first_rank
-from lightning_llm.redact import redact_uri
+from lightning_llm.run.environment import is_first_rank
+from lightning_llm.verb import completion
 
 VERBS = {
-    "train": ("lightning_llm.launch:train", "train one run; -m makes it a sweep over a=1,2"),
-    "plan": ("lightning_llm.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
-    "config": ("lightning_llm.config_listing:config", "print the composed config, or what a group offers"),
+    "train": ("lightning_llm.verb.train:train", "train one run; -m makes it a sweep over a=1,2"),
+    "plan": ("lightning_llm.plan.report:plan", "print what a run, or with -m a sweep, would do, without running it"),
+    "config": ("lightning_llm.verb.config:config", "print the composed config, or what a group offers"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
-    "conformance": ("lightning_llm.conform:conformance", "check the quantisers against recorded vectors"),
-    "sync": ("lightning_llm.sync:sync", "bring MLflow up to date with run folders that it missed"),
+    "conformance": ("lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors"),
+    "sync": ("lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed"),
     "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
-    "completion": ("lightning_llm.completion:completion", "print the script that completes words in a shell"),
+    "completion": ("lightning_llm.verb.completion:completion", "print the script that completes words in a shell"),
 }
 
 COMPOSES = ("train", "plan", "config")
@@ -186,7 +186,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def recipes(arguments: argparse.Namespace) -> int:
     """Print every shipped recipe, and those of --config-dir, with its one line."""
-    from lightning_llm.recipes_catalog import describe, recipe_files
+    from lightning_llm.config.recipes import describe, recipe_files
 
     catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
     if arguments.json:

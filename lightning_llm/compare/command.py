@@ -16,8 +16,8 @@ from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
+from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import NOT_IDENTITY, below
 
 
 def compare(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.commands import resume_command
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
@@ -16,11 +15,12 @@ from lightning_llm.compare.methods import METHODS
 from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.reading import Run, facts, read_run
 from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.verdict import Verdict, judge
+from lightning_llm.config.commands import resume_command
+from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import NOT_IDENTITY, below
+from lightning_llm.record.reading import Run, facts, read_run
 
 
 @dataclass

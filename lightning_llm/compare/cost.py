@@ -9,8 +9,8 @@ from typing import Any
 from lightning_llm.compare.differences import LAYOUT, all_differences
 from lightning_llm.compare.losses import Tail
 from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.reading import Run
-from lightning_llm.identity import below
+from lightning_llm.config.identity import below
+from lightning_llm.record.reading import Run
 
 SPEED_KEYS = (
     *LAYOUT,

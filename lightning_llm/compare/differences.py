@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_llm.callbacks.provenance import git_of
-from lightning_llm.compare.reading import EARLIER, Run, facts
-from lightning_llm.identity import NOT_IDENTITY, below
+from lightning_llm.config.identity import NOT_IDENTITY, below
+from lightning_llm.record.provenance import git_of
+from lightning_llm.record.reading import EARLIER, Run, facts
 
 FREE = (
     *NOT_IDENTITY,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
-from lightning_llm.compare.reading import Run
+from lightning_llm.config.identity import below
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.identity import below
+from lightning_llm.record.reading import Run
 
 GROUPS = ("precision", "optim", "schedule", "model", "data", "parallel", "trainer")
 """In this order, where several vary and none is asked for."""

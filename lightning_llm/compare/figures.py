@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from scipy import special
 
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.reading import Run
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.record.reading import Run
 
 COLOURS = {"lossless": "#2a8a3e", "lossy": "#c0392b", "inconclusive": "#b8860b"}
 BASELINE_COLOUR = "#222222"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import all_runs, existing_store
+from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.sweep.definition import FILE
-from lightning_llm.workspace import default_outputs, folders_named
+from lightning_llm.record.mlflow.store import all_runs, existing_store
+from lightning_llm.record.sweep_definition import FILE
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 FOLDER_TAGS = ("sweep_folder", "run_dir")

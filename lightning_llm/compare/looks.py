@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 
-from lightning_llm.callbacks.records import write_json
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.record.files import write_json
 
 FILE = "looks.json"
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_llm.compare.reading import Run
+from lightning_llm.record.reading import Run
 
 TAIL_SHARE = 0.1
 """The tail: every validation in the last tenth of the steps, the last one at least. Their mean, each with equal weight,

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.reading import Run
 from lightning_llm.errors import Problem
-from lightning_llm.sweep.definition import FILE
+from lightning_llm.record.reading import Run
+from lightning_llm.record.sweep_definition import FILE
 
 
 def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:

@@ -8,8 +8,8 @@ from typing import Any
 from lightning_llm.compare.differences import ROUNDING, all_differences
 from lightning_llm.compare.losses import diverged, has_learned, tail_of
 from lightning_llm.compare.pairing import Family
-from lightning_llm.compare.reading import Run
-from lightning_llm.identity import below
+from lightning_llm.config.identity import below
+from lightning_llm.record.reading import Run
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from lightning_llm.compare.differences import (
     validation_differences,
 )
 from lightning_llm.compare.factor import Factor
-from lightning_llm.compare.reading import Run
+from lightning_llm.config.identity import below
 from lightning_llm.errors import Problem
-from lightning_llm.identity import below
+from lightning_llm.record.reading import Run
 
 Setting = tuple[tuple[str, str], ...]
 

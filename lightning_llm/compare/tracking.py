@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.mlflow_store import LARGEST_VALUE, existing_store
-from lightning_llm.callbacks.mlflow_sweep import DESCRIPTION
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import line_of
-from lightning_llm.redact import redact_uri, with_credentials
+from lightning_llm.config.redact import redact_uri, with_credentials
+from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
+from lightning_llm.record.mlflow.sweep import DESCRIPTION
 
 FILES = ("compare.json", "report.html", "verdicts.csv", "verdicts.tex")
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"

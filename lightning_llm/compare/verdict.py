@@ -13,11 +13,11 @@ from lightning_llm.compare.factor import ITSELF, Factor
 from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
-from lightning_llm.compare.reading import Run
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
 from lightning_llm.compare.statistics import Decision
+from lightning_llm.config.identity import below
 from lightning_llm.errors import Problem
-from lightning_llm.identity import below
+from lightning_llm.record.reading import Run
 
 HIGH_PRECISION = "val_loss_high_precision"
 

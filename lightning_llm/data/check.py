@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lightning_llm.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.addressing import SMALLEST_SHARE
 from lightning_llm.data.cache import (
     default_cache_dir,
@@ -23,8 +25,6 @@ from lightning_llm.data.tokenizer import (
     tokenizer_file,
 )
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema.data import DataConfig, SourceConfig, TokenizerConfig
-from lightning_llm.schema.partial import Rule, gather
 
 PARQUET_COMPRESSION = 3  # text within parquet, about
 

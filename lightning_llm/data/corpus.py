@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import SampleOrder, largest_remainder
 from lightning_llm.data.cache import TokenStream, digest_of
 from lightning_llm.data.check import cache_dir_of, check_data
@@ -22,7 +23,6 @@ from lightning_llm.data.prepare import hold_out, prepare_streams, prepare_tokeni
 from lightning_llm.data.source import Source
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema.data import DataConfig
 
 IGNORED = -100  # a label that is no target: what torch's cross entropy ignores by default
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.schema.data import SourceConfig
 
 HUB_PROBE_SECONDS = 5
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.data.cache import TokenStream, TokenWriter, build_once, disk_problem, token_bytes
 from lightning_llm.data.source import Document, Source
 from lightning_llm.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.keyed_hash import MASK_32
-from lightning_llm.schema.data import TokenizerConfig
 
 KEY_RANGE = 1 << 64
 BPE_SAMPLE_BYTES = 64 << 20  # a larger corpus trains its tokenizer on a sample of documents of about this size

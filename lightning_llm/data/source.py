@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data import python_library
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema.data import SourceConfig
 
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),

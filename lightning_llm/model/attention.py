@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention_cpu import is_faster_here, short_attention
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.linear_names import ATTENTION_ROLES
 from lightning_llm.model.rope import apply_rope
-from lightning_llm.schema.model import ModelConfig
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

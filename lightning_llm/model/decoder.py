@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.attention import Attention, document_mask
 from lightning_llm.model.feed_forward import build_feed_forward
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.norm import build_norm
 from lightning_llm.model.rope import rope_tables
-from lightning_llm.schema.model import ModelConfig
 
 
 class Block(nn.Module):

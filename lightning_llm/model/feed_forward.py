@@ -3,9 +3,9 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.linear_names import FEED_FORWARD_ROLES
-from lightning_llm.schema.model import ModelConfig
 
 
 class SwiGLU(nn.Module):

@@ -5,8 +5,8 @@ Letters: L layers, D hidden_size, H query heads, G key/value heads, K head dimen
 
 from dataclasses import dataclass
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear_names import block_linears
-from lightning_llm.schema.model import ModelConfig
 
 
 @dataclass(frozen=True)

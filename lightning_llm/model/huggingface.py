@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.schema.model import ModelConfig, RopeScaling
 
 _LLAMA_BLOCK = {
     "attention_norm": "input_layernorm",

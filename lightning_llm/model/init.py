@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.keyed_hash import hash_words, name_word
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.schema.model import ModelConfig
 
 CHUNK_ELEMENTS = 65_536
 

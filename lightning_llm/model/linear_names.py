@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lightning_llm.schema.model import ModelConfig
+from lightning_llm.config.schema.model import ModelConfig
 
 ATTENTION_ROLES = {"q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row"}
 FEED_FORWARD_ROLES = {

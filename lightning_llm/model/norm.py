@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_llm.schema.model import ModelConfig
+from lightning_llm.config.schema.model import ModelConfig
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_llm.schema.model import ModelConfig, RopeScaling
+from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:

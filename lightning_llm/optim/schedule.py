@@ -2,7 +2,7 @@
 
 import math
 
-from lightning_llm.schema import ScheduleConfig
+from lightning_llm.config.schema import ScheduleConfig
 
 
 def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.precision import PrecisionConfig
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOMENTS = 2

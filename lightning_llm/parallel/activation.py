@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.precision.module import quantised_layers, recompute_contexts
-from lightning_llm.schema import ParallelConfig
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

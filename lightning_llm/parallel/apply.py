@@ -2,6 +2,7 @@
 
 import torch
 
+from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
@@ -13,7 +14,6 @@ from lightning_llm.parallel.materialise import materialise
 from lightning_llm.parallel.pipeline import split_stages
 from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.parallel.tensor import shard_over_tensor_group
-from lightning_llm.schema import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.memory import REPLICA_BUCKET_BYTES
 from lightning_llm.parallel.tensor import is_cut
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
-from lightning_llm.parallel.units import reduces_once
+from lightning_llm.plan.memory import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.units import reduces_once
 
 
 class GradientSync:

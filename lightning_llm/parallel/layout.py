@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_llm.parallel.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
+from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
-from lightning_llm.parallel.units import sums_in_tree, uses_fsdp
-from lightning_llm.schema import ParallelConfig
+from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
+from lightning_llm.plan.units import sums_in_tree, uses_fsdp
 
 
 @dataclass(frozen=True)

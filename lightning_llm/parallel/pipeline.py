@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from lightning_llm.config.schema import DataConfig
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.stages import INTERLEAVED, parts_of
 from lightning_llm.parallel.torch_private import check_overridden
-from lightning_llm.parallel.whole_logits import whole_vocabulary, window
-from lightning_llm.schema import DataConfig
+from lightning_llm.plan.stages import INTERLEAVED, parts_of
 
 BeginMicroBatch = Callable[[nn.Module, int], None]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
-from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.plan.shard_axes import CUT_AXES
 from lightning_llm.precision.linear import Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.quantize import Origin

@@ -27,8 +27,8 @@ from lightning_llm.parallel.collectives import (
     reduce_from_group,
     reduce_scatter_tokens,
 )
-from lightning_llm.parallel.cut_axes import CUT_AXES
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.plan.shard_axes import CUT_AXES
 
 
 def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_llm.config.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
 from lightning_llm.precision.lint import still_broken
-from lightning_llm.schema.precision import HIGH, CastConfig, PrecisionConfig, slots_of
 
 
 def without_rounding(cast: CastConfig) -> CastConfig:

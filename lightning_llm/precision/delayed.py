@@ -7,8 +7,8 @@ rows 1 .. L-1 hold earlier ones, oldest first. `scale` is [T] fp32. Pure functio
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.precision import DelayedConfig
 from lightning_llm.precision.formats import FLOAT_MAX
-from lightning_llm.schema.precision import DelayedConfig
 
 
 def update(history: Tensor, scale: Tensor, largest: Tensor, config: DelayedConfig) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_llm.config.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
 from lightning_llm.precision.module_rules import fractions_of_no_block, layers_of_casts, reasons_to_stay_high
-from lightning_llm.precision.native import Decision
-from lightning_llm.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
+from lightning_llm.precision.native.decide import Decision
 
 ALWAYS = ("block", "scale", "rounding")
 """Keys of a cast that are shown even where they have their default."""

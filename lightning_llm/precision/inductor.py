@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import quantize, scales
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
-from lightning_llm.schema.precision import CastConfig
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 P = ParamSpec("P")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_llm.config.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig
 from lightning_llm.precision import inductor
 from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
@@ -21,7 +22,6 @@ from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.random_bits import random_signs
-from lightning_llm.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")

@@ -5,7 +5,7 @@ One rule covers torch.amp.GradScaler (hysteresis 1, no floor) and Megatron's Dyn
 
 from dataclasses import dataclass, replace
 
-from lightning_llm.schema.precision import LossScalingConfig
+from lightning_llm.config.schema.precision import LossScalingConfig
 
 _FLOAT_MAX = 3.4028234663852886e38
 

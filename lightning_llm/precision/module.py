@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.keyed_hash import StepKey, name_word
 from lightning_llm.precision import delayed, inductor
 from lightning_llm.precision.formats import FORMATS
 from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, Observe, quantised_linear
 from lightning_llm.precision.random_bits import hash_words
-from lightning_llm.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import scales
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
 from lightning_llm.precision.operand import BlockScales
 from lightning_llm.precision.random_bits import uniform_noise
 from lightning_llm.precision.rounding import round_to_format
-from lightning_llm.schema.precision import CastConfig
 
 BlockShape = tuple[int, int] | None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
@@ -16,8 +17,7 @@ from lightning_llm.precision.module_rules import (
     reasons_to_stay_high,
     rule_of,
 )
-from lightning_llm.precision.native import Decision
-from lightning_llm.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.precision.native.decide import Decision
 
 EMULATED = Decision("emulated")
 
@@ -107,7 +107,9 @@ def swap_linears(
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
-    from lightning_llm.precision.te import NativeLinear  # which imports Transformer Engine when it is used
+    from lightning_llm.precision.native.transformer_engine import (
+        NativeLinear,  # which imports Transformer Engine when it is used
+    )
 
     return NativeLinear(name, module, plan, sharded)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.ablation import only_slot
 from lightning_llm.precision.linear import SLOT_NAMES, LinearPlan, quantised_linear
 from lightning_llm.precision.module import HIGH_CASTS
 from lightning_llm.probe.comparison import Sums, compare
 from lightning_llm.probe.model import ProbedModel
-from lightning_llm.schema.precision import CastConfig
 
 PRODUCTS = {"fprop": "Y", "dgrad": "dX", "wgrad": "dW"}
 COLUMNS = (*SLOT_NAMES, *PRODUCTS.values())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.config.schema import ModelConfig, PrecisionConfig
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import next_token_loss_sum
@@ -22,7 +23,6 @@ from lightning_llm.precision.module import (
     update_delayed,
 )
 from lightning_llm.precision.swap import sum_in_fp32, swap_linears
-from lightning_llm.schema import ModelConfig, PrecisionConfig
 
 
 class TokenBatch(NamedTuple):

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import from_huggingface, model_config_of
+from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
-from lightning_llm.run_state import checkpoint_at
-from lightning_llm.schema import Config, PrecisionConfig
-from lightning_llm.train.checkpoint import read_tensors
-from lightning_llm.train.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
+from lightning_llm.run.start import checkpoint_at
+from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
+from lightning_llm.train.checkpoint.state import read_tensors
 
 EXPECTED = (
     "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, or a Hugging Face folder "

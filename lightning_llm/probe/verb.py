@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config, PrecisionConfig
+from lightning_llm.config.workspace import default_outputs
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
@@ -18,8 +20,6 @@ from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
 from lightning_llm.probe.subject import Place, delayed_state, find_place, read_batches, read_weights, with_recipe
-from lightning_llm.schema import Config, PrecisionConfig
-from lightning_llm.workspace import default_outputs
 
 ALL = "all"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_llm.precision.capability import DRIVER_FILES
+from lightning_llm.precision.native.capability import DRIVER_FILES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_llm.config_file import write_config
-from lightning_llm.config_package import config_dir_words
-from lightning_llm.sweep.definition import Job
+from lightning_llm.config.config_dir import config_dir_words
+from lightning_llm.config.file import write_config
+from lightning_llm.record.state import SETTLED, Outcome, claimed, state_of
+from lightning_llm.record.sweep_definition import Job
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.progress import Progress
-from lightning_llm.sweep.state import SETTLED, Outcome, claimed, state_of
 
 
 class Relay:

@@ -6,13 +6,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.callbacks.records import summary_of
+from lightning_llm.config.identity import config_hash
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.identity import config_hash
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.sweep.definition import Job, Sweep, define
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.state import SETTLED, state_of
+from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.sweep.run import checked_jobs
-from lightning_llm.sweep.state import SETTLED, state_of
 
 
 def outline(arguments: argparse.Namespace) -> int:

@@ -2,8 +2,8 @@
 
 import time
 
-from lightning_llm.sweep.definition import Job
-from lightning_llm.sweep.state import Outcome, state_of
+from lightning_llm.record.state import Outcome, state_of
+from lightning_llm.record.sweep_definition import Job
 
 
 class Progress:

@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lightning_llm.callbacks.mlflow import tracking_uri
-from lightning_llm.callbacks.mlflow_sweep import parent_job, write_parent
-from lightning_llm.checked_config import problems_beyond
-from lightning_llm.commands import sync_command
-from lightning_llm.compose import read_sweep, typed_value
+from lightning_llm.config.commands import sync_command
+from lightning_llm.config.compose import read_sweep, typed_value
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.partial import gather
+from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.parallel.nodes import with_reduction
-from lightning_llm.schema import Config
-from lightning_llm.schema.partial import gather
-from lightning_llm.schema.strict import Reading
-from lightning_llm.sweep.definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
+from lightning_llm.plan.nodes import with_reduction
+from lightning_llm.record.mlflow.sweep import parent_job, write_parent
+from lightning_llm.record.mlflow.sync import catch_up
+from lightning_llm.record.mlflow.tracker import tracking_uri
+from lightning_llm.record.mlflow.ui import ui_lines
+from lightning_llm.record.state import SETTLED, Outcome, detail_of, mlflow_facts, one_at_a_time, settled_state, state_of
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
+from lightning_llm.run.checked_config import problems_beyond
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
-from lightning_llm.sweep.state import SETTLED, Outcome, detail_of, mlflow_facts, one_at_a_time, settled_state, state_of
-from lightning_llm.sync import catch_up
-from lightning_llm.tracking_ui import ui_lines
-from lightning_llm.waiting import Waiting
+from lightning_llm.terminal.waiting import Waiting
 
 NOT_CHECKED = {"seed", "resume", "run", "logger"}
 """Parts of a config that `check_config` does not look at: jobs that differ in these alone are checked once."""

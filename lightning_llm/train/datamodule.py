@@ -6,9 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch, Corpus
-from lightning_llm.parallel.units import micro_batches_per_rank
-from lightning_llm.schema import Config
+from lightning_llm.plan.units import micro_batches_per_rank
 
 
 class StepDataset(Dataset[Batch]):

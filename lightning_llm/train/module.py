@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_llm.config.schema import Config
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
@@ -16,18 +17,17 @@ from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.gathered_logits import WholeLogits
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
-from lightning_llm.parallel.units import micro_batches_per_rank
 from lightning_llm.parallel.vocabulary import loss_sum_of
-from lightning_llm.parallel.whole_logits import WholeLogits
-from lightning_llm.precision.native import Decision
+from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
-from lightning_llm.schema import Config
+from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.record_logger import RecordLogger
-from lightning_llm.train.spike_policy import SpikePolicy
 
 
 class LanguageModule(pl.LightningModule):

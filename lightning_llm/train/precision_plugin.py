@@ -9,10 +9,10 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
+from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.loss_scale import LossScale
-from lightning_llm.schema import PrecisionConfig
 
 
 class TrainPrecision(Precision):

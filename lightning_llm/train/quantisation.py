@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision.module import (
     QuantisedLinear,
@@ -18,10 +19,9 @@ from lightning_llm.precision.module import (
     set_step_key,
     update_delayed,
 )
-from lightning_llm.precision.native import Decision
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.precision.native.transformer_engine import seed_random_bits
 from lightning_llm.precision.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
-from lightning_llm.precision.te import seed_random_bits
-from lightning_llm.schema import PrecisionConfig
 
 VALIDATION_KEY = 1 << 31
 """Added to a validation batch's index, so that its random bits are none of a training micro-batch's."""

@@ -13,7 +13,7 @@ from lightning_llm.data.corpus import Batch
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.fully_shard import reshard
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.train.checkpoint import restore
+from lightning_llm.train.checkpoint.state import restore
 from lightning_llm.train.progress import set_completed_steps
 
 

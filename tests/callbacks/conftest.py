@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from protocol_module import make_config
 
-from lightning_llm.schema import Config
+from lightning_llm.config.schema import Config
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_llm.schema import Config, ModelConfig
+from lightning_llm.config.schema import Config, ModelConfig
 
 SOURCES = ("code", "prose")
 VOCAB_SIZE = 11

@@ -11,10 +11,10 @@ import pytest
 from protocol_module import make_config
 
 from lightning_llm.__main__ import main
-from lightning_llm.callbacks import loggers
-from lightning_llm.callbacks.loggers import WANDB_ID_FILE, LoggerSink
-from lightning_llm.callbacks.records import read_records
 from lightning_llm.callbacks.run_folder import RunFolder
+from lightning_llm.record import loggers
+from lightning_llm.record.files import read_records
+from lightning_llm.record.loggers import WANDB_ID_FILE, LoggerSink
 
 
 def records(first: int, last: int) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def test_a_logger_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path, small_run, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_llm.check.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_llm.plan.check.find_spec", lambda name: None)
     assert main(["train", *small_run(tmp_path, "logger=wandb")]) == 2
     assert "logger: is wandb, and that package is not installed. pip install 'lightning-llm[wandb]'" in (
         capsys.readouterr().err

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from lightning_llm.callbacks import throughput
 from lightning_llm.callbacks.memory import Memory
 from lightning_llm.callbacks.throughput import Throughput
+from lightning_llm.config.schema import Config
 from lightning_llm.hardware import host_peak_bytes
-from lightning_llm.schema import Config
 
 
 class Collect(pl.Callback):

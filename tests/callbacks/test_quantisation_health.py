@@ -10,8 +10,8 @@ from run_metrics import curve, read_metrics, same_weights
 from traced_run import run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
-from lightning_llm.compose import compose_config
-from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.config.compose import compose_config
+from lightning_llm.train.health.nonfinite import NonFiniteError
 
 BAD = "layers.1.feed_forward.down_proj"
 

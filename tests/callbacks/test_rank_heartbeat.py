@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_llm.callbacks.provenance import process_mark
-from lightning_llm.callbacks.rank_heartbeat import RankHeartbeat, beats, clear_beats, say_silent, silent_ranks
+from lightning_llm.record.provenance import process_mark
+from lightning_llm.record.rank_liveness import RankHeartbeat, beats, clear_beats, say_silent, silent_ranks
 
 TIMEOUT = 60.0
 

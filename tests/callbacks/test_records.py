@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_llm.callbacks.records import cut_back, decode, encode, read_records, write_json
+from lightning_llm.record.files import cut_back, decode, encode, read_records, write_json
 
 
 @given(st.floats(width=32))

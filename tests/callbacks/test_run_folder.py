@@ -12,11 +12,11 @@ import matplotlib.pyplot as plt
 import pytest
 from protocol_module import TinyModule, fit
 
-from lightning_llm.callbacks import heartbeat
-from lightning_llm.callbacks.figures import final_figures
 from lightning_llm.callbacks.run_folder import RunFolder
+from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError
-from lightning_llm.schema import Config
+from lightning_llm.record import liveness as heartbeat
+from lightning_llm.record.final_figures import final_figures
 
 
 class Memo:

@@ -11,8 +11,8 @@ from lightning_llm.callbacks.progress import ProgressLine
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
 from lightning_llm.callbacks.throughput import Throughput
-from lightning_llm.schema import Config
-from lightning_llm.terminal_text import escaped, excerpt
+from lightning_llm.config.schema import Config
+from lightning_llm.terminal.text import escaped, excerpt
 
 
 def test_plain_lines_where_there_is_no_terminal(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

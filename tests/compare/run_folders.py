@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 
 NOISE = [0.0004, -0.0003, 0.0001, 0.0006, -0.0005]
 VERSIONS = {"python": "3.11.7", "lightning_llm": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "mlflow": "3.17.2"}

@@ -11,7 +11,7 @@ from run_folders import make_run, make_sweep, verdicts
 from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.reading import read_run
+from lightning_llm.record.reading import read_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

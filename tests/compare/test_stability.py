@@ -13,9 +13,9 @@ from scipy import stats
 
 from lightning_llm.compare.cost import time_ratio
 from lightning_llm.compare.pairing import Pair
-from lightning_llm.compare.reading import Run
 from lightning_llm.compare.stability import judge_stability, mcnemar, outlier_seeds, rate_interval, upper_bound
 from lightning_llm.compare.wording import FALSE_LOSSLESS_BY_LOOKS
+from lightning_llm.record.reading import Run
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,8 +10,8 @@ from mlflow.entities import RunTag
 from run_folders import make_run
 
 from lightning_llm.__main__ import main
-from lightning_llm.callbacks.mlflow_store import LARGEST_VALUE
 from lightning_llm.compare.tracking import BEGIN, END, described
+from lightning_llm.record.mlflow.store import LARGEST_VALUE
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
-from lightning_llm.config_source import ConfigDirSource
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.overrides import parse_overrides
+from lightning_llm.config.place import place_problems, tracking_problems
+from lightning_llm.config.yaml_source import ConfigDirSource
 from lightning_llm.errors import ConfigError
-from lightning_llm.overrides import parse_overrides
-from lightning_llm.run_place import place_problems, tracking_problems
 
 BINARY = bytes(range(128, 256)) * 3
 

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.check import check_config, shape_problems
-from lightning_llm.compose import compose_config, compose_sweep, load_config
-from lightning_llm.config_file import write_config
+from lightning_llm.config.compose import compose_config, compose_sweep, load_config
+from lightning_llm.config.file import write_config
+from lightning_llm.config.recipes import recipe_files
 from lightning_llm.errors import ConfigError
-from lightning_llm.recipes_catalog import recipe_files
+from lightning_llm.plan.check import check_config, shape_problems
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ["model", "data", "optim", "schedule", "precision", "parallel", "trainer", "callbacks", "logger"]

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.completion import SHELLS, complete_override
-from lightning_llm.compose import compose_config, load_config, parse_overrides
-from lightning_llm.config_listing import override_value
-from lightning_llm.recipes_catalog import describe, group_names, option_files
+from lightning_llm.config.compose import compose_config, load_config, parse_overrides
+from lightning_llm.config.recipes import describe, group_names, option_files
+from lightning_llm.verb.completion import SHELLS, complete_override
+from lightning_llm.verb.config import override_value
 
 ROOT = Path(__file__).parents[2]
 PLACE = {"run": {"name", "dir"}, "recipe": True}

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
+from lightning_llm.plan.check import check_config
 
 WORDS = ["recipe=quickstart", "parallel=tp"]
 

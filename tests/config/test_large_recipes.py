@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.plan import plan_facts, render
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.report import plan_facts, render
 
 GPU_BYTES = 80e9
 

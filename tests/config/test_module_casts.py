@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.check import check_config, native_decision
-from lightning_llm.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.errors import ConfigError
-from lightning_llm.precision.capability import DEVICES
+from lightning_llm.plan.check import check_config, native_decision
 from lightning_llm.precision.lint import lint
-from lightning_llm.schema.precision import HIGH, slots_of
+from lightning_llm.precision.native.capability import DEVICES
 
 MIXED = """
 defaults: [nvfp4_all_blocks, _self_]

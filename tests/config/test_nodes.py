@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
-from lightning_llm.config_file import write_config
-from lightning_llm.parallel.degrees import Degrees
-from lightning_llm.parallel.nodes import reduction_note, share_between_nodes, with_reduction
-from lightning_llm.parallel.traffic import bytes_sent, traffic_bytes
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.file import write_config
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.nodes import reduction_note, share_between_nodes, with_reduction
+from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
 
 PSI = 8_030_261_248  # llama_8b's parameters
 ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=128", "data.global_batch_size=128"]

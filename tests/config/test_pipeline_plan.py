@@ -6,13 +6,13 @@ from itertools import combinations
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.parallel.degrees import resolve_degrees
-from lightning_llm.parallel.memory import memory_bytes
-from lightning_llm.parallel.stages import chunks_in_flight, split_layers
-from lightning_llm.plan import plan_facts
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.degrees import resolve_degrees
+from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.report import plan_facts
+from lightning_llm.plan.stages import chunks_in_flight, split_layers
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]
 

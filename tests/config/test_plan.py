@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.parallel.memory import memory_bytes
-from lightning_llm.plan import plan_facts, plan_line, render
-from lightning_llm.precision.capability import DEVICES
+from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.report import plan_facts, plan_line, render
 from lightning_llm.precision.describe import precision_facts
-from lightning_llm.precision.native import decide
-from lightning_llm.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
-from lightning_llm.train import checkpointing
+from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.decide import decide
+from lightning_llm.train.checkpoint import checkpointing
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 NOT_DEFAULT = {

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.describe import layout_facts, layout_rows
-from lightning_llm.parallel.memory import memory_bytes
-from lightning_llm.parallel.traffic import bytes_sent
-from lightning_llm.plan import plan_facts, render
-from lightning_llm.schema import Config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.describe import layout_facts, layout_rows
+from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.report import plan_facts, render
+from lightning_llm.plan.traffic import bytes_sent
 
 LAYOUTS = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml"))
 RANKS = 64

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.schema.data import DataConfig
+from lightning_llm.config.schema.data import DataConfig
 
 
 def words(seed: int, count: int) -> str:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data import python_library
 from lightning_llm.data.check import check_data
 from lightning_llm.data.prepare import scan
 from lightning_llm.data.source import Source, content_key, matching_files
 from lightning_llm.errors import ConfigError
-from lightning_llm.schema.data import SourceConfig
 
 
 def texts_of(**keys: Any) -> list[str]:
@@ -88,7 +88,7 @@ def test_hub_out_of_reach_is_said_at_once() -> None:
     """In a process of its own: HF_HUB_OFFLINE is read when huggingface_hub is imported."""
     program = (
         "import time\nfrom lightning_llm.data.source import Source\nfrom lightning_llm.errors import ConfigError\n"
-        "from lightning_llm.schema.data import SourceConfig\nimport datasets\nstart = time.time()\n"
+        "from lightning_llm.config.schema.data import SourceConfig\nimport datasets\nstart = time.time()\n"
         "try:\n    list(Source('s', SourceConfig(loader='huggingface', path='nobody/no-such-set')).documents())\n"
         "except ConfigError as error:\n    print(error)\nprint(time.time() - start < 10)\n"
     )

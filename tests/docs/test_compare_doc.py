@@ -10,7 +10,7 @@ import pytest
 from lightning_llm.__main__ import _parser
 from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
-from lightning_llm.compose import compose_sweep
+from lightning_llm.config.compose import compose_sweep
 
 TEXT = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]

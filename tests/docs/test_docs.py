@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import _parser
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config, compose_sweep
+from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.schema.precision import Block, Format, Rounding, Scale
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.plan import plan_facts
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.report import plan_facts
 from lightning_llm.precision import inductor
 from lightning_llm.precision.lint import RULES
 from lightning_llm.precision.module import set_step_key, update_delayed
 from lightning_llm.precision.swap import swap_linears
-from lightning_llm.schema.precision import Block, Format, Rounding, Scale
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "precision.md"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from gpu_check.__main__ import CHECKS, RUN
 from lightning_llm.__main__ import _parser
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config
-from lightning_llm.precision.capability import LIBRARY
-from lightning_llm.precision.native import MULTIPLES
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.plan.check import check_config
+from lightning_llm.precision.native.capability import LIBRARY
+from lightning_llm.precision.native.decide import MULTIPLES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "native.md").read_text(encoding="utf-8")

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import _parser
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config
-from lightning_llm.schema import ParallelConfig
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.plan.check import check_config
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_llm.__main__ import _parse
 from lightning_llm.callbacks.quantisation_health import COLUMNS
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.probe.comparison import compare, figures
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "probe.md"

@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parallel")]  # for `python 
 
 from traced_run import run_with  # noqa: E402
 
-from lightning_llm.compose import compose_config  # noqa: E402
+from lightning_llm.config.compose import compose_config  # noqa: E402
 
 RECIPES = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
 MORE_WORDS = {"nvfp4": ["model.num_layers=4"]}

@@ -15,10 +15,10 @@ from precision.recipes import RECIPES, load
 from gpu_check import agreement, curves, library, setting, speed, steps
 from gpu_check.rows import Clock
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.precision import inductor
-from lightning_llm.precision.capability import DEVICES, Capability
-from lightning_llm.schema.precision import slots_of
+from lightning_llm.precision.native.capability import DEVICES, Capability
 
 SUBCHANNEL = slots_of(load("fp8_subchannel"))
 CURRENT = slots_of(load("fp8_current"))

@@ -9,10 +9,10 @@ import torch.distributed.launcher.api
 from torch.distributed.elastic.multiprocessing.api import ProcessFailure
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.launch import _first_failure, crowd_note, start_ranks
-from lightning_llm.ranks import RankEnvironment, adopt_world, rank_environment
+from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
+from lightning_llm.verb.train import _first_failure, crowd_note, start_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {

@@ -2,9 +2,9 @@
 
 import torch
 
+from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
-from lightning_llm.schema.model import ModelConfig, RopeScaling
 
 
 def llama(**changes) -> ModelConfig:

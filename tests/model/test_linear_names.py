@@ -7,9 +7,9 @@ import torch
 import yaml
 from torch import nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear_names import block_linears, linear_names
-from lightning_llm.schema.model import ModelConfig
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 

@@ -8,9 +8,9 @@ import yaml
 from model_shapes import gpt2, llama
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters, flops_per_token
-from lightning_llm.schema.model import ModelConfig
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 SIZES = {path.stem: ModelConfig(**yaml.safe_load(path.read_text())) for path in FILES}

@@ -5,8 +5,8 @@ import sys
 import fake_engine
 import pytest
 
-from lightning_llm.precision import te
-from lightning_llm.precision.capability import Capability
+from lightning_llm.precision.native import transformer_engine as te
+from lightning_llm.precision.native.capability import Capability
 
 
 @pytest.fixture
@@ -23,6 +23,6 @@ def engine(monkeypatch):
 def hopper(engine, monkeypatch):
     """A machine whose runs are native where an H100's would be, on the CPU, through the stand-in."""
     here = Capability.of_gpu(9, 0)
-    monkeypatch.setattr("lightning_llm.check.capability_here", lambda accelerator: here)
+    monkeypatch.setattr("lightning_llm.plan.check.capability_here", lambda accelerator: here)
     monkeypatch.setattr("torch.cuda.manual_seed", lambda word: None)
     return here

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_llm.precision import native_codes
+from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, HadamardConfig
 from lightning_llm.precision.linear import LinearPlan, quantised_linear
-from lightning_llm.schema.precision import CastConfig, DelayedConfig, HadamardConfig
+from lightning_llm.precision.native import codes as native_codes
 
 DType = Enum("DType", ["kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"])
 Format = Enum("Format", ["E4M3", "E5M2", "HYBRID", "E2M1"])

@@ -4,14 +4,21 @@ import fake_engine
 import pytest
 from precision.recipes import RECIPES, load
 
-from lightning_llm.check import check_config, native_decision
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.errors import ConfigError
-from lightning_llm.matrix import matrix, numbered, shipped_recipes
-from lightning_llm.precision import capability, te
-from lightning_llm.precision.capability import DEVICES, Capability, capability_here, installed_library, version_tuple
-from lightning_llm.precision.native import MULTIPLES, casts_of, decide, express, native_recipe
-from lightning_llm.schema.precision import CastConfig, PhaseConfig, slots_of
+from lightning_llm.plan.check import check_config, native_decision
+from lightning_llm.plan.matrix import matrix, numbered, shipped_recipes
+from lightning_llm.precision.native import capability
+from lightning_llm.precision.native import transformer_engine as te
+from lightning_llm.precision.native.capability import (
+    DEVICES,
+    Capability,
+    capability_here,
+    installed_library,
+    version_tuple,
+)
+from lightning_llm.precision.native.decide import MULTIPLES, casts_of, decide, express, native_recipe
 
 NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks admit
     "fp8_delayed": {"sm_89", "sm_90", "sm_100", "sm_120"},

@@ -5,10 +5,10 @@ import torch
 from precision.recipes import load
 
 from lightning_llm.__main__ import main
+from lightning_llm.config.schema.precision import PhaseConfig, slots_of
 from lightning_llm.errors import ConfigError
-from lightning_llm.precision import native_codes
-from lightning_llm.precision.native_codes import Stored, check_native_casts, sample, stored
-from lightning_llm.schema.precision import PhaseConfig, slots_of
+from lightning_llm.precision.native import codes as native_codes
+from lightning_llm.precision.native.codes import Stored, check_native_casts, sample, stored
 
 CPU = torch.device("cpu")
 NATIVE = ["fp8_current", "fp8_delayed", "fp8_subchannel", "fp8_subchannel_fp32scales", "mxfp8", "fp16_mxfp8", "nvfp4"]

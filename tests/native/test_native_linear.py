@@ -7,6 +7,7 @@ import torch
 from precision.recipes import load
 from torch import nn
 
+from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.module import (
     QuantisedLinear,
@@ -16,10 +17,9 @@ from lightning_llm.precision.module import (
     set_recipe,
     update_delayed,
 )
-from lightning_llm.precision.native import Decision
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.precision.native.transformer_engine import NativeLinear
 from lightning_llm.precision.swap import swap_linears
-from lightning_llm.precision.te import NativeLinear
-from lightning_llm.schema.precision import slots_of
 
 NATIVE = Decision("native", library="2.20.2")
 WIDTH = 256

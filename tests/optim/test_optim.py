@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_llm.config.schema import OptimConfig, ParallelConfig, ScheduleConfig
 from lightning_llm.optim.optimizer import build_optimizer, decay_groups, initialise_state
 from lightning_llm.optim.schedule import learning_rate_factor
-from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.schema import OptimConfig, ParallelConfig, ScheduleConfig
+from lightning_llm.plan.degrees import Degrees
 
 ALONE = Layout(ParallelConfig(name="single"), Degrees())
 PARAMETERS = [

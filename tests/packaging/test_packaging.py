@@ -85,7 +85,7 @@ def test_it_lists_recipes_and_plans(kind, source, wheel, tmp_path):
 def test_an_installed_wheel_keeps_runs_in_the_home_folder(wheel, tmp_path):
     site = tmp_path / "site"
     shutil.unpack_archive(wheel, site, "zip")
-    code = "from lightning_llm.workspace import default_outputs; print(default_outputs())"
+    code = "from lightning_llm.config.workspace import default_outputs; print(default_outputs())"
     environment = {"PYTHONPATH": str(site), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(tmp_path / "lightning-llm" / "outputs")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from run_metrics import read_metrics
 
-from lightning_llm import run
 from lightning_llm.__main__ import _parser, main
-from lightning_llm.callbacks.mlflow_store import own_process
-from lightning_llm.commands import program, resume_command, sync_command
-from lightning_llm.tracking_ui import _port, ui_command, ui_lines
-from lightning_llm.train.checkpointing import StoppedBySignal
+from lightning_llm.config.commands import program, resume_command, sync_command
+from lightning_llm.record.mlflow.store import own_process
+from lightning_llm.record.mlflow.ui import _port, ui_command, ui_lines
+from lightning_llm.run import rank as run
+from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 
 
 def pasted(text: str) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.__main__ import _parser, main
-from lightning_llm.check import check_config
-from lightning_llm.compose import compose_config, compose_sweep
-from lightning_llm.recipes_catalog import recipe_files
+from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.recipes import recipe_files
+from lightning_llm.plan.check import check_config
 from lightning_llm.sweep.run import NOT_CHECKED
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from layout_matrix import Case
 from rank_group import RankGroup
 from traced_run import Trace, difference, traced_run
 
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.degrees import bitwise_problem, resolve_degrees
-from lightning_llm.schema import Config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
 
 
 @pytest.fixture(scope="session")

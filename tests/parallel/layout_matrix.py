@@ -6,9 +6,9 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.parallel.degrees import Degrees, resolve_degrees
+from lightning_llm.plan.degrees import Degrees, resolve_degrees
 
 NAMES = sorted({file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml")} - {"single"})
 CONFIGS = {name: compose_config([f"parallel={name}"]).parallel for name in NAMES}

@@ -24,8 +24,8 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch._dynamo",
         "lightning.pytorch",
-        "lightning_llm.build",
-        "lightning_llm.run",
+        "lightning_llm.run.build",
+        "lightning_llm.run.rank",
         "lightning_llm.callbacks.run_folder",
     ]
 )

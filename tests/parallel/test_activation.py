@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
+from lightning_llm.config.schema import ModelConfig, ParallelConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.schema import ModelConfig, ParallelConfig
 
 MODEL = ModelConfig(
     name="tiny", vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, num_kv_heads=1, ffn_hidden_size=64,

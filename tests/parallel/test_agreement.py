@@ -5,12 +5,12 @@ import pickle
 import pytest
 import torch.distributed as dist
 
-from lightning_llm.agreement import agree_on_config
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
-from lightning_llm.precision.native import Decision
+from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
-from lightning_llm.schema import Config
+from lightning_llm.run.agreement import agree_on_config
 
 
 def agreed(words: list[str], per_rank: list[list[str]]) -> tuple[list[str], str]:

@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_run import run_with
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import _expensive_ops
-from lightning_llm.parallel.degrees import resolve_degrees
 from lightning_llm.parallel.fully_shard import sharded_modules
-from lightning_llm.parallel.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
-from lightning_llm.parallel.traffic import bytes_sent
 from lightning_llm.parallel.tree import TreeSum
-from lightning_llm.parallel.units import units_of
-from lightning_llm.schema import Config
+from lightning_llm.plan.degrees import resolve_degrees
+from lightning_llm.plan.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
+from lightning_llm.plan.traffic import bytes_sent
+from lightning_llm.plan.units import units_of
 
 RANKS, TURNS = 4, 4
 HELD = ("parameters", "gradients", "optimizer", "unsharded_gradients", "tree_gradients", "gathered")

@@ -9,9 +9,9 @@ from own_callbacks import Remembers
 from run_metrics import curve, read_metrics
 from traced_run import leave_groups, run_with
 
-from lightning_llm.compose import compose_config
-from lightning_llm.schema import Config
-from lightning_llm.train.checkpoint import read_tensors
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.train.checkpoint.state import read_tensors
 
 DECAY = 0.8
 CALLBACKS = [

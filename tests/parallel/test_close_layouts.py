@@ -4,8 +4,8 @@ import pytest
 import torch
 from traced_run import traced_run
 
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.degrees import bitwise_problem, resolve_degrees
+from lightning_llm.config.compose import compose_config
+from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
 
 TOLERANCE = 2e-6
 """Of fp32 losses over the first steps; another order of sums grows from there (measured: 1e-5 by 100 steps)."""

@@ -13,11 +13,11 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 from traced_run import leave_groups
 
+from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.schema import ModelConfig, ParallelConfig, PrecisionConfig
 
 LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
 LLAMA: dict[str, Any] = {}

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from traced_run import leave_groups
 
+from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.attention import document_mask, dot_product_attention
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
@@ -15,7 +16,6 @@ from lightning_llm.parallel.context import ContextAttention, SequenceCut, contex
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import Edge, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
-from lightning_llm.schema import ParallelConfig
 
 BATCH, TOKENS, VOCABULARY, REAL = 2, 16, 32, 13  # the last rank of two has no real token id
 HEADS, KEYS, ELEMENTS = 4, 2, 8

@@ -9,7 +9,7 @@ import pytest
 from traced_run import run_with
 
 from lightning_llm.errors import ConfigError
-from lightning_llm.train.manifest import MANIFEST, content_damage, newest_verified, verified
+from lightning_llm.train.checkpoint.manifest import MANIFEST, content_damage, newest_verified, verified
 
 FULL = pytest.mark.full
 FAMILIES = [

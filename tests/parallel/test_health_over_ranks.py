@@ -9,9 +9,9 @@ from torch import Tensor
 from traced_run import leave_groups, run_with
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.cast_statistics import SUMS
-from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.train.health.nonfinite import NonFiniteError
 
 BAD_ROW = 3  # of the last global micro-batch, which rank 0 of two does not compute
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from traced_run import leave_groups
 
+from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel import layout as layout_module
-from lightning_llm.parallel.degrees import Degrees
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.schema import ParallelConfig
+from lightning_llm.plan.degrees import Degrees
 
 
 def seconds_to_wait(parallel: ParallelConfig) -> list[float]:

@@ -18,9 +18,9 @@ from curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, 
 from layout_matrix import CUT, covering, fewest_ranks
 from traced_run import Trace, traced_run
 
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.cut_axes import CUT_AXES
+from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.plan.shard_axes import CUT_AXES
 
 GPT = [
     "model.norm=layernorm", "model.bias=true", "model.position=learned", "model.activation=gelu",

@@ -10,13 +10,13 @@ import torch
 from curve_limits import SHIPPED, exceeded, off
 from traced_run import leave_groups, traced_run
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
+from lightning_llm.parallel.gathered_logits import WholeLogits
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
-from lightning_llm.parallel.whole_logits import WholeLogits
 
 SHAPE = [
     "model.num_heads=4", "model.num_kv_heads=2", "data.global_batch_size=4", "data.micro_batch_size=2",

@@ -14,10 +14,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from traced_run import difference, leave_groups, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel.pipeline import TrainStage
-from lightning_llm.parallel.stages import bubble_fraction
-from lightning_llm.train.nonfinite import NonFiniteError
+from lightning_llm.plan.stages import bubble_fraction
+from lightning_llm.train.health.nonfinite import NonFiniteError
 
 SHORT = ["trainer.max_steps=2", "schedule.warmup_steps=1"]
 Order = list[tuple[str, int, int]]

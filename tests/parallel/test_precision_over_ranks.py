@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import pytest
 from traced_run import difference, traced_run
 
-from lightning_llm.compose import compose_config
-from lightning_llm.parallel.describe import layout_facts
+from lightning_llm.config.compose import compose_config
+from lightning_llm.plan.describe import layout_facts
 
 STEP, MICRO_BATCH = 3, 2
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from traced_run import Trace, difference, run_with, traced_run
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 
 STEPS = 12
 

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from traced_run import leave_groups, run_with
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
-from lightning_llm.parallel.cut_axes import CUT_AXES
-from lightning_llm.parallel.divisibility import CONTRACTION, cut_problems
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.quantised import place_shards
+from lightning_llm.plan.divisibility import CONTRACTION, cut_problems
+from lightning_llm.plan.shard_axes import CUT_AXES
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan, _Call
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
-from lightning_llm.schema import Config
-from lightning_llm.schema.precision import slots_of
 
 RECIPES = sorted(
     file.stem
@@ -247,7 +247,7 @@ def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, operands_
 
 
 def compose_degrees(config: Config) -> Any:
-    from lightning_llm.parallel.degrees import resolve_degrees
+    from lightning_llm.plan.degrees import resolve_degrees
 
     return resolve_degrees(config.parallel, 4)
 

@@ -7,11 +7,11 @@ from planted import corrupted
 from run_metrics import read_metrics
 from traced_run import Trace, difference, traced_run
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.schema import Config
-from lightning_llm.train.manifest import newest_verified
-from lightning_llm.train.spike_policy import SpikeStop
+from lightning_llm.train.checkpoint.manifest import newest_verified
+from lightning_llm.train.health.spike_policy import SpikeStop
 
 BAD = 36
 

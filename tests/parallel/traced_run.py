@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from lightning_llm.agreement import decide_together
-from lightning_llm.build import build_module, build_trainer
-from lightning_llm.check import check_config
+from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.run import open_layout, prepare_folder, quiet_lightning
-from lightning_llm.schema import Config
+from lightning_llm.plan.check import check_config
+from lightning_llm.run.agreement import decide_together
+from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning
 from lightning_llm.train.datamodule import CorpusDataModule
 
 Trace = dict[str, Any]

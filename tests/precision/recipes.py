@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lightning_llm.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.precision import PrecisionConfig
 
 FOLDER = Path(__file__).parents[2] / "conf" / "precision"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -6,7 +6,7 @@ transposes are explicit: every operand is handled with its contraction axis last
 
 import numpy as np
 
-from lightning_llm.schema.precision import CastConfig, PrecisionConfig
+from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 
 F32 = np.float32
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}

@@ -4,10 +4,10 @@ import pytest
 import torch
 import yaml
 
+from lightning_llm.config.schema.precision import SLOTS, PrecisionConfig, slots_of
 from lightning_llm.precision.ablation import all_but_slot, as_yaml_values, only_slot
 from lightning_llm.precision.linear import KEY_COUNT, LinearPlan, quantised_linear
 from lightning_llm.precision.lint import lint
-from lightning_llm.schema.precision import SLOTS, PrecisionConfig, slots_of
 from tests.precision.recipes import RECIPES, load
 
 QUANTISED = [name for name in RECIPES if load(name).quantises]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.precision.cast_statistics import SUMS, cast_sums, figures
 from lightning_llm.precision.linear import KEY_COUNT, LinearPlan, quantised_linear
-from lightning_llm.schema.precision import CastConfig, PrecisionConfig
 from tests.precision.recipes import RECIPES, load
 
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}

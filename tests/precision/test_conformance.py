@@ -8,7 +8,7 @@ import pytest
 
 from lightning_llm.errors import ConfigError
 from lightning_llm.precision import inductor, rounding, scales
-from lightning_llm.precision.conformance import run_conformance
+from lightning_llm.precision.vectors.conformance import run_conformance
 
 VECTORS = Path(__file__).parent / "vectors"
 

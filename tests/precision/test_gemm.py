@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import gemm, inductor
 from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.operand import BlockScales, Operand
-from lightning_llm.schema.precision import CastConfig
 
 ROW, SQUARE = CastConfig(format="e4m3", block="1x128"), CastConfig(format="e4m3", block="128x128")
 NARROW, POWER = CastConfig(format="e4m3", block="1x32"), CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lightning_llm.config.schema.precision import DelayedConfig
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision import delayed, quantize
 from lightning_llm.precision.linear import ROLES, SLOT_NAMES, LinearPlan
@@ -19,7 +20,6 @@ from lightning_llm.precision.module import (
     update_delayed,
 )
 from lightning_llm.precision.random_bits import random_signs, uniform_noise
-from lightning_llm.schema.precision import DelayedConfig
 from tests.precision import reference
 from tests.precision.recipes import RECIPES, load
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from lightning_llm.config.schema.precision import HIGH, PrecisionConfig, slots_of
 from lightning_llm.precision.module_rules import (
     blocks_of,
     fractions_of_no_block,
@@ -18,7 +19,6 @@ from lightning_llm.precision.module_rules import (
     unmatched,
     without_idle_rules,
 )
-from lightning_llm.schema.precision import HIGH, PrecisionConfig, slots_of
 from tests.precision.recipes import load
 
 E4M3 = {"format": "e4m3"}

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_llm.config.schema.precision import CastConfig, slots_of
 from lightning_llm.precision import inductor, quantize, scales
 from lightning_llm.precision.formats import FORMATS
 from lightning_llm.precision.hadamard import rotate, rotation
 from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
-from lightning_llm.schema.precision import CastConfig, slots_of
 from tests.precision.recipes import RECIPES, load
 
 CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantises}

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.precision.lint import RULES, lint
-from lightning_llm.schema.precision import PrecisionConfig, slots_of
 from tests.precision.recipes import FOLDER, RECIPES, load
 
 SHIPPED = (
@@ -204,5 +204,5 @@ def test_every_rule_names_its_source():
 
 
 def test_schema_and_lint_need_no_torch():
-    code = "import sys, lightning_llm.schema.precision, lightning_llm.precision.lint; sys.exit('torch' in sys.modules)"
+    code = "import sys, lightning_llm.config.schema.precision, lightning_llm.precision.lint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

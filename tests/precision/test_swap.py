@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision import inductor
@@ -16,7 +17,6 @@ from lightning_llm.precision.module import (
     update_delayed,
 )
 from lightning_llm.precision.swap import choose_backend, swap_linears
-from lightning_llm.schema.precision import PrecisionConfig
 from tests.precision.recipes import RECIPES, load
 
 LAYERS, WIDTH = 4, 128

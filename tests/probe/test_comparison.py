@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import quantize
 from lightning_llm.probe.comparison import compare, figures
-from lightning_llm.schema.precision import CastConfig
 
 
 def brute(reference, samples):

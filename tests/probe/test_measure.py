@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
@@ -17,7 +18,6 @@ from lightning_llm.probe.local import local_sums
 from lightning_llm.probe.measure import measure, worst
 from lightning_llm.probe.model import ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, recipe_lines
-from lightning_llm.schema.precision import PrecisionConfig, slots_of
 
 SHAPE = compose_config(
     ["model=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=2",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import load_config
+from lightning_llm.config.compose import load_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.probe.subject import find_place, read_weights
@@ -202,7 +202,7 @@ def test_huggingface_folders_that_cannot_be_probed(huggingface_folder, tmp_path,
 
 @pytest.mark.parametrize("size", ["llama_tiny", "llama_8b", "llama_1b"])
 def test_a_config_json_of_ours_reads_back_as_the_same_shape(size):
-    from lightning_llm.compose import compose_config
+    from lightning_llm.config.compose import compose_config
 
     ours = compose_config([f"model={size}"]).model
     theirs = model_config_of(huggingface_config(ours), ours.name)

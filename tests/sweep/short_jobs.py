@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.compose import compose_sweep
+from lightning_llm.config.compose import compose_sweep
+from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.sweep import local
-from lightning_llm.sweep.definition import Job, Sweep, define
 
 CHILD = """
 import json, pathlib, sys, time, yaml

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-from lightning_llm import composition
-from lightning_llm.compose import compose_sweep
-from lightning_llm.composition import Composer
+from lightning_llm.config import composition
+from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.composition import Composer
+from lightning_llm.config.overrides import forced
 from lightning_llm.errors import ConfigError
-from lightning_llm.overrides import forced
 
 VALUES = [
     "trainer.max_steps=9", "++trainer.max_steps=11", "optim.learning_rate=1e-3", "optim={learning_rate: 2e-3}",

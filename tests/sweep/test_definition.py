@@ -19,21 +19,21 @@ import pytest
 from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import _parser, main
-from lightning_llm.callbacks import heartbeat
-from lightning_llm.callbacks.provenance import has_ended, process_mark
-from lightning_llm.callbacks.records import write_json
-from lightning_llm.compare.reading import read_run
-from lightning_llm.compose import compose_config, compose_sweep, typed_value
-from lightning_llm.config_file import write_config
+from lightning_llm.config.compose import compose_config, compose_sweep, typed_value
+from lightning_llm.config.file import write_config
+from lightning_llm.config.identity import config_hash
 from lightning_llm.errors import ConfigError
-from lightning_llm.identity import config_hash
-from lightning_llm.run_state import Start, decide_start
+from lightning_llm.record import liveness as heartbeat
+from lightning_llm.record.files import write_json
+from lightning_llm.record.provenance import has_ended, process_mark
+from lightning_llm.record.reading import read_run
+from lightning_llm.record.state import allow_open_files, claimed, detail_of, state_of
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_with_seeds, define, write
+from lightning_llm.run.start import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
-from lightning_llm.sweep.definition import Job, Sweep, Typed, command_with_seeds, define, write
 from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration
-from lightning_llm.sweep.state import allow_open_files, claimed, detail_of, state_of
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.

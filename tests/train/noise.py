@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from scipy import signal, stats
 
-from lightning_llm.callbacks.records import read_records
-from lightning_llm.schema import SpikesConfig
-from lightning_llm.train.spikes import SpikeState
+from lightning_llm.config.schema import SpikesConfig
+from lightning_llm.record.files import read_records
+from lightning_llm.train.health.spikes import SpikeState
 
 CURVE = Path(__file__).with_name("quickstart_curve.txt")
 WARMUP = 60

@@ -9,8 +9,8 @@ import pytest
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
-from lightning_llm.run import run
+from lightning_llm.config.compose import compose_config
+from lightning_llm.run.rank import run
 
 STOP = "callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, "
 STOPPED = ["schedule.total_steps=9", "trainer.max_steps=9", f"+{STOP}patience: 1, min_delta: 9}}"]

@@ -10,7 +10,7 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved, weights
 from lightning_llm.__main__ import main
 from lightning_llm.integrity import seal, unseal
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.train.manifest import VERSION
+from lightning_llm.train.checkpoint.manifest import VERSION
 
 MICRO_BATCHES_PER_STEP = 2
 

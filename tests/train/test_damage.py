@@ -16,10 +16,10 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks import run_folder
-from lightning_llm.callbacks.records import cut_back
 from lightning_llm.integrity import FileContent, seal, unseal
-from lightning_llm.train.checkpoint import read_tensors
-from lightning_llm.train.manifest import open_checkpoint
+from lightning_llm.record.files import cut_back
+from lightning_llm.train.checkpoint.manifest import open_checkpoint
+from lightning_llm.train.checkpoint.state import read_tensors
 
 FIRST_RELEASE = Path(__file__).parent / "run_of_dc39dec.tar.xz"
 """A run of 4 steps saved by zero3 over two ranks at commit dc39dec: checkpoint version 2, fp8_delayed."""

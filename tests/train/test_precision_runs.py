@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from traced_run import run_with
 
 from lightning_llm.__main__ import main
-from lightning_llm.compose import compose_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.precision import inductor
-from lightning_llm.train.checkpoint import read_tensors
+from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.quantisation import Quantisation
-from lightning_llm.train.spike_policy import SpikePolicy, SpikeStop
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 SHAPE = [

@@ -7,11 +7,11 @@ from planted import infinite_gradient
 from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.callbacks.records import summary_of, write_json
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision import inductor
-from lightning_llm.run_state import claim
-from lightning_llm.train.manifest import TENSORS
+from lightning_llm.record.files import summary_of, write_json
+from lightning_llm.run.start import claim
+from lightning_llm.train.checkpoint.manifest import TENSORS
 
 
 @pytest.mark.parametrize("first_steps", [2, 3])

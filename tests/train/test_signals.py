@@ -11,8 +11,8 @@ import pytest
 from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
-from lightning_llm import launch
 from lightning_llm.__main__ import main
+from lightning_llm.verb import train as launch
 
 ROOT = Path(__file__).parents[2]
 

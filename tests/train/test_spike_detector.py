@@ -9,9 +9,9 @@ import pytest
 from noise import clean_steps, false_alarms, read_curve
 from pydantic import ValidationError
 
-from lightning_llm.schema import SpikesConfig
-from lightning_llm.train.spike_policy import SpikePolicy, SpikeStop
-from lightning_llm.train.spikes import SpikeState
+from lightning_llm.config.schema import SpikesConfig
+from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
+from lightning_llm.train.health.spikes import SpikeState
 
 CONFIG = SpikesConfig()
 STEPS = 300

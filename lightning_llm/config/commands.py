@@ -1,0 +1,59 @@
+"""Commands that the program prints for people to paste, quoted for a shell. Imports no torch."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import which
+
+from lightning_llm.config.config_dir import config_dir_words
+
+
+def command(*words: str) -> str:
+    """Return a command of this program; `words` are its verb and what follows."""
+    return shlex.join([*program("lightning-llm", "lightning_llm"), *words])
+
+
+def program(name: str, module: str) -> list[str]:
+    """Return how a shell starts the program `name` of this Python: by name where PATH has that very one."""
+    beside = Path(sys.executable).parent / name
+    on_path = which(name)
+    if on_path and Path(on_path).absolute() == beside.absolute():
+        return [name]
+    return [str(beside)] if beside.is_file() else [sys.executable, "-m", module]
+
+
+def resume_command(run_dir: str | Path, *overrides: str) -> str:
+    """Return the command that goes on with the run in `run_dir` from its newest checkpoint."""
+    config = Path(run_dir).absolute() / "config.yaml"
+    return command("train", *config_dir_words(), "--config", str(config), "resume=auto", *overrides)
+
+
+def how_to_go_on(run_dir: str | Path) -> str:
+    """Return what to say of a run that ended before its last step; "" where it had not begun."""
+    if not (Path(run_dir) / "config.yaml").is_file():
+        return ""
+    return f"{'go on' if _is_saved(run_dir) else 'begin it again'}: {resume_command(run_dir)}"
+
+
+def how_to_go_further(run_dir: str | Path, step: int) -> str:
+    """Return what to say of a run that has made its last step, `step`; it goes further where it left a checkpoint."""
+    if not _is_saved(run_dir):
+        return f"{run_dir} is finished at step {step}"
+    further = resume_command(run_dir, f"trainer.max_steps={2 * step}")
+    return f"{run_dir} is finished at step {step}; to twice as many: {further}"
+
+
+def sync_command(folder: str | Path) -> str:
+    """Return the command that hands in to MLflow what it missed of the runs in `folder`."""
+    return command("sync", str(Path(folder).absolute()))
+
+
+def sweep_command(overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
+    """Return the command that starts, or goes on with, the sweep of these overrides."""
+    groups = ["--config-dir", str(config_dir)] if config_dir else []
+    return command("train", "-m", *groups, *overrides)
+
+
+def _is_saved(run_dir: str | Path) -> bool:
+    return any((Path(run_dir) / "checkpoints").glob("step=*"))

@@ -1,0 +1,291 @@
+"""Command-line words and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
+
+Hydra composes; pydantic checks what came out. An override is forced into the composition (`a.b=1` as `++a.b=1`), so a
+typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+
+import yaml
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_llm.config.composition import Composer
+from lightning_llm.config.named_casts import fill_named_casts
+from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
+from lightning_llm.config.recipes import name_clashes, register_recipes
+from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.resolve import first_line, read_tree
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.workspace import default_outputs
+from lightning_llm.config.yaml_file import read_mapping
+from lightning_llm.config.yaml_source import search_override
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.terminal.waiting import Waiting
+
+CONFIG_MODULE = "lightning_llm.conf"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
+"""What Hydra raises for files and words that do not compose; a ValueError for keywords of a defaults list."""
+
+
+def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
+    """Return the checked config of one run.
+
+    Args:
+        overrides: Hydra overrides as typed (`precision=bf16`, `trainer.max_steps=10`, `~callbacks.sample`).
+        config_dir: a folder of further config groups (`DIR/recipe/mine.yaml`), searched behind the shipped ones.
+
+    Raises:
+        ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
+    """
+    return read_words(overrides, config_dir).checked()
+
+
+def read_words(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+    """Return what `compose_config` does, with the sound part beside the problems for the rules to go on with.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    with _hydra(config_dir) as composer:
+        parsed, problems = read_overrides(overrides)
+        if any(_recipe_sweep(parsed, composer)):
+            text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it."
+            raise ConfigError([*problems, Problem("recipe", text)])
+        if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
+            text = "has several values, which makes a sweep. Add -m, or give one (text with a comma: in quotes)."
+            raise ConfigError([*problems, *(Problem(key, text) for key in several)])
+        return _compose_one(parsed, composer, problems)
+
+
+def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[DictConfig, dict[str, str]]:
+    """Return what the overrides compose to, nothing resolved or checked, and the file chosen for each group.
+
+    Raises:
+        ConfigError: they do not compose.
+    """
+    with _hydra(config_dir) as composer:
+        parsed = parse_overrides(overrides)
+        if problems := [problem for each in parsed if (problem := unknown_option(each, composer.search))]:
+            raise ConfigError(problems)
+        try:
+            return _tree(parsed, composer)
+        except COMPOSITION_ERRORS as error:
+            raise _not_composed(error) from error
+
+
+def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
+    """Return (what tells it from the others, config) of every job of a sweep, in the order they are to run.
+
+    Jobs are the product of all `a=1,2`, those of the recipe's `hydra.sweeper.params` included, and then of each line of
+    its `sweep.also`. What is typed takes the place of the recipe's choices for the same key, in both.
+
+    Raises:
+        ConfigError: with the problems of all jobs, each said once.
+    """
+    read = read_sweep(overrides, config_dir)
+    if problems := dict.fromkeys(problem for _, reading in read for problem in reading.problems):
+        raise ConfigError(problems)
+    return [(words, reading.checked()) for words, reading in read]
+
+
+def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
+    """Return what `compose_sweep` does, with the sound part of each job beside its problems.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    with _hydra(config_dir) as composer:
+        typed, problems = read_overrides(overrides)
+        params, also = _recipe_sweep(typed, composer)
+        plain = [each for each in typed if not each.is_sweep_override()]
+        groups = [[*parse_overrides(params), *typed]]
+        groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
+        jobs: list[tuple[list[str], Reading]] = []
+        waiting = Waiting("composing the sweep's jobs")
+        choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
+        for words in (words for product_of_one in choices for words in product_of_one):
+            waiting.tell(len(jobs))
+            chosen = [redact_uri(word) for word in words if word not in overrides]
+            jobs.append((chosen, _compose_one(parse_overrides(words), composer, problems)))
+        return jobs
+
+
+def load_config(file: Path, overrides: Sequence[str]) -> Config:
+    """Return the config that a run wrote as `config.yaml`, with value overrides on top, to know what the run was.
+
+    Its callbacks' classes are not looked for: they may lie in a `--config-dir` that is not open here.
+
+    Raises:
+        ConfigError: the file is missing or is no such config, or an override does not fit.
+    """
+    tree = read_mapping(file, file.name, "It must be as its run wrote it.")
+    return _read_resolved(tree, overrides, to_build=False).checked()
+
+
+def read_file(file: Path, overrides: Sequence[str]) -> Reading:
+    """Return the config that `--config FILE` is, with value overrides on top; what is sound beside its problems.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    return _read_resolved(read_mapping(file, "--config", "Give a run's config.yaml."), overrides, to_build=True)
+
+
+def _read_resolved(tree: DictConfig, overrides: Sequence[str], *, to_build: bool) -> Reading:
+    parsed, problems = read_overrides(overrides)
+    groups = set(Config.model_fields)
+    for each in parsed:
+        key = each.key_or_group
+        if key in groups and isinstance(tree.get(key), DictConfig):
+            text = "a whole group cannot be exchanged in a resolved config. Override single keys, or compose anew."
+            problems.append(Problem(key, text))
+        elif each.is_delete():
+            problems.append(Problem(key, "~ deletes from a composition; with --config, override single keys."))
+        elif each.is_sweep_override():
+            problems.append(Problem(key, "has several values, and --config is one run. Give one."))
+        else:
+            try:
+                OmegaConf.update(tree, key, each.value(), force_add=True)
+            except OmegaConfBaseException as error:
+                problems.append(Problem(key, f"cannot be set: {first_line(error)}."))
+    if problems:
+        raise ConfigError(problems)
+    changed = {each.key_or_group for each in parsed}
+    if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
+        OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
+    if "trainer.compile" in changed and "parallel.compile" not in changed:
+        OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # resolved, too
+    return read_tree(tree, to_build=to_build)
+
+
+def typed_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the one value that the overrides set `key` to, None where they do not, or to several."""
+    found = [each for each in parse_overrides(overrides) if each.key_or_group == key and not each.is_sweep_override()]
+    return str(found[-1].value()) if found else None
+
+
+@contextmanager
+def _hydra(config_dir: Path | None) -> Iterator[Composer]:
+    """Open Hydra on the shipped configs, with `config_dir` behind them; yield what composes there."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
+    if config_dir is not None and (problems := name_clashes(config_dir)):
+        raise ConfigError(problems)
+    register_recipes()
+    OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
+    GlobalHydra.instance().clear()
+    if config_dir:  # its files may be others than last time; what is shipped stays
+        forget_options()
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        yield Composer([search_override(config_dir)] if config_dir else [])
+
+
+def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
+    """Return the chosen recipe's `hydra.sweeper.params`, less those typed on the command line, and its `sweep.also`.
+
+    Raises:
+        ConfigError: several recipes are chosen, and one of them is a sweep.
+    """
+    chosen = [each for each in typed if each.key_or_group == "recipe"]
+    if not chosen:
+        return [], []
+    for word in choices_of(chosen[-1], composer.search) if chosen[-1].is_sweep_override() else []:
+        if any(_recipe_sweep(parse_overrides([word]), composer)):
+            text = (
+                f"has several values, and {word} is a sweep itself, whose choices would be left out. Give that alone."
+            )
+            raise ConfigError(Problem("recipe", text))
+    try:
+        tree = composer.compose([each for each in typed if not each.is_sweep_override()])
+    except COMPOSITION_ERRORS:
+        return [], []  # the same composition follows for each job, and says there what is wrong
+    params = tree.hydra.sweeper.get("params") or {}
+    keys = {each.key_or_group for each in typed}
+    return [f"{key}={value}" for key, value in params.items() if key not in keys], list(_also(tree))
+
+
+def _also(tree: DictConfig) -> Sequence[str]:
+    """Return `sweep.also`: overrides of further jobs, one line of words each. Raises ConfigError if it is not that."""
+    lines = OmegaConf.select(tree, "sweep.also") or []
+    unknown = set(tree.get("sweep") or {}) - {"also"}
+    if unknown or not isinstance(lines, list | ListConfig) or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(Problem("sweep", "takes `also` alone: a list of lines like 'precision=bf16 seed=0,1'."))
+    return lines
+
+
+def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
+    """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
+    choices = {each.key_or_group: each for each in typed}
+    return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
+
+
+def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence[Problem]) -> Reading:
+    """Return what Hydra composes, read; `known` are problems of words that are not among `parsed`."""
+    unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
+    problems = [*known, *unknown.values()]
+    try:
+        sound_words = [each for each in parsed if each.key_or_group not in unknown]
+        reading = read_tree(_tree(sound_words, composer)[0], stand_ins=unknown)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    except COMPOSITION_ERRORS as error:
+        raise ConfigError([*problems, *_not_composed(error).problems]) from error
+    # Without the recipe, or with a word less, the rest is not what was meant: rules would speak of another run.
+    sound = None if known or "recipe" in unknown else reading.config
+    return Reading(sound, (*problems, *reading.problems))
+
+
+def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, dict[str, str]]:
+    """Return what Hydra composes, less its own node, and the file chosen for each group."""
+    tree, choices = composer.tree(parsed)
+    with open_dict(tree):
+        tree.pop("sweep", None)  # read by compose_sweep
+        _leave_out_observers(tree, parsed)
+    fill_named_casts(tree, composer)
+    return tree, choices
+
+
+def _not_composed(error: Exception) -> ConfigError:
+    return ConfigError(Problem(getattr(error, "full_key", None) or "composition", _why_not_composed(error)))
+
+
+def _why_not_composed(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "files of the defaults lists name each other in a circle."
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"a defaults list names {group}={name}; there is no '{name}'.{did_you_mean(name, error.options or ())}"
+    if isinstance(error, OmegaConfBaseException):
+        return f"{first_line(error)}."
+    return " ".join(str(error or error.__cause__).split())
+
+
+def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
+    """Drop what a recipe's file sets of a default observer where the chosen callbacks have none (callbacks=none).
+
+    What was typed stays, for the check to refuse: it would not be done. So do arguments of observers that have to be
+    chosen (profile), which a file that sets them forgot to do.
+    """
+    typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
+    for name in list(tree.get("callbacks") or {}):
+        node = tree.callbacks[name]
+        without_class = isinstance(node, DictConfig) and "_target_" not in node
+        if without_class and name in _default_observers() and f"callbacks.{name}" not in typed:
+            del tree.callbacks[name]
+
+
+@cache
+def _default_observers() -> frozenset[str]:
+    file = files(CONFIG_MODULE) / "callbacks" / "default.yaml"
+    return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))

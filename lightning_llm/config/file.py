@@ -1,0 +1,34 @@
+"""`config.yaml`: how a resolved config is kept."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from lightning_llm.config.schema import Config
+
+
+def config_text(config: Config) -> str:
+    """Return `config` as YAML that `train --config FILE` takes."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def write_config(config: Config, file: Path) -> None:
+    """Write `config` so that `train --config FILE` repeats the run; the file appears whole."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(config_text(config), encoding="utf-8")
+    partial.rename(file)
+
+
+@contextmanager
+def in_memory(config: Config) -> Iterator[Path]:
+    """Yield a file with `config` for this process's children to read; it is gone with this process, however that ends.
+
+    It lies in memory (memfd_create(2)) and has no name but the one under /proc.
+    """
+    with os.fdopen(os.memfd_create("config.yaml"), "wb") as file:
+        file.write(config_text(config).encode())
+        file.flush()
+        yield Path(f"/proc/{os.getpid()}/fd/{file.fileno()}")

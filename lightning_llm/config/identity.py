@@ -1,0 +1,72 @@
+"""What makes a run the run it is: its config hash, and what may differ when it resumes."""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any
+
+from lightning_llm.config.schema import Config
+
+PLACE = ("run.", "logger.", "launcher.", "resume")
+"""How and where a run was started, is kept and tracked."""
+
+NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
+
+FREE_ON_RESUME = (
+    *NOT_IDENTITY,
+    "trainer.max_steps",
+    "trainer.validate_every_steps",
+    "trainer.devices",
+    "world",
+    "parallel.",
+    "data.micro_batch_size",
+    "data.cache_dir",
+    "data.num_workers",
+    "checkpoint.",
+    "callbacks.",
+)
+"""May differ between a run and its continuation: none of these chooses what is learned from which token."""
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one of dotted keys; an empty mapping stays a value, lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def in_hash(key: str) -> bool:
+    """Return whether the config hash depends on the dotted `key`, or group."""
+    return not below(key, NOT_IDENTITY)
+
+
+def config_hash(config: Config) -> str:
+    """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`.
+
+    What is null is left out, so that an optional key that is added later changes no hash.
+    """
+    flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key) and value is not None}
+    return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (old, new)} for every difference that a resumed run must not have."""
+    before, after = flatten(old.model_dump()), flatten(new.model_dump())
+    keys = sorted(before.keys() | after.keys())
+    return {
+        key: (before.get(key), after.get(key))
+        for key in keys
+        if before.get(key) != after.get(key) and not below(key, FREE_ON_RESUME)
+    }
+
+
+@lru_cache(maxsize=65536)
+def below(key: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether `key` is one of `prefixes`, or lies below one that ends with a dot."""
+    return any(key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)) for prefix in prefixes)

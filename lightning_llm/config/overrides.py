@@ -1,0 +1,166 @@
+"""Words of the command line as Hydra overrides, and what Hydra would take for them. Imports no torch."""
+
+import unicodedata
+from collections.abc import Sequence
+from functools import cache, lru_cache
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from lightning_llm.config.recipes import group_names, option_files
+from lightning_llm.config.schema.strict import takes_text
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+
+HERE_INSTEAD = {
+    "hydra.run": "run.dir=FOLDER, or run.root=, run.experiment= and run.name=, which it is made of",
+    "hydra.sweep": "run.root=, run.experiment= and run.name=: a sweep's jobs lie in run.root/run.experiment/run.name/N",
+    "hydra.sweeper": "several values (seed=0,1) with -m; hydra.sweeper.params is read in a recipe's file",
+    "hydra.launcher": "launcher=local or launcher=slurm, and their keys launcher.*",
+    "hydra.searchpath": "--config-dir DIR",
+    "hydra.mode": "-m",
+    "hydra.job.chdir": "absolute paths: no run depends on the working directory",
+}
+"""What does here what a setting of Hydra's does elsewhere."""
+
+
+def hydra_setting(key: str) -> str:
+    """Return what to say of `key`, a setting or group of Hydra's own: Hydra only composes here, so nothing reads it."""
+    dotted = key.replace("/", ".")
+    instead = next((text for start, text in HERE_INSTEAD.items() if f"{dotted}.".startswith(f"{start}.")), None)
+    return "is Hydra's own, and nothing here reads it. " + (f"Use {instead}." if instead else "Leave it out.")
+
+
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """Return the words as Hydra's grammar reads them. Raises ConfigError with all that are no overrides."""
+    parsed, problems = read_overrides(words)
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+    """Return the words that are overrides, as Hydra's grammar reads them, and what is wrong with the others."""
+    parsed, problems = [], []
+    for word in words:
+        try:
+            each = _read(word)
+        except HydraException as error:
+            problems.append(Problem(word if word.strip() else repr(word), _no_override(word, error)))
+            continue
+        if each.is_hydra_override() or each.key_or_group == "hydra":
+            problems.append(Problem(each.key_or_group, hydra_setting(each.key_or_group)))
+        elif not each.key_or_group:
+            problems.append(Problem(word, "there is no key before '='. Write key=value, ~key, or group=name."))
+        elif each.package is not None:
+            text = f"moves the group to {each.package}, where nothing reads it. Write {each.key_or_group}=NAME."
+            problems.append(Problem(word, text))
+        elif odd := _look_alikes(each.key_or_group):
+            problems.append(Problem(word, f"the key has {odd}. Keys are written in ASCII letters."))
+        else:
+            parsed.append(each)
+    return parsed, problems
+
+
+@lru_cache(maxsize=65536)  # the jobs of a sweep share most of their words
+def _read(word: str) -> Override:
+    """Return the override. A value that the grammar cannot take is text, and so is all that is typed for a text key.
+
+    `path=~/my.jsonl` and `resume=a/step=4` want quotes in Hydra's grammar, which a shell takes away; `run.name=007` is
+    the name 007, not the number 7.
+    """
+    parser = OverridesParser.create()
+    key, _, value = word.partition("=")
+    quoted = f"{key}={QuotedString(value.strip(), Quote.single).with_quotes()}"
+    text = takes_text(key.lstrip("+"))
+    try:
+        parsed = parser.parse_override(word)
+    except HydraException:
+        if not value or not (text or not set(value) & set("'\"[]{}()$,")):
+            raise
+        return parser.parse_override(quoted)
+    if text and isinstance(parsed.value(), int | float) and not parsed.is_sweep_override():
+        return parser.parse_override(quoted)
+    return parsed
+
+
+def _no_override(word: str, error: HydraException) -> str:
+    key, equals, _ = word.partition("=")
+    groups = [group for group in group_names() if word in option_files(group)]
+    if groups:
+        return f"this is no override. Did you mean {' or '.join(f'{group}={word}' for group in groups)}?"
+    if odd := _look_alikes(key):
+        return f"this is no override: it has {odd}. Keys are written in ASCII letters, options begin with '-'."
+    why = str(error).splitlines()[0]
+    quote = f""" Quote a value with such characters: '{key}="..."'.""" if equals and not set(key) & set(" \t\n") else ""
+    return f"this is no override ({why}). Write key=value without spaces, ~key, or group=name.{quote}"
+
+
+def _look_alikes(key: str) -> str:
+    """Return the characters of `key` that only look like those of a key, with their names; "" where all are ASCII."""
+    odd = dict.fromkeys(each for each in key if not each.isascii())
+    return ", ".join(f"{each!r} ({unicodedata.name(each, 'no letter')})" for each in odd)
+
+
+def group_options(group: str, search: list[str]) -> list[str]:
+    """Return the names that `group=` takes, recipes in subfolders as "sub/name"; empty where there is no such group."""
+    # Hydra copies all it knows for each question, which takes longer than composing; no group has a dot in its name
+    return [] if not group or "." in group else _options_behind(group, tuple(search))
+
+
+@cache
+def _options_behind(group: str, search: tuple[str, ...]) -> list[str]:
+    loader = GlobalHydra.instance().config_loader()
+    options = list(loader.get_group_options(group, overrides=list(search)))
+    for child in loader.get_group_options(group, ObjectType.GROUP, overrides=list(search)):
+        options += [f"{child}/{name}" for name in _options_behind(f"{group}/{child}", search)]
+    return options
+
+
+def forget_options() -> None:
+    """Ask Hydra anew from now on: a folder of further groups may have changed."""
+    _options_behind.cache_clear()
+
+
+def unknown_option(parsed: Override, search: list[str]) -> Problem | None:
+    """Return what is wrong with a group's chosen name, None where it is one of the group's or no group is meant."""
+    options = group_options(parsed.key_or_group, search)
+    if parsed.is_delete() or parsed.is_sweep_override() or not options:
+        return None
+    value = parsed.value()
+    if value is None or value in options or isinstance(value, list):
+        return None
+    return Problem(parsed.key_or_group, f"there is no {str(value)!r}.{did_you_mean(str(value), options)}")
+
+
+def forced(parsed: Override, search: list[str]) -> str:
+    """Return the override so that Hydra takes it even for an unknown key, which the strict check then names."""
+    word = parsed.input_line or ""
+    if parsed.is_delete():
+        return word
+    if group_options(parsed.key_or_group, search):
+        return word.lstrip("+")  # all groups are in the defaults list already
+    return "++" + word.lstrip("+")
+
+
+def choices_of(parsed: Override, search: list[str]) -> list[str]:
+    """Return `a=1,2` as ["a=1", "a=2"], any other override alone; a glob chooses among a group's names.
+
+    Raises:
+        ConfigError: an interval, or values that turn out to be none.
+    """
+    key, value = parsed.key_or_group, parsed.value()
+    if not parsed.is_sweep_override():
+        return [parsed.input_line or ""]
+    if isinstance(value, Glob):
+        names = value.filter(group_options(key, search))
+    elif parsed.is_discrete_sweep():
+        names = list(parsed.sweep_string_iterator())
+    else:
+        raise ConfigError(Problem(key, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
+    if not names:
+        given = (parsed.input_line or "").partition("=")[2]
+        raise ConfigError(Problem(key, f"{given} has no value.{did_you_mean(given, group_options(key, search))}"))
+    return [f"{parsed.get_key_element()}={name}" for name in names]

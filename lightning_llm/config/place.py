@@ -1,0 +1,63 @@
+"""Where a run is kept and tracked: what is wrong with `run.*` and `logger.tracking_uri`. Imports no MLflow."""
+
+import os
+import unicodedata
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import Problem, did_you_mean
+
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+"""What MLflow keeps a tracking store in (mlflow.store.db.db_types), each also as `DATABASE+DRIVER`."""
+SERVERS = ("http", "https", "databricks", "databricks-uc", "uc")
+PLUGINS = "mlflow.tracking_store"
+"""The entry point of packages that teach MLflow further schemes."""
+
+
+def place_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with the names that a run's folder is made of."""
+    run = config.run
+    for key in ("root", "experiment", "name", "dir"):
+        value = getattr(run, key)
+        if not value.strip():
+            yield Problem(f"run.{key}", "is empty. Give a name.")
+        elif odd := [each for each in value if unicodedata.category(each) in ("Cc", "Cs")]:
+            yield Problem(f"run.{key}", f"is {value!r}; the character {odd[0]!r} is not for a name. Leave it out.")
+    if os.path.normpath(run.dir) != os.path.normpath(f"{run.root}/{run.experiment}/{run.name}"):
+        return  # the folder was named itself, or is a sweep's
+    for key in ("experiment", "name"):
+        value = getattr(run, key).strip()
+        path = Path(value)
+        if value and (".." in path.parts or path.is_absolute() or path == Path()):
+            text = f"is '{path}', which leads out of run.root. Give a name; elsewhere is run.root= or run.dir=."
+            yield Problem(f"run.{key}", text)
+
+
+def tracking_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with the address that runs are tracked at: MLflow would say so after the start."""
+    named = config.logger.tracking_uri
+    uri = named or os.environ.get("MLFLOW_TRACKING_URI")
+    if config.logger.name != "mlflow" or uri is None:
+        return
+    key = "logger.tracking_uri" if named is not None else "MLFLOW_TRACKING_URI"
+    scheme, separator, rest = uri.partition("://")
+    known = [*DATABASES, *SERVERS, *_plugin_schemes()]
+    if not separator and uri not in ("databricks", "databricks-uc"):
+        text = f"is '{redact_uri(uri)}', which is no address. Write sqlite:////FOLDER/mlflow.db, or http://HOST:PORT."
+        yield Problem(key, text)
+    elif separator and scheme.lower().partition("+")[0] not in known:
+        text = f"is '{redact_uri(uri)}'; MLflow has no {scheme}://.{did_you_mean(scheme, known)}"
+        yield Problem(key, text)
+    elif separator and not rest.strip("/"):
+        yield Problem(
+            key, f"is '{uri}', which names no database or server. Write sqlite:////FOLDER/mlflow.db, or null."
+        )
+
+
+@cache
+def _plugin_schemes() -> tuple[str, ...]:
+    return tuple(each.name for each in entry_points(group=PLUGINS))

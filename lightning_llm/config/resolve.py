@@ -1,0 +1,70 @@
+"""A tree of keys, as Hydra composed it or a file holds it -> resolved, checked, and without credentials."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from lightning_llm.config.redact import withheld
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.strict import Reading, read_config
+from lightning_llm.errors import Problem
+
+
+def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
+    """Return the tree, resolved, as a config; `stand_ins` and `to_build` as in `read_config`."""
+    found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
+    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
+    if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
+        OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
+    found |= _unresolvable(tree, ())
+    for path in found:
+        if path[-1] != "name":
+            OmegaConf.update(tree, ".".join(path), None)
+    values: Any = OmegaConf.to_container(tree, resolve=True)
+    if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str) and values["run"]["dir"]:
+        values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
+    if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
+        values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
+    return read_config(values, found, stand_ins, to_build=to_build)
+
+
+def _path(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
+
+
+def _unnamed(tree: DictConfig) -> Iterator[Problem]:
+    """Yield each group whose file gives no `name`, and give it one, since others are made of it."""
+    for group, field in Config.model_fields.items():
+        needed = getattr(field.annotation, "model_fields", {}).get("name")
+        if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
+            if "name" in tree[group]:
+                continue
+            yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
+            OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
+
+
+def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
+    """Return the paths of what cannot be resolved, with None where a missing key that is said already is the cause."""
+    found: dict[tuple[str, ...], Problem | None] = {}
+    for key in tree:
+        path = (*above, str(key))
+        if OmegaConf.is_missing(tree, key):
+            continue
+        try:
+            value = tree[key]
+        except InterpolationToMissingValueError:
+            found[path] = None
+        except (OmegaConfBaseException, RecursionError) as error:
+            found[path] = Problem(".".join(path), f"{first_line(error)}.")
+        else:
+            if isinstance(value, DictConfig):
+                found |= _unresolvable(value, path)
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what `error` says, without its full stop."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")

@@ -1,0 +1,58 @@
+"""The typed schema of every config group. Imports neither torch nor Hydra, so that a config error costs no start-up."""
+
+from pydantic import Field
+
+from lightning_llm.config.schema.base import Group, RankCount
+from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.optim import OptimConfig, ScheduleConfig
+from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.config.schema.run import (
+    Callbacks,
+    CheckpointConfig,
+    LauncherConfig,
+    LoggerConfig,
+    ParallelConfig,
+    RunConfig,
+    SpikesConfig,
+    TrainerConfig,
+)
+
+
+class Config(Group):
+    """One run, whole: what `config.yaml` holds."""
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    trainer: TrainerConfig
+    spikes: SpikesConfig = SpikesConfig()
+    checkpoint: CheckpointConfig
+    callbacks: Callbacks
+    logger: LoggerConfig
+    run: RunConfig
+    launcher: LauncherConfig = LauncherConfig()
+    recipe: str | None = None
+    seed: int = Field(0, ge=0, lt=2**32, description="of all random numbers; hashed as one 32-bit word")
+    resume: str | None = None
+    world: RankCount | None = None
+
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LauncherConfig",
+    "LoggerConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SpikesConfig",
+    "TrainerConfig",
+]

@@ -1,0 +1,106 @@
+"""One cast: how an operand of a GEMM is quantised (see `schema.precision` for the six of a linear layer)."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lightning_llm.config.schema.base import Group, NonNegativeInt, PositiveFloat, PositiveInt
+
+Format = Literal["high", "e4m3", "e5m2", "e2m1"]
+Block = Literal["tensor", "1x128", "128x128", "1x32", "32x32", "1x16", "16x16"]
+Scale = Literal["fp32", "power_of_two", "e8m0_ceil", "e8m0_floor", "two_level_e4m3", "delayed", "quest"]
+Rounding = Literal["even", "half_away", "half_to_zero", "stochastic", "stochastic_compare"]
+Sign = Annotated[int, Field(ge=-1, le=1)]
+
+STOCHASTIC = ("stochastic", "stochastic_compare")
+SLOTS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "dy"), ("wgrad", "x"))
+
+
+class HadamardConfig(Group):
+    """The rotation of groups of `size` along the contraction axis: x -> x diag(signs) H / sqrt(size) (H: Sylvester)."""
+
+    size: int = Field(ge=2, le=1024, description="a power of two that divides the contraction axis")
+    signs: Literal["none", "fixed", "random"] = Field("none", description="random: keyed, fresh per call and GEMM")
+    vector: Annotated[tuple[Sign, ...], Field(strict=False)] | None = Field(None, description="signs=fixed: +1 and -1")
+    round_to: Literal["fp32", "bf16"] = Field("fp32", description="dtype the rotated tensor is kept in")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.size & (self.size - 1):
+            raise ValueError(f"size {self.size} is not a power of two; allowed are 2, 4, ..., 1024")
+        if (self.signs == "fixed") != (self.vector is not None):
+            raise ValueError("`vector` goes with signs: fixed, and only with it")
+        if self.vector is not None and (len(self.vector) != self.size or 0 in self.vector):
+            raise ValueError(f"vector needs {self.size} entries, each 1 or -1; it has {len(self.vector)}")
+        return self
+
+
+class DelayedConfig(Group):
+    """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
+
+    history_length: PositiveInt = Field(1024, description="updates that an amax stays for")
+    algorithm: Literal["max", "most_recent"] = "max"
+    margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
+    update: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="when scales move: after an optimizer step, or after one micro-batch of every data-parallel rank",
+        exclude_if=lambda update: update == "step",  # recipes from before the key keep their hash
+    )
+
+
+class CastConfig(Group):
+    """How one operand of one GEMM is quantised. Blocks lie along the contraction axis (1x32: 32 elements of it)."""
+
+    format: Format = Field("high", description="high: stays in compute_dtype")
+    block: Block = Field("tensor", description="who shares a scale; last number: along the contraction axis")
+    scale: Scale = Field("fp32", description="kind of the scale, see docs/precision.md")
+    rounding: Rounding = "even"
+    noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
+    prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
+    hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
+    source: Literal["high_precision", "quantised"] = Field(
+        "high_precision", description="quantised: re-quantise (or, with format high, use) what fprop's slot produced"
+    )
+    clip_gradient: bool = Field(False, description="fprop only: no gradient through elements that were clipped")
+    amax_scope: Literal["logical", "shard"] = Field("logical", description="tensor-level amax over all shards, or one")
+    delayed: DelayedConfig | None = None
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the operand leaves compute_dtype at all."""
+        return self.format != "high"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether rounding draws random bits."""
+        return self.rounding in STOCHASTIC
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.format == "high":
+            plain = CastConfig.model_construct(source=self.source, hadamard=self.hadamard)
+            if any(getattr(self, key) != getattr(plain, key) for key in type(self).model_fields):
+                raise ValueError("format: high takes no block, scale, rounding or prescale; name a format or drop them")
+        if (self.scale == "delayed") != (self.delayed is not None):
+            raise ValueError("`delayed` ({history_length, ...}) goes with scale: delayed, and only with it")
+        self._check_blocks()
+        if self.prescale != 1 and self.scale not in ("e8m0_floor", "e8m0_ceil"):
+            raise ValueError(f"prescale goes with an e8m0 scale, not with {self.scale}")
+        if self.clip_gradient and self.scale != "quest":
+            raise ValueError("clip_gradient goes with scale: quest, the only scale that clips on purpose")
+        return self
+
+    def _check_blocks(self) -> None:
+        """Raise ValueError where a scale kind is not defined for the block or the format."""
+        tensor, sixteen = self.block == "tensor", self.block in ("1x16", "16x16")
+        if self.scale == "delayed" and not tensor:
+            raise ValueError(f"scale: delayed is one scale per tensor; block is {self.block}")
+        if self.scale == "two_level_e4m3" and not (sixteen and self.format == "e2m1"):
+            raise ValueError("scale: two_level_e4m3 is NVFP4's: format e2m1 with block 1x16 or 16x16")
+        if self.scale.startswith("e8m0") and tensor:
+            raise ValueError("an e8m0 scale belongs to a block (1x32 in the OCP MX formats), not to a tensor")
+        if self.scale == "quest" and not (self.block == "1x32" and self.format == "e2m1"):
+            raise ValueError("scale: quest is Quartet's: format e2m1 with block 1x32")
+
+
+HIGH = CastConfig()

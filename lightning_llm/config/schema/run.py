@@ -1,0 +1,130 @@
+"""The keys every run knows beside the groups of model, data, optimizer and precision."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
+
+
+class ParallelConfig(Group):
+    """`parallel`: how one step is spread over ranks."""
+
+    name: str
+    dp_replicate: RankCount | None = Field(1, description="data-parallel groups that each hold all shards")
+    dp_shard: RankCount | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
+    cp: RankCount | None = Field(1, description="ranks that share a sequence")
+    tp: RankCount | None = Field(1, description="ranks that share each weight's computation")
+    pp: RankCount | None = Field(1, description="ranks that each hold some of the layers: a pipeline")
+    sequence_parallel: bool = Field(
+        True, description="with tp: norms and residuals hold a tp-th part of the tokens (arXiv 2205.05198)"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = Field(
+        "1f1b", description="the order of micro-batches in the pipeline; `train` refuses the zero-bubble ones"
+    )
+    virtual_stages: PositiveInt = Field(1, description="pipeline stages per rank, for interleaved_1f1b")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        0, description="what dp_shard shards: 1 the optimizer, 2 also gradients, 3 also parameters"
+    )
+    reduction: Literal["auto", "tree", "native"] = Field(
+        "auto",
+        description="how gradients are summed: tree to the same bits on any number of ranks, native by the library; "
+        "auto: tree within a machine, native over several",
+    )
+    activation_checkpoint: Literal["none", "full", "selective"] = Field(
+        "none", description="full: recompute blocks in the backward pass; selective: all but GEMMs and attention"
+    )
+    activation_checkpoint_every: PositiveInt = Field(1, description="full and selective: only every n-th block")
+    compile: bool = Field(False, description="torch.compile, one graph per block")
+    timeout_seconds: float = Field(1800.0, gt=0, le=31_536_000, description="how long a rank waits for its peers")
+
+
+class TrainerConfig(Group):
+    """`trainer`: how long, on what, and how often to look."""
+
+    name: str
+    max_steps: PositiveInt = Field(description="optimizer steps")
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: ThreadCount = Field(1, description="ranks on this machine")
+    validate_every_steps: PositiveInt | None = Field(
+        description="optimizer steps between validations; null: at the end only"
+    )
+    compile: bool = Field(False, description="what parallel.compile takes unless set itself")
+    deterministic: bool = Field(
+        False, description="refuse kernels whose sums depend on timing: a run on CUDA repeats bit for bit, more slowly"
+    )
+    threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
+
+
+class SpikesConfig(Group):
+    """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
+
+    name: str = "default"
+    policy: Literal["log", "skip", "stop"] = Field(
+        "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
+    )
+    window_steps: int = Field(128, ge=32, description="steps that the usual loss and its noise are taken from")
+    level_steps: int = Field(16, ge=8, description="steps that the present level is taken from")
+    loss_threshold: PositiveFloat = Field(7.0, description="a spike's rise over the level, in sigmas of the loss")
+    grad_norm_threshold: PositiveFloat = Field(12.0, description="the same for the logarithm of the gradient norm")
+    loss_noise_floor: PositiveFloat = Field(0.01, description="least sigma of the loss, nats")
+    grad_norm_noise_floor: PositiveFloat = Field(0.1, description="least sigma of the logarithm of the gradient norm")
+    shift_slack: PositiveFloat = Field(1.0, description="CUSUM: sigmas over the usual loss that a step has for free")
+    shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
+    divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
+    max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
+
+    @model_validator(mode="after")
+    def _window_holds_levels(self) -> Self:
+        if 2 * self.level_steps > self.window_steps:
+            raise ValueError(
+                f"window_steps {self.window_steps} must be at least twice level_steps {self.level_steps}: nothing is "
+                "judged before"
+            )
+        return self
+
+
+class CheckpointConfig(Group):
+    """`checkpoint`: when the whole state is written, and how much of it is kept."""
+
+    every_steps: PositiveInt | None = Field(description="optimizer steps between checkpoints; null: at the end only")
+    keep_last: PositiveInt = Field(description="how many checkpoints stay")
+
+
+class RunConfig(Group):
+    """`run`: where a run's folder lies."""
+
+    root: str = Field(description="folder of all runs and of mlflow.db")
+    experiment: str
+    name: str
+    dir: str = Field(description="this run's folder, whole")
+
+
+class LoggerConfig(Group):
+    """`logger`: where runs are tracked beside their own folder."""
+
+    name: Literal["mlflow", "csv", "tensorboard", "wandb", "none"]
+    tracking_uri: str | None = Field(None, description="mlflow: null: MLFLOW_TRACKING_URI, else run.root/mlflow.db")
+    tags: dict[str, str] = Field({}, description="mlflow: tags of the run")
+    project: str | None = Field(None, description="wandb: null: run.experiment")
+    offline: bool = Field(True, description="wandb: write to the run's folder alone")
+
+
+class LauncherConfig(Group):
+    """`launcher`: where the jobs of a sweep (`train -m`) run. One run alone does not read it."""
+
+    name: Literal["local", "slurm"] = "local"
+    at_once: PositiveInt = Field(1, description="jobs that run at the same time")
+    cluster: Literal["slurm", "local"] = Field("slurm", description="local: try a submission without Slurm")
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    timeout_minutes: PositiveInt = Field(1440, description="after which Slurm ends a job")
+    cpus_per_task: PositiveInt | None = None
+    gpus_per_node: PositiveInt | None = None
+    memory_gb: PositiveInt | None = Field(None, description="per node")
+    setup: list[str] = Field([], description="shell lines before the job, say to load modules")
+
+
+Callbacks = dict[str, dict[str, Any] | None]

@@ -1,0 +1,257 @@
+"""Rules across groups, and the state of the disk: all that can be known before anything heavy is imported."""
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning_llm.config.place import place_problems, tracking_problems
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.data.cache import nearest_existing
+from lightning_llm.data.check import data_rules
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.linear_names import block_linears, linear_inputs, linear_names, linear_widths
+from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.plan.degrees import Degrees, fitting_degrees, given_degrees, layout_problems
+from lightning_llm.plan.divisibility import cut_problems
+from lightning_llm.plan.stages import pipeline_problems
+from lightning_llm.precision.lint import lint
+from lightning_llm.precision.module_rules import (
+    layers_of_casts,
+    nothing_converted,
+    reasons_to_stay_high,
+    unmatched,
+)
+from lightning_llm.precision.native.capability import Capability, capability_here, device_here
+from lightning_llm.precision.native.decide import Decision, decide
+
+LONGEST_NAME_BYTES = 255
+"""NAME_MAX of Linux's file systems."""
+
+
+def check_config(config: Config, to_train: bool = True) -> None:
+    """Return quietly if the run can start here; without `to_train`, if it could on the machine it is planned for.
+
+    Raises:
+        ConfigError: with every rule that is broken.
+    """
+    if problems := config_problems(config, to_train):
+        raise ConfigError(problems)
+
+
+def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
+    """Return what is wrong between keys; of a config's sound part, what those that are there say (`schema.partial`)."""
+    rules: list[Rule] = [
+        lambda: shape_problems(config.model),
+        lambda: _length_problems(config),
+        lambda: _schedule_problems(config),
+        lambda: layout_problems(config.parallel, _world(config)),
+        lambda: _cut_problems(config),
+        lambda: pipeline_problems(config, _degrees(config)),
+        lambda: lint(config.precision),
+        lambda: _precision_problems(config),
+        lambda: _update_problems(config, _degrees(config) or given_degrees(config.parallel)),
+        lambda: _native_problems(config, to_train),
+        lambda: place_problems(config),
+        lambda: tracking_problems(config),
+        lambda: _logger_problems(config) if to_train else [],
+        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: _data_parallel_ranks(config)),
+    ]
+    return gather(rules)
+
+
+def _world(config: Config) -> int:
+    return config.world or config.trainer.devices
+
+
+def _degrees(config: Config) -> Degrees | None:
+    return fitting_degrees(config.parallel, _world(config))
+
+
+def _data_parallel_ranks(config: Config) -> int:
+    degrees = _degrees(config)
+    return degrees.dp if degrees else 1
+
+
+def _cut_problems(config: Config) -> list[Problem]:
+    if shape_problems(config.model):
+        return []
+    return list(cut_problems(config, _degrees(config) or given_degrees(config.parallel)))
+
+
+def check_disk(config: Config, jobs: int = 1) -> None:
+    """Return quietly if run.dir can be written and there is room for the checkpoints of `jobs` runs like this.
+
+    Raises:
+        ConfigError: no right to write, or too little space, with the arithmetic.
+    """
+    if problems := disk_problems(config, jobs):
+        raise ConfigError(problems)
+
+
+def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
+    """Return why run.dir cannot be written, or has no room for the checkpoints of `jobs` runs like this."""
+    folder = nearest_existing(Path(config.run.dir))
+    if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
+        return [Problem("run.dir", f"{config.run.dir} has a name of more than {LONGEST_NAME_BYTES} bytes. Shorten it.")]
+    if not folder.is_dir():
+        return [Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir.")]
+    if not os.access(folder, os.W_OK):
+        text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
+        return [Problem("run.dir", text)]
+    each = state_bytes(count_parameters(config.model, padded=True).total, config.precision).checkpoint
+    kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
+    free = shutil.disk_usage(folder).free
+    if each * kept <= free:
+        return []
+    text = (
+        f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last x runs + 1) need {each * kept / 1e9:.2f} GB "
+        f"and {folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
+    )
+    return [Problem("checkpoint.keep_last", text)]
+
+
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """Return what does not fit together in a model's shape."""
+    problems = []
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        text = f"{model.hidden_size} is no multiple of model.num_heads={model.num_heads}. Change one, or set head_dim."
+        problems.append(Problem("model.hidden_size", text))
+    elif model.position == "rope" and model.attention_head_dim % 2:
+        text = f"is {model.attention_head_dim}, and position=rope turns pairs of features. Make it even."
+        problems.append(Problem("model.head_dim", text))
+    if model.num_heads % model.num_kv_heads:
+        text = (
+            f"model.num_heads={model.num_heads} is no multiple of {model.num_kv_heads}: each must serve equally many."
+        )
+        problems.append(Problem("model.num_kv_heads", text))
+    if model.rope_scaling is not None and model.position != "rope":
+        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
+        problems.append(Problem("model.rope_scaling", text))
+    return problems
+
+
+def _logger_problems(config: Config) -> list[Problem]:
+    name = config.logger.name
+    if name not in ("tensorboard", "wandb") or find_spec(name) is not None:
+        return []
+    text = f"is {name}, and that package is not installed. pip install 'lightning-llm[{name}]', or choose logger=csv."
+    return [Problem("logger", text)]
+
+
+def _length_problems(config: Config) -> list[Problem]:
+    longest = config.model.max_sequence_length
+    if config.data.sequence_length <= longest:
+        return []
+    text = f"is {config.data.sequence_length}, above model.max_sequence_length={longest}. Lower it."
+    return [Problem("data.sequence_length", text)]
+
+
+def _schedule_problems(config: Config) -> list[Problem]:
+    schedule, total = config.schedule, config.schedule.total_steps
+    if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
+        text = f"is {schedule.warmup_steps}, and schedule.total_steps is {total}. Warm up for fewer."
+        return [Problem("schedule.warmup_steps", text)]
+    return []
+
+
+def _precision_problems(config: Config) -> list[Problem]:
+    recipe, problems = config.precision, []
+    if (recipe.master_dtype, recipe.main_grad_dtype) not in (("fp32", "fp32"), ("bf16", "bf16")):
+        text = (
+            f"is {recipe.main_grad_dtype}, and gradients here take master_dtype={recipe.master_dtype}. Set them alike."
+        )
+        problems.append(Problem("precision.main_grad_dtype", text))
+    if recipe.reduce_dtype != recipe.main_grad_dtype:
+        text = (
+            f"is {recipe.reduce_dtype}, and main_grad_dtype is {recipe.main_grad_dtype}: one tree sums gradients over "
+            "micro-batches and ranks, so that a step's bits do not tell how many ranks made it. Set them alike."
+        )
+        problems.append(Problem("precision.reduce_dtype", text))
+    reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
+    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons, config.model.num_layers)
+    return problems + _rotation_problems(config)
+
+
+def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
+    """Return where delayed scales are to move with every micro-batch, and a pipeline has several under way at once."""
+    if degrees.pp == 1 or not config.precision.updates_every_micro_batch:
+        return []
+    text = (
+        f"is {degrees.pp}, and the recipe's delayed scales move with every micro-batch (update: micro_batch): a stage "
+        "runs later micro-batches' forward passes before an earlier one's backward pass has its amax, so what an "
+        "update knows would depend on the schedule. Set 1, or update: step."
+    )
+    return [Problem("parallel.pp", text)]
+
+
+def native_decision(config: Config, here: Capability | None = None) -> Decision:
+    """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
+    recipe = config.precision
+    if here is None:
+        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
+        here = (capability_here if recipe.quantises else device_here)(config.trainer.accelerator)
+    return decide(recipe, here, linear_widths(config.model), config.model.bias, _shared_axes(config))
+
+
+def _shared_axes(config: Config) -> dict[str, str]:
+    """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
+    world, given = config.world or config.trainer.devices, config.parallel
+    degrees = fitting_degrees(given, world) or given_degrees(given)
+    shared = {axis: degree for axis in ("tp", "cp", "pp") if (degree := getattr(degrees, axis)) > 1}
+    return {
+        f"parallel.{axis}": f"{degree}" if getattr(given, axis) else f"null, which is {degree} of {world} ranks"
+        for axis, degree in shared.items()
+    }
+
+
+def _native_problems(config: Config, to_train: bool) -> list[Problem]:
+    """Return why what was asked for cannot run natively; where that does not matter the machine is not looked at.
+
+    A plan shows what is refused instead.
+    """
+    recipe = config.precision
+    if not recipe.quantises or not (recipe.backend == "native" or config.parallel.compile):
+        return []
+    decision = native_decision(config)
+    problems = decision.refusals() if to_train else []
+    if config.parallel.compile and decision.runs != "native":
+        text = (
+            "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false, "
+            "which it follows, or itself. "
+            f"They do not run natively: {decision.reason}."
+        )
+        problems.append(Problem("parallel.compile", text))
+    return problems
+
+
+def _rotation_problems(config: Config) -> list[Problem]:
+    """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
+    data, model, recipe = config.data, config.model, config.precision
+    tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
+    linears = {linear.name: linear for linear in block_linears(model)}
+    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
+    found = set()
+    for key, casts in recipe.cast_sets().items():
+        its = [linears[each] for each in dict.fromkeys(name.split(".", 2)[2] for name in layers[key])]
+        inputs, outputs = {linear.in_features for linear in its}, {linear.out_features for linear in its}
+        axes = {
+            "fprop": {axis: length for axis, length in linear_inputs(model).items() if length in inputs},
+            "dgrad": {axis: length for axis, length in linear_widths(model).items() if length in outputs},
+            "wgrad": tokens if its else {},
+        }
+        found |= {
+            (axis, length, f"{key}.{slot}" if key.startswith("modules.") else slot, cast.hadamard.size)
+            for slot, cast in casts.items()
+            if cast.hadamard is not None
+            for axis, length in axes[slot.partition(".")[0]].items()
+            if length % cast.hadamard.size
+        }
+    return [
+        Problem(
+            f"precision.{slot}.hadamard.size", f"{size} does not divide {axis} = {length}, which that GEMM sums over."
+        )
+        for axis, length, slot, size in sorted(found)
+    ]

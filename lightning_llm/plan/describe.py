@@ -1,0 +1,174 @@
+"""What a layout does, as plain data and as words, for `plan`. Imports no torch."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem, resolve_degrees
+from lightning_llm.plan.memory import heaviest_place, memory_bytes
+from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node, with_reduction
+from lightning_llm.plan.stages import bubble_fraction, split_layers
+from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
+from lightning_llm.plan.units import micro_batches_per_rank
+
+SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
+"""Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
+Of more stages than that, the terminal shows the first and last two."""
+
+
+def layout_facts(config: Config) -> dict[str, Any]:
+    """Return the layout as data: its keys, its degrees, who shares which group, what a rank does in a step.
+
+    `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
+    them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
+    `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
+    Raises ConfigError where the degrees do not multiply to the world.
+    """
+    config = with_reduction(config)
+    parallel, world = config.parallel, config.world or config.trainer.devices
+    degrees = resolve_degrees(parallel, world)
+    micro_batches = micro_batches_per_rank(config, degrees)
+    problem = difference_to_one_rank(config, degrees, micro_batches)
+    return {
+        "name": parallel.name,
+        "world": world,
+        **asdict(degrees),
+        "zero_stage": parallel.zero_stage,
+        "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
+        "ranks_per_node": ranks_per_node(config),
+        "ranks_per_node_assumed": nodes_are_assumed(config),
+        "reduction": parallel.reduction,
+        "activation_checkpoint": parallel.activation_checkpoint,
+        "activation_checkpoint_every": parallel.activation_checkpoint_every,
+        "compile": parallel.compile,
+        "pipeline": pipeline_facts(config, degrees) if degrees.pp > 1 else None,
+        "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
+        "micro_batches_per_rank": micro_batches,
+        "bitwise": problem is None,
+        "bitwise_problem": problem,
+    }
+
+
+def cost_facts(config: Config) -> dict[str, dict[str, int]]:
+    """Return `memory_bytes`, `bytes_sent` and `traffic_bytes` of a rank."""
+    config = with_reduction(config)
+    return {
+        "memory_bytes": memory_bytes(config),
+        "bytes_sent": bytes_sent(config),
+        "traffic_bytes": traffic_bytes(config),
+    }
+
+
+def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
+    """Return a pipeline's `schedule`, `virtual_stages`, `stages` and `bubble_fraction`.
+
+    Each of `stages` has its `place` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
+    `embedding` and the `head`. `bubble_fraction` is the idle part of a step where all stages take equally long, and
+    `heaviest_place` the ranks that `memory_bytes` and `bytes_sent` are of.
+    """
+    parallel = config.parallel
+    return {
+        "schedule": parallel.schedule,
+        "virtual_stages": parallel.virtual_stages,
+        "stages": [
+            {
+                "place": part.index % degrees.pp,
+                "layers": [part.layers[0], part.layers[-1]],
+                "embedding": part.first,
+                "head": part.last,
+            }
+            for part in split_layers(config.model, degrees.pp * parallel.virtual_stages)
+        ],
+        "bubble_fraction": bubble_fraction(
+            degrees.pp, micro_batches_per_rank(config, degrees), parallel.virtual_stages
+        ),
+        "heaviest_place": heaviest_place(config, degrees),
+    }
+
+
+def difference_to_one_rank(config: Config, degrees: Degrees, micro_batches: int) -> str | None:
+    """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
+    parallel = config.parallel
+    for axis in ("tp", "cp"):
+        if getattr(degrees, axis) > 1:
+            return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
+    if degrees.pp > 1 and config.model.tie_embeddings:
+        return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
+    if parallel.reduction == "native" and degrees.dp * micro_batches > 1:
+        return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
+    if degrees.dp > 1 and config.precision.updates_every_micro_batch:
+        return (
+            f"delayed scales that move with every micro-batch (update: micro_batch) take the largest amax of the "
+            f"{degrees.dp} that ranks run at once"
+        )
+    return bitwise_problem(degrees, parallel.zero_stage, micro_batches)
+
+
+def _group_facts(degrees: Degrees, axis: str) -> dict[str, Any]:
+    groups = degrees.groups(axis)
+    shown = groups if degrees.world <= SHOWN_RANKS else [group[:SHOWN_RANKS] for group in groups[:SHOWN_GROUPS]]
+    return {"count": len(groups), "size": len(groups[0]), "stride": groups[0][1] - groups[0][0], "ranks": shown}
+
+
+def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return `layout_facts` as lines for a terminal, each a name and a text."""
+    world = f"{facts['world']} rank{'s' if facts['world'] > 1 else ''}"
+    degrees = " x ".join(f"{axis}={facts[axis]}" for axis in AXES if facts[axis] > 1)
+    words = [f"{world}: {degrees}" if degrees else world]
+    words += ["sequence parallel"] if facts["sequence_parallel"] else []
+    words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
+    words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []
+    if facts["activation_checkpoint"] != "none":
+        every = facts["activation_checkpoint_every"]
+        words.append(f"{facts['activation_checkpoint']} checkpointing{f' of 1 block in {every}' if every > 1 else ''}")
+    words += ["compiled"] if facts["compile"] else []
+    differ = f"may differ from one rank's: {facts['bitwise_problem']}"
+    return [
+        ("layout", ", ".join([facts["name"], *words])),
+        *((f"  {axis}", _group_text(group)) for axis, group in facts["groups"].items()),
+        ("  bits", "equal one rank's" if facts["bitwise"] else differ),
+        *_pipeline_rows(facts["pipeline"]),
+    ]
+
+
+def _pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if pipeline is None:
+        return []
+    several = pipeline["virtual_stages"] > 1
+    words = [pipeline["schedule"], *([f"{pipeline['virtual_stages']} stages per rank"] if several else [])]
+    words += [f"bubble {pipeline['bubble_fraction']:.1%}", f"most memory on stage {pipeline['heaviest_place']}"]
+    texts = []
+    for stage in pipeline["stages"]:
+        low, high = stage["layers"]
+        layers = f"layer {low}" if low == high else f"layers {low}-{high}"
+        parts = [*(["embedding"] if stage["embedding"] else []), layers, *(["norm, head"] if stage["head"] else [])]
+        texts.append(f"[{', '.join(parts)}]")
+    shown = texts if len(texts) <= SHOWN_STAGES else [*texts[:2], "..", *texts[-2:]]
+    return [("  pipeline", ", ".join(words)), ("  stages", " ".join(shown))]
+
+
+def _group_text(group: dict[str, Any]) -> str:
+    """Return e.g. "512 groups of 2: [0 512] [1 513] [2 514] [3 515] ..."."""
+    stride, size = group["stride"], group["size"]
+    shown = []
+    for ranks in group["ranks"][:SHOWN_GROUPS]:
+        first = ranks[0]
+        few = ranks if size <= 8 else [first, first + stride, "..", first + (size - 1) * stride]
+        shown.append(f"[{' '.join(map(str, few))}]")
+    more = " ..." if group["count"] > len(shown) else ""
+    return f"{group['count']} group{'s' if group['count'] > 1 else ''} of {size}: {' '.join(shown)}{more}"
+
+
+def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, str]]:
+    """Return bytes by kind as lines, their sum first; kinds without any are left out."""
+    parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
+    return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]
+
+
+def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:
+    """Return where what is sent goes, of `plan_facts`, as a line."""
+    traffic, layout = facts["traffic_bytes"], facts["layout"]
+    per_node, assumed = layout["ranks_per_node"], layout["ranks_per_node_assumed"]
+    why = ", assumed; trainer.devices says how many" if assumed else ""
+    text = f"{traffic['within_nodes'] / 1e9:.3f} GB within, {traffic['between_nodes'] / 1e9:.3f} GB between machines"
+    return "  to ranks", f"{text} (of {per_node} rank{'s' if per_node > 1 else ''}{why})"

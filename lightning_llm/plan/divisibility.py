@@ -1,0 +1,132 @@
+"""What tensor and context parallelism cut, and whether it divides: said with the arithmetic. Imports no torch."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.errors import Problem
+from lightning_llm.model.linear_names import BlockLinear, block_linears, linear_names
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.precision.module_rules import layers_of_casts
+
+CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
+"""The axis of each slot's operand (x [M, K], w [N, K], dy [M, N]) that its GEMM sums over."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis of length `whole` in `parts`; `text` says what it is, `axis` of the mesh cuts it.
+
+    Its length is `times` the value of `key`.
+    """
+
+    text: str
+    whole: int
+    parts: int
+    axis: str
+    key: str
+    times: int = 1
+
+    def passing(self, size: int) -> int:
+        """Return of what `key` must be a multiple, so that each part is a multiple of `size`."""
+        return self.parts * size // math.gcd(self.times, self.parts * size)
+
+
+def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """Yield everything that the tensor- and context-parallel ranks of `degrees` do not divide."""
+    if degrees.cp > 1 and degrees.pp > 1:
+        yield Problem(
+            "parallel.cp", f"is {degrees.cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1."
+        )
+    yield from _weight_problems(config.model, degrees.tp)
+    yield from _sequence_problems(config, degrees)
+    yield from _block_problems(config, degrees)
+
+
+def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
+    sizes = {
+        "model.num_heads": (model.num_heads, "each rank takes whole heads"),
+        "model.num_kv_heads": (model.num_kv_heads, "each rank takes whole key/value heads, which are not copied"),
+        "model.ffn_hidden_size": (model.ffn_hidden_size, "its columns are shared out evenly"),
+        "the padded vocabulary": (model.padded_vocab_size, "its rows are shared out; see model.vocab_multiple"),
+    }
+    for name, (size, why) in sizes.items():
+        if size % tp:
+            text = (
+                f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
+            )
+            yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
+
+
+def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    length, cp, tp = config.data.sequence_length, degrees.cp, degrees.tp
+    if cp > 1 and length % (2 * cp):
+        text = f"is {length}, and cp={cp} cuts sequences into 2 x {cp} chunks; take a multiple of {2 * cp}."
+        yield Problem("data.sequence_length", text)
+    if tp > 1 and config.parallel.sequence_parallel and length % (cp * tp):
+        text = (
+            f"is {length}, of which {cp} context-parallel rank(s) have {length / cp:g} tokens each, and tp={tp} does "
+            f"not divide those. Take a multiple of {cp * tp}, or set parallel.sequence_parallel=false."
+        )
+        yield Problem("data.sequence_length", text)
+
+
+def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
+    model, recipe = config.model, config.precision
+    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
+    slots: dict[tuple[Cut, int], dict[str, None]] = {}
+    for key, casts in recipe.cast_sets().items():
+        its = {re.sub(r"^layers\.\d+\.", "", name) for name in layers[key]}
+        linears = [linear for linear in block_linears(model) if linear.name in its]
+        prefix = f"{key}." if key.startswith("modules.") else ""
+        for slot, cast in casts.items():
+            if not (cast.quantises and linears):
+                continue
+            for axis, cut in _cuts(slot.rpartition(".")[2], linears, config, degrees):
+                for size, what in _extents(cast, axis == CONTRACTION[slot]):
+                    if size > 1 and cut.whole % (cut.parts * size):
+                        slots.setdefault((cut, size), {})[f"{prefix}{slot} ({what})"] = None
+    for (cut, size), found in slots.items():
+        share = f"{cut.whole} / {cut.parts} = {cut.whole / cut.parts:g}"
+        text = (
+            f"is {getattr(degrees, cut.axis)}, and each part of {cut.text} is {share} long, no multiple of {size}: "
+            f"that would cut precision.{', '.join(found)}. Set parallel.{cut.axis}=1, or {cut.key} to a multiple of "
+            f"{cut.passing(size)}."
+        )
+        yield Problem(f"parallel.{cut.axis}", text)
+
+
+def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
+    """Yield how many elements of an axis a block and a rotation span; a block's last number is along the GEMM."""
+    if cast.block != "tensor":
+        across, along = (int(each) for each in cast.block.split("x"))
+        yield along if contraction else across, f"blocks of {cast.block}"
+    if cast.hadamard is not None and contraction:
+        yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
+
+
+def _cuts(operand: str, linears: list[BlockLinear], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
+    """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that ranks have parts of."""
+    model, tp, cp, length = config.model, degrees.tp, degrees.cp, config.data.sequence_length
+    if cp > 1 and operand != "w":
+        yield 0, Cut("a sequence (two per rank)", length, 2 * cp, "cp", "data.sequence_length")
+    if tp == 1:
+        return
+    alike: dict[tuple[int, str, str, int], list[str]] = {}
+    for linear in linears:
+        axis = CUT_AXES[linear.role][operand]
+        if axis is not None:
+            outputs = linear.role == "column"
+            width = linear.out_features if outputs else linear.in_features
+            part, side = linear.name.partition(".")[0], "outputs" if outputs else "inputs"
+            alike.setdefault((axis, part, side, width), []).append(linear.name)
+    for (axis, _, side, width), names in alike.items():
+        short = ", ".join(name.rpartition(".")[2] for name in names)
+        heads = model.num_kv_heads if names[0].endswith(("k_proj", "v_proj")) else model.num_heads
+        key = ("model.ffn_hidden_size",) if names[0].startswith("feed_forward") else ("model.head_dim", heads)
+        yield axis, Cut(f"the {side} of {short}", width, tp, "tp", *key)

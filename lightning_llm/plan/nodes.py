@@ -1,0 +1,82 @@
+"""Which ranks share a machine, and what that makes of gradient sums and of what is sent. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.degrees import Degrees, fitting_degrees, resolve_degrees
+
+ASSUMED_RANKS_PER_NODE = 8
+"""GPUs of most machines that are trained on together (DGX, HGX), for a plan of a world whose machines are not named."""
+
+
+def ranks_per_node(config: Config) -> int:
+    """Return how many ranks a machine has: trainer.devices, 8 where only `world` says that there are more than one."""
+    world, devices = config.world or config.trainer.devices, config.trainer.devices
+    return min(world, devices if devices > 1 else ASSUMED_RANKS_PER_NODE)
+
+
+def nodes_are_assumed(config: Config) -> bool:
+    """Return whether nothing but the world's size was given."""
+    return config.trainer.devices == 1 and (config.world or 1) > ASSUMED_RANKS_PER_NODE
+
+
+def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
+    """Return which part of the bytes of collectives of `kind` over `axes` goes to another machine, over all groups."""
+    groups = degrees.groups(*axes)
+    crossing, sent = 0, 0
+    for ranks in groups:
+        size, on_node = len(ranks), Counter(rank // per_node for rank in ranks)
+        if kind == "all_to_all":  # to each of the others as much
+            sent += size * (size - 1)
+            crossing += sum(here * (size - here) for here in on_node.values())
+        elif kind == "send":  # to the next stage, and to the one before
+            sent += size - 1
+            crossing += sum(one // per_node != other // per_node for one, other in pairwise(ranks))
+        else:  # round a ring that enters each machine once
+            sent += size
+            crossing += len(on_node) if len(on_node) > 1 else 0
+    return crossing / sent if sent else 0.0
+
+
+def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
+    """Return on how many machines the ranks lie, at most, that sum gradients with each other."""
+    groups, per_node = degrees.groups("dp_replicate", "dp_shard", "cp"), ranks_per_node(config)
+    return max(len({rank // per_node for rank in ranks}) for ranks in groups)
+
+
+def with_reduction(config: Config) -> Config:
+    """Return `config` with parallel.reduction as `auto` has it: tree within a machine, native over several.
+
+    An all-to-all sends every rank's part of the sum from each rank of a machine to each of the others; a ring sends a
+    machine's ranks' together. So the tree's exchange crosses between machines up to as many times as often as a machine
+    has ranks. Where the degrees do not fit the world, which is said elsewhere, it is tree.
+    """
+    if config.parallel.reduction != "auto":
+        return config
+    degrees = fitting_degrees(config.parallel, config.world or config.trainer.devices)
+    spans = degrees is not None and degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
+    chosen = "native" if spans else "tree"
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
+
+
+def reduction_note(config: Config) -> str | None:
+    """Return what the choice of parallel.reduction means between machines; None where gradients cross none."""
+    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
+    nodes, per_node = data_parallel_nodes(config, degrees), ranks_per_node(config)
+    if degrees.dp == 1 or nodes == 1:
+        return None
+    axes = ("dp_shard", "cp") if degrees.dp_shard > 1 else ("dp_replicate",)
+    ring = share_between_nodes(degrees, axes, "reduce_scatter", per_node)
+    times = share_between_nodes(degrees, axes, "all_to_all", per_node) / ring if ring else 1.0
+    machines = f"{nodes} machines of {per_node} ranks{' (assumed)' if nodes_are_assumed(config) else ''}"
+    if config.parallel.reduction == "native":
+        return (
+            f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, whose sums "
+            f"do not depend on the number of ranks, would send {times:.3g} times as much of them between machines"
+        )
+    return (
+        f"note   gradients are summed over {machines} in the tree's order (parallel.reduction=tree), which sends "
+        f"{times:.3g} times as much of them between machines as parallel.reduction=native"
+    )

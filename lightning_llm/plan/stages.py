@@ -1,0 +1,135 @@
+"""How a decoder is cut into pipeline stages, and what a schedule leaves idle and keeps in memory. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
+from lightning_llm.errors import Problem
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.units import Units, micro_batches_per_rank, units_of
+
+INTERLEAVED = "interleaved_1f1b"
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """Stage `index` of a pipeline: blocks `layers` by global index; the first embeds, the last has norm and head."""
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
+    """Return the contiguous split into `stages` of at least one block whose heaviest stage is lightest.
+
+    A stage weighs what it holds in parameters, which are also its FLOPs but for the embedding's: the first stage counts
+    the embedding, the last the head, even where they are one tensor, since both stages keep it. Blocks are alike, so
+    each goes to the stage that is lightest so far; of equals to the latest, which keeps the fewest micro-batches.
+    """
+    units = units_of(model)
+    block = units.block.shard(1)
+    table = model.padded_vocab_size * model.hidden_size
+    positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
+    weights, counts = [block] * stages, [1] * stages
+    weights[0] += table + positions
+    weights[-1] += table
+    for _ in range(model.num_layers - stages):
+        lightest = min(range(stages), key=lambda stage: (weights[stage], -stage))
+        weights[lightest] += block
+        counts[lightest] += 1
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [
+        StagePart(stage, range(end - count, end), first=stage == 0, last=stage == stages - 1)
+        for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
+    ]
+
+
+def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, place: int) -> list[StagePart]:
+    """Return the stages of the ranks at `place` (0 .. pp - 1) of the pipeline, earliest first.
+
+    With virtual stages a rank holds every pp-th (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """
+    return split_layers(model, degrees.pp * parallel.virtual_stages)[place :: degrees.pp]
+
+
+def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
+    """Return what the rank with stages `parts` shards, as `units_of` does for a whole model."""
+    return units_of(model, sum(len(part.layers) for part in parts), parts[0].first, parts[-1].last, tp)
+
+
+def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
+    """Return the part of a step that a rank idles, where all stages take equally long: (p - 1) / (v m + p - 1).
+
+    Of v = 1 for GPipe and 1F1B. Narayanan et al. 2021 (section 2.2) quote the idle time over the ideal time instead,
+    (p - 1) / (v m).
+    """
+    return (pp - 1) / (virtual_stages * micro_batches + pp - 1)
+
+
+def chunks_in_flight(parallel: ParallelConfig, pp: int, place: int, micro_batches: int) -> int:
+    """Return how many forward passes of one stage a rank at `place` keeps at most for their backward passes."""
+    if pp == 1:
+        return 1
+    if parallel.schedule == "gpipe":
+        return micro_batches
+    if parallel.schedule == INTERLEAVED:
+        warm_up = 2 * (pp - 1 - place) + (parallel.virtual_stages - 1) * pp
+        return min(warm_up + 1, parallel.virtual_stages * micro_batches)
+    return min(pp - place, micro_batches)
+
+
+def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
+    """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic.
+
+    `degrees`: None where they do not fit the ranks; nothing that depends on them is said then.
+    """
+    parallel = config.parallel
+    if parallel.schedule in ZERO_BUBBLE:
+        text = (
+            f"is {parallel.schedule}. Zero-bubble schedules run a backward pass in two parts, and with them a custom "
+            "autograd function's (loss, attention, quantised linears) twice, which doubles its gradients; compiled "
+            "blocks fail. Set 1f1b or interleaved_1f1b."
+        )
+        yield Problem("parallel.schedule", text)
+        return
+    if degrees is None:
+        return
+    pp = degrees.pp
+    if parallel.virtual_stages > 1 and (pp == 1 or parallel.schedule != INTERLEAVED):
+        why = f"and parallel.schedule={parallel.schedule} has one stage per rank" if pp > 1 else "and parallel.pp is 1"
+        text = f"is {parallel.virtual_stages}, {why}. Set it to 1, or pp above 1 with schedule={INTERLEAVED}."
+        yield Problem("parallel.virtual_stages", text)
+    if pp == 1:
+        return
+    if parallel.schedule == INTERLEAVED and parallel.virtual_stages == 1:
+        text = f"is 1, and schedule={INTERLEAVED} interleaves several stages per rank. Set it to 2 or more, or 1f1b."
+        yield Problem("parallel.virtual_stages", text)
+    stages = pp * parallel.virtual_stages
+    if config.model.num_layers < stages:
+        text = (
+            f"is {config.model.num_layers}, and pp={pp} x virtual_stages={parallel.virtual_stages} makes {stages} "
+            "stages of at least one layer. Lower one of them, or take a deeper model."
+        )
+        yield Problem("model.num_layers", text)
+    yield from _micro_batch_problems(config, degrees)
+
+
+def _micro_batch_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    data, pp, schedule = config.data, degrees.pp, config.parallel.schedule
+    count = micro_batches_per_rank(config, degrees)
+    arithmetic = (
+        f"{count} micro-batches per rank and step (global_batch_size={data.global_batch_size} / (micro_batch_size="
+        f"{data.micro_batch_size} x dp={degrees.dp}))"
+    )
+    if schedule == "1f1b" and count < pp:
+        text = f"gives {arithmetic}, and 1f1b needs at least pp={pp}. Raise it, lower micro_batch_size, or set gpipe."
+        yield Problem("data.global_batch_size", text)
+    if schedule == INTERLEAVED and count % pp:
+        text = (
+            f"gives {arithmetic}, and {INTERLEAVED} takes them in rounds of pp={pp}: set it to a multiple of "
+            f"{data.micro_batch_size * degrees.dp * pp}, or take 1f1b."
+        )
+        yield Problem("data.global_batch_size", text)

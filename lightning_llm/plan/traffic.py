@@ -1,0 +1,135 @@
+"""Bytes that a rank sends in an optimizer step, by formula. Imports no torch."""
+
+from collections import Counter
+
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.degrees import Degrees, resolve_degrees
+from lightning_llm.plan.memory import boundary_bytes, heaviest_place, recomputed_layers, tokens_of
+from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
+from lightning_llm.plan.stages import StagePart, parts_of, units_at
+from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
+
+SHARDS = "dp_shard cp"
+"""The axes over which FSDP2 shards."""
+
+Sent = Counter[tuple[str, str]]
+"""Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp")."""
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
+
+
+def bytes_sent(config: Config) -> dict[str, int]:
+    """Return the bytes that each rank sends to others in one training step, by kind of collective, as a ring sends.
+
+    Of X bytes over R ranks that is X (R - 1) / R for a gather, a scatter or an all-to-all, and twice that for an
+    all-reduce. In fp32 a step of DDP, ZeRO-1, and with one micro-batch ZeRO-2, sends 2 Psi elements, ZeRO-3 at most 3
+    Psi (ZeRO, arXiv 1910.02054, section 7): head, embedding and root are gathered once per micro-batch, not twice.
+    Weights travel in the compute dtype (embeddings and root in the master's), gradients in precision.main_grad_dtype.
+    In a pipeline these are the bytes of the ranks that `memory_bytes` is of, and `send` is what goes to the stages
+    beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
+    Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
+    """
+    by_kind = dict.fromkeys(KINDS, 0)
+    for (kind, _), size in _sent(config).items():
+        by_kind[kind] += size
+    return by_kind
+
+
+def traffic_bytes(config: Config) -> dict[str, int]:
+    """Return `bytes_sent` in all by where they go: `within_nodes` and `between_nodes`, a rank's mean.
+
+    Machines have `ranks_per_node`. A collective over R ranks of k machines goes round a ring that enters each machine
+    once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others.
+    """
+    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
+    between = 0
+    for (kind, axes), size in _sent(config).items():
+        between += int(size * share_between_nodes(degrees, axes.split(), kind, ranks_per_node(config)))
+    return {"within_nodes": sum(bytes_sent(config).values()) - between, "between_nodes": between}
+
+
+def _sent(config: Config) -> Sent:
+    parallel, recipe = config.parallel, config.precision
+    degrees = resolve_degrees(parallel, config.world or config.trainer.devices)
+    ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
+    parts = parts_of(config.model, parallel, degrees, heaviest_place(config, degrees))
+    units, turns = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
+    sent: Sent = Counter()
+
+    def gather(unit: Unit) -> int:
+        width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+        return width * unit.shard(ranks) * (ranks - 1)
+
+    if uses_fsdp(parallel, degrees):
+        forward, blocks = sum(map(gather, units.each())), units.num_blocks * gather(units.block)
+        sent["all_gather", SHARDS] = turns * (forward + blocks) if parallel.zero_stage == 3 else forward
+    shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
+    tree = sums_in_tree(parallel)
+    sent["all_to_all" if tree else "reduce_scatter", SHARDS] += (
+        (turns if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
+    )
+    sent["send", "pp"] = turns * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
+    if degrees.pp > 1 and config.model.tie_embeddings and (parts[0].first or parts[-1].last):
+        table = config.model.padded_vocab_size // degrees.tp * config.model.hidden_size
+        sent["send", "pp"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
+    once = shard * (replicas - 1) // replicas
+    if tree:
+        sent["all_to_all", "dp_replicate"] += once
+        sent["all_gather", "dp_replicate"] += once
+    else:
+        sent["all_reduce", "dp_replicate"] += 2 * once
+    if degrees.tp > 1:
+        _add_tensor_parallel(sent, config, degrees, parts, turns)
+    if degrees.cp > 1:
+        _add_context_parallel(sent, config, degrees, parts, turns)
+        if not uses_fsdp(parallel, degrees):
+            sent["all_reduce", "cp"] += 2 * shard * (degrees.cp - 1) // degrees.cp
+    return sent
+
+
+def _add_tensor_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
+    """Add what crosses a tensor-parallel group.
+
+    Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
+    hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both together
+    (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the loss takes
+    three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last. Gradients of
+    norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others.
+    """
+    recipe, model, sequence = config.precision, config.model, config.parallel.sequence_parallel
+    tokens, hidden = tokens_of(config, degrees), config.model.hidden_size
+    once = (degrees.tp - 1) * DTYPE_BYTES[recipe.compute_dtype] * tokens * hidden // degrees.tp
+    looked_up = (degrees.tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // degrees.tp
+    layers = sum(len(part.layers) for part in parts)
+    first, last, again = parts[0].first, parts[-1].last, recomputed_layers(config, parts)
+    whole = layers * _replicated_elements(model) + last * _norm_elements(model)
+    whole += model.max_sequence_length * hidden if first and model.position == "learned" else 0
+    gradient = DTYPE_BYTES[recipe.main_grad_dtype] * whole // shard_ranks(config.parallel, degrees)
+    if sequence:
+        sent["all_gather", "tp"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
+        sent["reduce_scatter", "tp"] += turns * ((4 * layers + again + last) * once + first * looked_up)
+        sent["all_reduce", "tp"] += 2 * gradient * (degrees.tp - 1) // degrees.tp
+    else:
+        sent["all_reduce", "tp"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        sent["broadcast", "tp"] += gradient * (degrees.tp - 1) // degrees.tp
+    if last:
+        sent["all_reduce", "tp"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
+
+
+def _norm_elements(model: ModelConfig) -> int:
+    return model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+
+
+def _replicated_elements(model: ModelConfig) -> int:
+    """Return what a block has whole on every tensor-parallel rank: two norms, two row-parallel biases."""
+    return 2 * _norm_elements(model) + (2 * model.hidden_size if model.bias else 0)
+
+
+def _add_context_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
+    """Add the keys and values of every layer, gathered forward (twice where recomputed), and their gradients back."""
+    model, layers = config.model, sum(len(part.layers) for part in parts)
+    keys = 2 * model.num_kv_heads * model.attention_head_dim // degrees.tp
+    each = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * keys * (degrees.cp - 1)
+    sent["all_gather", "cp"] += turns * (layers + recomputed_layers(config, parts)) * each
+    sent["reduce_scatter", "cp"] += turns * layers * each

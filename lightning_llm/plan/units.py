@@ -1,0 +1,102 @@
+"""What FSDP2 gathers and reduces as one, by shape: the ground of memory and traffic. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
+from lightning_llm.model.linear_names import block_linears
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.shard_axes import CUT_AXES
+
+Shapes = tuple[tuple[int, int], ...]
+"""Parameters as (rows, elements per row): rows are what is sharded."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are one group of FSDP2; `cast` says whether they are gathered in the compute dtype."""
+
+    shapes: Shapes
+    cast: bool
+
+    def shard(self, ranks: int) -> int:
+        """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
+        return sum(-(-rows // ranks) * width for rows, width in self.shapes)
+
+    def whole(self, ranks: int) -> int:
+        """Return the elements of all shards together, padding included."""
+        return ranks * self.shard(ranks)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The groups that `fully_shard.shard_decoder` makes; one without parameters is empty."""
+
+    block: Unit
+    num_blocks: int
+    head: Unit
+    embedding: Unit
+    root: Unit
+
+    def each(self) -> Iterator[Unit]:
+        """Yield every group, each block by itself."""
+        yield from [self.block] * self.num_blocks
+        yield from (self.head, self.embedding, self.root)
+
+    def shard(self, ranks: int) -> int:
+        """Return the elements of the model on each of `ranks`."""
+        return sum(unit.shard(ranks) for unit in self.each())
+
+
+def units_of(
+    model: ModelConfig, blocks: int | None = None, first: bool = True, last: bool = True, tp: int = 1
+) -> Units:
+    """Return the groups of a decoder of this shape: blocks, head and embedding by themselves, the rest as the root.
+
+    A tied embedding belongs to the root, and so does a table of positions. Of a pipeline's rank: so many `blocks`, with
+    embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank: its
+    part of the linears and of the vocabulary, norms and positions whole.
+    """
+    hidden = model.hidden_size
+    linears = []
+    for _, role, *shape in block_linears(model):
+        axis = CUT_AXES[role]["w"]
+        rows, columns = (size // tp if index == axis else size for index, size in enumerate(shape))
+        linears.append((rows, columns))
+    biases = [(rows, 1) for rows, _ in linears] if model.bias else []
+    norm = [(hidden, 1)] * (2 if model.norm == "layernorm" and model.bias else 1)
+    table = ((model.padded_vocab_size // tp, hidden),)
+    tied = table if model.tie_embeddings and (first or last) else ()
+    positions = [(model.max_sequence_length, hidden)] if model.position == "learned" and first else []
+    return Units(
+        block=Unit((*linears, *biases, *norm, *norm), cast=True),
+        num_blocks=model.num_layers if blocks is None else blocks,
+        head=Unit(table if last and not model.tie_embeddings else (), cast=True),
+        embedding=Unit(table if first and not model.tie_embeddings else (), cast=False),
+        root=Unit((*(norm if last else []), *positions, *tied), cast=False),
+    )
+
+
+def sums_in_tree(parallel: ParallelConfig) -> bool:
+    """Return whether gradients are summed in the order of the tree; `auto` is settled by `nodes.with_reduction`."""
+    return parallel.reduction != "native"
+
+
+def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
+    """Return whether FSDP2 keeps the parameters: where anything is sharded, and wherever the library sums."""
+    return parallel.zero_stage > 0 or (not sums_in_tree(parallel) and degrees.dp > 1)
+
+
+def shard_ranks(parallel: ParallelConfig, degrees: Degrees) -> int:
+    """Return over how many ranks FSDP2 cuts parameters, 1 where it does not: those that share sequences count, too."""
+    return degrees.fsdp if uses_fsdp(parallel, degrees) else 1
+
+
+def reduces_once(parallel: ParallelConfig, degrees: Degrees) -> bool:
+    """Return whether gradients wait, whole, for the last micro-batch of a step: ZeRO-1."""
+    return parallel.zero_stage == 1 and degrees.fsdp > 1
+
+
+def micro_batches_per_rank(config: Config, degrees: Degrees) -> int:
+    """Return how many micro-batches each rank computes in one optimizer step; `check_data` says where none fit."""
+    return config.data.global_batch_size // (config.data.micro_batch_size * degrees.dp)

@@ -1,0 +1,95 @@
+"""What a machine offers for native low-precision GEMMs. Imports no torch unless there is an NVIDIA driver."""
+
+import functools
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/proc/driver/nvidia/version")
+"""Any of them is there where an NVIDIA driver is (dxg: Windows' subsystem for Linux)."""
+LIBRARY = (2, 20)
+"""The Transformer Engine release whose interface is used here; later ones of the same major number are taken too."""
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One device with its libraries. `device` is "cpu", or "sm_90" for CUDA compute capability 9.0.
+
+    `problem` says why there is no CUDA device, `library_problem` why Transformer Engine cannot be used beside it.
+    """
+
+    device: str
+    compute_capability: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+    library: str | None = None
+    problem: str | None = None
+    library_problem: str | None = None
+
+    @classmethod
+    def none(cls, problem: str) -> "Capability":
+        """Return a machine without a CUDA device."""
+        library, library_problem = installed_library()
+        return cls("cpu", library=library, problem=problem, library_problem=library_problem)
+
+    @classmethod
+    def of_gpu(cls, major: int, minor: int, cuda: tuple[int, int] = (13, 0), library: str = "2.20.2") -> "Capability":
+        """Return a GPU with everything in place: what the matrix of recipes and devices is made for."""
+        return cls(f"sm_{major}{minor}", (major, minor), cuda, library)
+
+
+DEVICES = {
+    each.device: each
+    for each in (
+        Capability("cpu", problem="no CUDA device"),
+        *(Capability.of_gpu(major, minor) for major, minor in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))),
+    )
+}
+"""The matrix's devices: CPU, A100 (8.0), L4 and L40 (8.9), H100 and H200 (9.0), B200 (10.0), RTX 5090 (12.0)."""
+
+
+def version_tuple(text: str) -> tuple[int, int]:
+    """Return (2, 20) for "2.20.2" or "2.20.0.dev0+abc"; (0, 0) where it does not begin with two numbers."""
+    parts = text.split(".")
+    numbers = [part for part in parts[:2] if part.isdigit()]
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 else (0, 0)
+
+
+def installed_library() -> tuple[str | None, str | None]:
+    """Return (version, problem) of Transformer Engine as its package says, without importing it."""
+    wanted = f"at least {LIBRARY[0]}.{LIBRARY[1]} and below {LIBRARY[0] + 1}"
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError:
+        return None, f"Transformer Engine ({wanted}) is not installed: pip install 'transformer-engine[pytorch]'"
+    if LIBRARY <= version_tuple(found) < (LIBRARY[0] + 1, 0):
+        return found, None
+    return found, f"Transformer Engine {found} is installed, and {wanted} is needed"
+
+
+def device_here(accelerator: str) -> Capability:
+    """Return the GPU that `trainer.accelerator` (auto, cpu, cuda) finds on this machine, whatever its libraries."""
+    if accelerator == "cpu":
+        return Capability.none("trainer.accelerator=cpu")
+    if not any(Path(file).exists() for file in DRIVER_FILES):
+        return Capability.none("no CUDA device: there is no NVIDIA driver")
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return Capability.none(f"no CUDA device: torch {torch.__version__}, {built}, finds none")
+    major, minor = torch.cuda.get_device_capability()
+    return Capability(f"sm_{major}{minor}", (major, minor), version_tuple(torch.version.cuda or ""))
+
+
+@functools.cache
+def capability_here(accelerator: str) -> Capability:
+    """Return the same with its libraries, which are imported where there is a GPU; looked at once per process."""
+    device = device_here(accelerator)
+    if device.compute_capability is None:
+        return device
+    library, problem = installed_library()
+    if problem is None:
+        from lightning_llm.precision.native.transformer_engine import import_problem
+
+        problem = import_problem()
+    return replace(device, library=library, library_problem=problem)

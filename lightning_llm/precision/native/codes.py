@@ -1,0 +1,178 @@
+"""Codes and scales that Transformer Engine makes on a device, against the emulation's: a run checks them as it starts.
+
+One small tensor has what a cast may stumble over: many magnitudes, blocks of zeros, an outlier beside which others fall
+to the format's subnormal numbers. Stochastic codes must be one of the two neighbours.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
+from lightning_llm.precision.linear import DTYPES, ROLES, LinearPlan
+from lightning_llm.precision.native.transformer_engine import NativeLinear
+from lightning_llm.precision.quantize import quantise
+from lightning_llm.precision.scales import divide
+
+SIZE = 256  # whole blocks of every recipe, and tiles of 16 x 16
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stored(NamedTuple):
+    """An operand as it is kept: uint8 `codes` [R, C], and fp32 `scales` in the layout of `Quantised.stored_scale`."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
+    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
+    own = quantizer.copy() if hasattr(quantizer, "copy") else copy.copy(quantizer)
+    own.internal = own.optimize_for_gemm = False
+    own.set_usage(rowwise=True, columnwise=True)
+    return own(tensor)
+
+
+def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
+    """Return one direction of a tensor that Transformer Engine quantised, in our layout.
+
+    Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on, whose GEMMs read either
+    way) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
+    axis of scales is padded to a multiple of 4; MXFP8 has neither data transposed, and pads scales to 128 by 4; NVFP4
+    packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, pads scales as
+    MXFP8, and repeats those of 16x16 blocks in each row.
+    """
+    rows, columns = shape
+    if cast.block == "tensor":
+        turned = getattr(made, "_transpose", None)
+        turned = None if getattr(made, "_transpose_invalid", False) else turned
+        codes = made._data if axis == 1 or turned is None else turned.T
+        return Stored(codes.view(torch.uint8), made._scale_inv.reshape(()))
+    side = "rowwise" if axis == 1 else "columnwise"
+    codes, scales = getattr(made, f"_{side}_data").view(torch.uint8), getattr(made, f"_{side}_scale_inv")
+    if cast.scale == "two_level_e4m3":
+        across, along = shape if axis == 1 else (columns, rows)
+        codes = torch.stack([codes & 15, codes >> 4], -1).reshape(across, along)
+        scales = scales.view(torch.float8_e4m3fn).float()[:across, : along // 16]
+        scales = scales[::16] if cast.block == "16x16" else scales
+        return Stored(codes, scales) if axis == 1 else Stored(codes.T, scales.T)
+    if cast.block in ("1x128", "128x128"):
+        codes = codes if axis == 1 else codes.T
+        if cast.block == "1x128":
+            return Stored(codes, scales[:, :rows].T if axis == 1 else scales[:, :columns])
+        blocks = (-(-rows // 128), -(-columns // 128))
+        return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
+    down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
+    return Stored(codes, scales.view(torch.uint8)[:down, :right].float())
+
+
+def emulated(
+    tensor: Tensor, cast: CastConfig, axis: int, delayed: Tensor | None = None, noise: float | None = None
+) -> Stored:
+    """Return the same by our quantisers, after the cast's fixed rotation: scales are what is stored beside the codes.
+
+    `noise` in [0, 1): of every element, where the cast is stochastic.
+    """
+    if (turn := cast.hadamard) is not None and turn.vector is not None:
+        signs = fixed_signs(turn.vector, tensor.device)
+        matrix = rotation(turn.size, signs, tensor.device)
+        tensor = tensor if matrix is None else rotate(tensor, matrix, axis, DTYPES[turn.round_to])
+    drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
+    made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
+    scales = made.stored_scale.float()
+    return Stored(made.codes, divide(1.0, scales) if cast.block == "tensor" else scales)
+
+
+def axis_of(slot: str) -> int:
+    """Return the contraction axis of a slot's tensor as it is stored: x [M, K], w [N, K], dy [M, N]."""
+    return 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
+
+
+def sample(device: torch.device, dtype: torch.dtype, largest: int) -> Tensor:
+    """Return [SIZE, SIZE]: integers up to `largest`, times a power of two per 16 x 16 tile; some tiles zero.
+
+    With `largest` 15 a rotation over 16 of a tile's elements is exact in bf16, in whatever order it is summed.
+    """
+    index = torch.arange(SIZE * SIZE, device=device).reshape(SIZE, SIZE)
+    numbers = (index * 7919 + index // 251) % (2 * largest + 1) - largest
+    tiles = torch.arange(SIZE // 16, device=device)
+    exponents = -((tiles[:, None] * 5 + tiles[None, :] * 3) % 14)
+    made = numbers * torch.exp2(exponents.float()).repeat_interleave(16, 0).repeat_interleave(16, 1)
+    made[32:64] = 0
+    made[:16, 64:80] *= 16  # the outlier: the tensor's amax
+    return made.to(dtype)
+
+
+def quantizers_of(layer: NativeLinear) -> dict[str, Any]:
+    """Return a native layer's quantisers by role, after its first forward pass."""
+    if layer._delayed is not None:
+        return dict(layer._delayed.by_role)
+    made = layer._kernel[0].quantizers
+    return {"x": made["scaling_fwd"][0], "w": made["scaling_fwd"][1], "dy": made["scaling_bwd"][0]}
+
+
+def difference(theirs: Stored, ours: list[Stored]) -> str | None:
+    """Return how what is native differs from all of `ours` (one, or both neighbours), None where it does not."""
+    for kind, found, *wanted in zip(("codes", "scales"), theirs, *ours, strict=True):
+        if found.shape != wanted[0].shape:
+            return f"{kind}: native has shape {tuple(found.shape)}, the emulation {tuple(wanted[0].shape)}"
+        wrong = torch.stack([found != each for each in wanted]).all(0)
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            text = " or ".join(dict.fromkeys(f"{each[at].item():g}" for each in wanted))
+            return (
+                f"{int(wrong.sum())} of {wrong.numel()} {kind} differ, the first at {list(at)}: native "
+                f"{found[at].item():g}, emulated {text}"
+            )
+    return None
+
+
+def cast_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how."""
+    linear = nn.Linear(SIZE, SIZE, bias=False, device=device)
+    layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager"))
+    x = sample(device, dtype, 127).requires_grad_()
+    layer(x).sum().backward()  # which makes the quantisers
+    delayed = torch.tensor([0.3, 1.7, 900.0], device=device)
+    if layer._delayed is not None:
+        layer._delayed.use(delayed, None)
+    quantizers = quantizers_of(layer)
+    for slot, cast in casts.items():
+        if not cast.quantises:
+            continue
+        role, axis = slot.split(".")[1], axis_of(slot)
+        given = sample(device, dtype, 15 if cast.hadamard else 127)
+        theirs = stored(quantised_by(quantizers[role], given), cast, axis, (SIZE, SIZE))
+        scale = delayed[ROLES.index(role)] if cast.scale == "delayed" else None
+        draws = (0.0, 255 / 256) if cast.stochastic else (None,)
+        if text := difference(theirs, [emulated(given, cast, axis, scale, noise) for noise in draws]):
+            yield f"{slot} ({cast.format} {cast.block} {cast.scale}): {text}"
+
+
+def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | None:
+    """Return None if Transformer Engine's casts of one small tensor on `device` are those of `recipe`, bit for bit.
+
+    A release that keeps quantised tensors otherwise cannot be compared: what to say of that is returned.
+
+    Raises:
+        ConfigError: with the first difference in every slot that has one.
+    """
+    problems = []
+    for key, casts in recipe.cast_sets().items():
+        if any(cast.quantises for cast in casts.values()):
+            try:
+                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device))
+            except AttributeError as error:
+                return f"note   native casts were not checked: this Transformer Engine keeps them otherwise ({error})"
+            problems += [f"{key}.{text}" if key else text for text in found]
+    if problems:
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        text = f"would run {recipe.name} natively, and on {where} Transformer Engine's casts are not the recipe's"
+        ways = "Set emulated, or mend the library."
+        raise ConfigError([Problem("precision.backend", f"{text}: {each}. {ways}") for each in dict.fromkeys(problems)])
+    return None

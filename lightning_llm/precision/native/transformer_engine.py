@@ -1,0 +1,219 @@
+"""Transformer Engine 2.20: the one file that imports it, and only when a linear is to run natively.
+
+What differs from its plain use, and why:
+
+- Weights are masters in the recipe's dtype, ours, and are cast to the activations' dtype before Transformer Engine sees
+  them, once, as the emulation does. Left to itself it would quantise an fp32 weight directly, which is another number.
+  Under FSDP2 the gathered weight has that dtype already, and the cast is none.
+- The kernel object is no submodule: it owns no parameter, and its extra state is in no checkpoint.
+- Every argument that an environment variable (NVTE_...) gives a default is passed, so that none changes a recipe.
+- Delayed scales are ours, in the layer as the emulation keeps them: the kernels read the scale and merge the amax in
+  place, and `update_delayed` rolls the history when the recipe says. Transformer Engine's own DelayedScaling rolls at
+  the end of every autocast and takes the maximum over the whole job.
+- GEMMs of FP8 with a scale per tensor or per 128 accumulate in full fp32 (`use_split_accumulator`); its default for
+  fprop of per-tensor FP8 keeps about 14 bits of a sum. MXFP8's and NVFP4's recipes have no such switch: the library
+  calls their fprop GEMM without it and their backward GEMMs with it (`_2X_ACC_FPROP`, ...), and fast accumulation is
+  Hopper's.
+"""
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.linear import ROLES, LinearPlan, observe_casts
+from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.native.decide import MULTIPLES, NativeRecipe, express
+
+ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
+"""Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""
+
+
+class Engine(NamedTuple):
+    """The parts of the library that are used."""
+
+    pytorch: Any
+    recipe: Any
+    delayed_quantizer: Any
+    formats: dict[str, Any]
+
+
+@functools.cache
+def engine() -> Engine:
+    """Import the library and return its parts. torch comes first: it loads the CUDA libraries that this one needs."""
+    import transformer_engine.pytorch as pytorch
+    import transformer_engine_torch as extension
+    from transformer_engine.common import recipe
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+    formats = {"e4m3": extension.DType.kFloat8E4M3, "e5m2": extension.DType.kFloat8E5M2}
+    return Engine(pytorch, recipe, Float8Quantizer, formats)
+
+
+def import_problem() -> str | None:
+    """Return why the library cannot be used although it is installed, or None."""
+    if os.environ.get("NVTE_USE_FAST_MATH", "0") not in ("", "0"):
+        return "NVTE_USE_FAST_MATH changes how Transformer Engine quantises: unset it"
+    try:
+        engine()
+    except Exception as error:  # RuntimeError, OSError, FileNotFoundError: whatever lacks its CUDA libraries raises
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"Transformer Engine cannot be imported here ({type(error).__name__}: {first})"
+    return None
+
+
+def recipe_object(native: NativeRecipe) -> Any:
+    """Return the library's recipe for `native`, every switch given; `DelayedQuantizers` has delayed scaling's."""
+    own, e = engine().recipe, native
+    common = {"backward_override": "high_precision" if e.gradient == "high" else None}
+    wide = own.Format.HYBRID if e.gradient == "e5m2" else own.Format.E4M3
+    split = dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), own.MMParams(True))
+    if e.kind == "current":
+        made = own.Float8CurrentScaling(use_power_2_scales=e.power_of_two, fp8_format=wide, **split, **common)
+        return _with_scales(made, e.power_of_two)
+    if e.kind == "subchannel":
+        blocks = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+        made = own.Float8BlockScaling(use_f32_scales=not e.power_of_two, fp8_format=wide, **blocks, **split, **common)
+        return _with_scales(made, e.power_of_two)
+    if e.kind == "mxfp8":
+        return own.MXFP8BlockScaling(fp8_format=wide, enable_2d_quantization=e.square, **common)
+    if e.kind == "nvfp4":
+        return own.NVFP4BlockScaling(
+            disable_rht=not e.rotated,
+            disable_stochastic_rounding=not e.stochastic,
+            disable_2d_quantization=not e.square,
+            row_scaled_activation=False,
+            nvfp4_4over6="none",
+            **common,
+        )
+    raise ValueError(f"{e.kind} has no recipe object of its own")
+
+
+def _with_scales(recipe: Any, power_of_two: bool) -> Any:
+    """Set how scales round, on the instance: as an argument of the constructor it is taken and does nothing."""
+    scales = engine().recipe.QParams(power_2_scale=power_of_two, amax_epsilon=0.0)
+    recipe.fp8_quant_fwd_inp = recipe.fp8_quant_fwd_weight = recipe.fp8_quant_bwd_grad = scales
+    return recipe
+
+
+class DelayedQuantizers:
+    """The quantisers of one layer under delayed scaling, on scales and amaxes that the layer owns."""
+
+    def __init__(self, casts: dict[str, CastConfig], device: torch.device):
+        """`casts`: by role (x, w, dy)."""
+        parts = engine()
+        self.scratch = torch.zeros(len(ROLES), device=device)  # what amaxes go to that no history is to see
+        ones = torch.ones(len(ROLES), device=device)
+        self.by_role = {
+            role: parts.delayed_quantizer(ones[at], self.scratch[at : at + 1], parts.formats[casts[role].format])
+            for at, role in enumerate(ROLES)
+        }
+        self._spare = parts.delayed_quantizer(ones[0], self.scratch[:1], parts.formats["e4m3"])
+        self.recipe = parts.recipe.CustomRecipe(
+            qfactory=self._quantizer, fp8_format=parts.recipe.Format.HYBRID, backward_override=None
+        )
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            setattr(self.recipe, f"fp8_gemm_{gemm}", parts.recipe.MMParams(True))
+
+    def _quantizer(self, role: Any) -> Any:
+        """Return the quantiser of a slot; of outputs and input gradients, which are never quantised, one to spare."""
+        return self.by_role.get(ROLE_OF.get(getattr(role, "tensor_type", ""), ""), self._spare)
+
+    def use(self, scale: Tensor, amax: Tensor | None) -> None:
+        """Read `scale` [len(ROLES)] and merge amaxes into `amax` [len(ROLES)], or nowhere.
+
+        For a forward pass, and again for its backward pass: another may have come in between.
+        """
+        target = self.scratch if amax is None else amax
+        for at, role in enumerate(ROLES):
+            quantizer = self.by_role[role]
+            quantizer.scale, quantizer.amax = scale[at], target[at : at + 1]
+
+
+class NativeLinear(QuantisedLinear):
+    """A linear layer whose GEMMs run in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
+
+    autocast is entered here, around each call and nowhere else, so that a recomputation in the backward pass, a sample
+    and a validation are in it as well; none of the recipes used keeps state in it.
+    """
+
+    def __init__(self, name: str, linear: nn.Linear, plan: LinearPlan, sharded: bool = False):
+        """`sharded`: the weight is gathered for use, so no quantised copy is to be kept for the backward pass."""
+        super().__init__(name, linear, plan)
+        self.sharded = sharded
+        self._kernel: tuple[Any, ...] = ()  # one, in a tuple so that it is no submodule
+        self._known: LinearPlan | None = None
+        self._native: NativeRecipe | None = None
+        self._recipe: Any = None
+        self._delayed: DelayedQuantizers | None = None
+
+    @torch.compiler.disable  # a compiled block runs it as it is
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x weight^T, [..., out_features] in the dtype of `x` [..., in_features]; `bias` only without casts."""
+        self._follow_plan(x.device)
+        if self.bypass or self._native is None:
+            return self._without_casts(x, weight, bias)
+        if self._delayed is not None:
+            self._materialise_state(x.device)
+            if self.scale is None or self.amax_history is None:
+                raise RuntimeError(f"{self.name} has no delayed state")
+            recording = self.training and torch.is_grad_enabled()
+            scales = self.scale, self.amax_history[0] if recording else None
+            self._delayed.use(*scales)
+        rows = x.reshape(-1, self.in_features)  # [M, K]
+        # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
+        padding = -rows.shape[0] % MULTIPLES[self._native.kind]
+        padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
+        if self._delayed is not None and padded.requires_grad:
+            delayed = self._delayed
+            padded.register_hook(lambda _: delayed.use(*scales))
+        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
+        if self.observe is not None:  # kernels keep what they round to themselves
+            observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
+        return y
+
+    def _run(self, rows: Tensor, weight: Tensor) -> Tensor:
+        kernel = self._kernel[0]
+        kernel.__dict__["weight"] = weight.to(rows.dtype)
+        try:
+            with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
+                y: Tensor = kernel(rows)
+        finally:
+            del kernel.__dict__["weight"]
+        return y
+
+    def _follow_plan(self, device: torch.device) -> None:
+        """Take up another plan: at the first call, and where a phase begins. A kernel keeps its first quantisers."""
+        if self._known is self.plan:
+            return
+        self._known = self.plan
+        self._native = self._recipe = self._delayed = None
+        if not any(cast.quantises for cast in self.plan.casts.values()):
+            return
+        self._native, differences = express(self.plan.casts)
+        if self._native is None:
+            raise ValueError(f"{self.name}: {'; '.join(f'{slot} {text}' for slot, text in differences)}")
+        if self._native.kind == "delayed":
+            self._delayed = DelayedQuantizers(self.plan.delayed_casts(), device)
+            self._recipe = self._delayed.recipe
+        else:
+            self._recipe = recipe_object(self._native)
+        self._kernel = (self._new_kernel(),)
+
+    def _new_kernel(self) -> Any:
+        kernel = engine().pytorch.Linear(
+            self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta", name=self.name
+        )
+        del kernel.weight  # ours is put in its place for each call
+        kernel._is_fsdp2 = self.sharded  # it would look for itself among the model's modules
+        return kernel
+
+
+def seed_random_bits(word: int) -> None:
+    """Seed what NVFP4's kernels draw stochastic rounding from (torch's CUDA generator), before a micro-batch."""
+    torch.cuda.manual_seed(word)

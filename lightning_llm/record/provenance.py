@@ -1,0 +1,110 @@
+"""Which code a run came from, and which process."""
+
+import getpass
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import lightning_llm
+from lightning_llm.config.workspace import checkout
+
+RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
+
+
+def versions() -> dict[str, str]:
+    """Return {package: version} of what shapes a run's numbers; packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "lightning_llm": lightning_llm.__version__}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any]:
+    """Return {"sha", "dirty"} of the checkout the package runs from; both None for a wheel, or without git."""
+    root = checkout()
+    sha = _git(root, "rev-parse", "HEAD") if root else None
+    status = _git(root, "status", "--porcelain") if sha else None
+    return {"sha": sha, "dirty": None if status is None else bool(status)}
+
+
+def code_hash() -> str:
+    """Return 12 hex digits of the Python text that training runs, as it is on disk, in a checkout or a wheel."""
+    root, *checkouts = map(Path, lightning_llm.__path__)  # a checkout keeps callbacks/ beside the package
+    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
+    for each in checkouts:
+        files |= {file.relative_to(each).as_posix(): file for file in (each / "callbacks").rglob("*.py")}
+    digest = blake2b(digest_size=6)
+    for name, file in sorted(files.items()):
+        if not name.startswith("compare/"):  # which judges runs and takes no part in them
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `summary.json` says of where a run's numbers come from, flat; what was not recorded is left out."""
+    found = {f"versions.{key}": value for key, value in (summary.get("versions") or {}).items() if key != "mlflow"}
+    if isinstance(summary.get("device"), str):
+        name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
+        count, times, rest = name.partition(" x ")
+        found["device"] = rest if times and count.isdigit() else name
+    for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
+        if summary.get(key) is not None:
+            found[key] = summary[key]
+    return found if "code_hash" in found else found | git_of(summary)
+
+
+def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the commit that `summary.json` names and whether files were changed, flat; {} where it says nothing."""
+    git = summary.get("git") or {}
+    return {f"git.{key}": git[key] for key in ("sha", "dirty") if git.get(key) is not None}
+
+
+def user_name() -> str:
+    """Return who runs this, as MLflow's column of users shows; the number of one that has no name here."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
+        return str(os.getuid())
+
+
+def process_mark() -> str:
+    """Return a name of this process that no later one gets: host, number, and when it was started (seconds)."""
+    return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
+
+
+def is_of_this_machine(mark: str) -> bool:
+    """Return whether the process of `mark` is, or was, one of this machine; no mark is of none."""
+    return mark.partition(" ")[0] == platform.node()
+
+
+def has_ended(mark: str) -> bool:
+    """Return whether the process of `mark` is known to be gone; False for one of another machine, or for no mark."""
+    number, _, started = mark.partition(" ")[2].partition(" ")
+    if not is_of_this_machine(mark) or not number.isdigit():
+        return False
+    try:
+        process = psutil.Process(int(number))
+        # Boot time, and with it this number, may move by a second when the clock is set.
+        return abs(process.create_time() - float(started)) > 2 or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _git(root: Any, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

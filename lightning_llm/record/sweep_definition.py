@@ -1,0 +1,232 @@
+"""What a sweep is: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.config.commands import sweep_command
+from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash
+from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.schema import Config
+from lightning_llm.config.workspace import default_outputs
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.files import write_json
+
+FILE = "sweep.json"
+CLAIMS = ".claims"
+"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
+GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
+"""Keys that a command with more seeds sets itself."""
+BEGINNING = (CLAIMS, f"{FILE}.partial")
+"""What is there before `FILE` is, while another start writes it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep. `words` tell it from the others; `key` names it over all starts of the sweep."""
+
+    number: int
+    words: tuple[str, ...]
+    key: str
+    config: Config
+
+    @property
+    def name(self) -> str:
+        """The number and the words."""
+        return f"{self.number} {' '.join(self.words)}".strip()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.dir)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a sweep was composed of: the overrides as they were typed, and the folder of further groups."""
+
+    overrides: tuple[str, ...] = ()
+    config_dir: Path | None = None
+
+    def without_seeds_and_place(self) -> dict[str, Any]:
+        """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
+        words = [redact_uri(word) for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
+        return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Jobs in one folder. `hash` is the definition's, whatever the folder is called."""
+
+    folder: Path
+    hash: str
+    jobs: tuple[Job, ...]
+    parent_run_id: str | None = None
+    typed: Typed | None = None
+
+    @property
+    def experiment(self) -> str:
+        """The MLflow experiment of all its runs."""
+        return self.jobs[0].config.run.experiment
+
+    @property
+    def axes(self) -> dict[str, list[str]]:
+        """The values that jobs differ in, by key."""
+        found: dict[str, dict[str, None]] = {}
+        for job in self.jobs:
+            for word in job.words:
+                found.setdefault(_key_of(word), {})[word.partition("=")[2]] = None
+        return {key: list(values) for key, values in found.items()}
+
+
+def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Typed | None = None) -> Sweep:
+    """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
+
+    The hash is over the jobs' keys, so the same command finds its folder again. Where the folder holds a sweep
+    already, jobs keep the numbers they have there and new ones are added behind: a sweep given a name can grow.
+
+    Raises:
+        ConfigError: jobs of several experiments, or the folder holds something that is no sweep.
+    """
+    first = jobs[0][1]
+    if len({config.run.experiment for _, config in jobs}) > 1:
+        raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
+    keys = _keys(jobs)
+    digest = sha256(json.dumps(sorted(keys)).encode()).hexdigest()[:12]
+    recipe = (first.recipe or "sweep").rpartition("/")[2]
+    folder = Path(first.run.root) / first.run.experiment / (name or f"{recipe}-{digest}")
+    known = _read(folder)
+    numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
+    following = max(numbers.values(), default=-1) + 1
+    made = []
+    for key, (words, config) in zip(keys, jobs, strict=True):
+        if key not in numbers:
+            numbers[key], following = following, following + 1
+        number = numbers[key]
+        update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(words)}".strip()}
+        placed = config.model_copy(update={"run": config.run.model_copy(update=update)})
+        made.append(Job(number, tuple(words), key, placed))
+    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"), typed)
+
+
+def write(sweep: Sweep) -> dict[str, Any]:
+    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
+    before = _read(sweep.folder)
+    known = {each["key"]: each for each in before.get("jobs", [])}
+    known |= {job.key: _described(job) for job in sweep.jobs}
+    typed = _merged(before.get("typed", []), sweep.typed)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "hash": sweep.hash,
+        "experiment": sweep.experiment,
+        "recipe": sweep.jobs[0].config.recipe,
+        "axes": sweep.axes,
+        "typed": typed,
+        "mlflow_run_id": sweep.parent_run_id,
+        "jobs": sorted(known.values(), key=lambda each: each["number"]),
+    }
+    write_json(sweep.folder / FILE, about)
+    return about
+
+
+def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
+    """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
+
+    A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
+    `sweep.json` says nothing of how it was composed (written by an earlier version).
+
+    Raises:
+        ConfigError: `folder` holds no sweep.
+    """
+    place = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_place(folder)]
+    starts = _read(folder).get("typed", [])
+    return " && ".join(sweep_command([*each["overrides"], *place], each["config_dir"]) for each in starts)
+
+
+def command_to_go_on(sweep: Sweep) -> str:
+    """Return the command that starts what is left of `sweep`, wherever it is typed."""
+    typed = sweep.typed or Typed()
+    words = [redact_uri(word) for word in typed.overrides if _key_of(word) not in ("run.name", "run.root", "run.dir")]
+    return sweep_command([*words, *_place(sweep.folder)], typed.config_dir and typed.config_dir.absolute())
+
+
+def _place(folder: Path) -> list[str]:
+    """Return the overrides that lead to the folder of a sweep from anywhere."""
+    root = folder.absolute().parent.parent
+    return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]
+
+
+def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
+    """Return how the sweep was composed over all its starts; one that only added seeds is no other."""
+    now = typed.without_seeds_and_place() if typed else None
+    return starts if now is None or now in starts else [*starts, now]
+
+
+def _described(job: Job) -> dict[str, Any]:
+    """Return a job as `sweep.json` lists it; jobs of one `kind` differ in the seed alone, whatever their words."""
+    config = flatten(job.config.model_dump(mode="json"))
+    rest = (*PLACE, "recipe", "seed")
+    kind = {key: value for key, value in config.items() if value is not None and not below(key, rest)}
+    digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+    return {
+        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest
+    }  # fmt: skip
+
+
+def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
+    """Return the sweep with its MLflow parent run, which every job names in its tags."""
+    tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
+    if parent_run_id:
+        tags["mlflow.parentRunId"] = parent_run_id
+    jobs = []
+    for job in sweep.jobs:
+        logger = job.config.logger.model_copy(update={"tags": job.config.logger.tags | tags})
+        jobs.append(replace(job, config=job.config.model_copy(update={"logger": logger})))
+    return replace(sweep, jobs=tuple(jobs), parent_run_id=parent_run_id)
+
+
+def _keys(jobs: Sequence[tuple[list[str], Config]]) -> list[str]:
+    """Return what names each job: its config hash, and the words that jobs differ in and that the hash leaves out.
+
+    Such a word is `precision.backend=auto`. A second run of the same (to compare it with itself) gets "-1", ...
+    """
+    unhashed = [{word for word in words if not in_hash(_key_of(word))} for words, _ in jobs]
+    shared = set.intersection(*unhashed)
+    seen: Counter[str] = Counter()
+    keys = []
+    for (_, config), words in zip(jobs, unhashed, strict=True):
+        each = " ".join([config_hash(config), *sorted(words - shared)])
+        keys.append(f"{each}-{seen[each]}" if seen[each] else each)
+        seen[each] += 1
+    return keys
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def _checked(about: Any) -> dict[str, Any]:
+    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
+    jobs = about.get("jobs", []) if isinstance(about, dict) else None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError("it is damaged: no list of jobs")
+    numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError("it is damaged: jobs without a number of their own")
+    if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError("it is damaged: jobs without a key of their own")
+    return dict(about)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
+        return {}
+    try:
+        return _checked(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
+        raise ConfigError(Problem("run.name", text)) from error

@@ -1,0 +1,134 @@
+"""What ranks settle together before they train: one config, one way to run its casts, one start."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from filelock import FileLock
+
+from lightning_llm.config.identity import config_hash
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.precision.swap import EMULATED
+from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.start import Start, claim, decide_start
+from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
+
+
+class RankReport(NamedTuple):
+    """What one rank says of itself. `runs`: how casts would run there; `problems`: what it refuses."""
+
+    devices: int
+    config_hash: str
+    runs: str
+    problems: tuple[Problem, ...]
+
+
+def agree_on_config(config: Config, decision: Decision = EMULATED, refusal: ConfigError | None = None) -> Config:
+    """Return rank 0's config: where each rank composes its own, a run.name made of the time may differ. Collective.
+
+    `decision` is how casts would run on this rank's machine, `refusal` why this rank cannot train.
+
+    Raises:
+        ConfigError: on every rank, with what any refuses; or where one was started with something else, or would run
+            casts otherwise than rank 0.
+    """
+    if not dist.is_initialized():
+        if refusal is not None:
+            raise refusal
+        return config
+    problems = () if refusal is None else tuple(refusal.problems)
+    here = RankReport(config.trainer.devices, config_hash(config), decision.runs, problems)
+    found = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    if refused := _of_ranks([each.problems for each in found]):
+        raise AgreedError(refused)
+    if len({each.devices for each in found}) > 1:
+        devices = sorted({each.devices for each in found})
+        text = f"ranks per machine are {', '.join(map(str, devices))}. Start as many on each."
+        raise AgreedError(Problem("trainer.devices", text))
+    if others := [rank for rank, each in enumerate(found) if each.config_hash != found[0].config_hash]:
+        text = f"of rank(s) {_listed(others)} differs from rank 0's. Start all with the same words."
+        raise AgreedError(Problem("the config", text))
+    if others := [rank for rank, each in enumerate(found) if each.runs != found[0].runs]:
+        text = (
+            f"casts would be {found[0].runs} on rank 0 and {found[others[0]].runs} on rank(s) {_listed(others)}. Set "
+            "emulated, or start all ranks on machines that are alike."
+        )
+        raise AgreedError(Problem("precision.backend", text))
+    first: Config = _from_first(config)
+    return first
+
+
+def _of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
+    """Return each rank's problems once, with the ranks that have it where not all do."""
+    found: dict[Problem, list[int]] = {}
+    for rank, its in enumerate(problems):
+        for each in dict.fromkeys(its):
+            found.setdefault(each, []).append(rank)
+    return [
+        each if len(ranks) == len(problems) else Problem(each.key, f"on rank(s) {_listed(ranks)} {each.text}")
+        for each, ranks in found.items()
+    ]
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def decide_together(config: Config, claims: list[FileLock]) -> Start:
+    """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
+
+    Rank 0 adds its claim on the folder to `claims`, to be released when the run has ended.
+
+    Raises:
+        ConfigError: on every rank, what rank 0 found wrong.
+    """
+    if not dist.is_initialized():
+        claims.append(claim(Path(config.run.dir)))
+        return decide_start(config, content_damage)
+    decision: Start | ConfigError
+    if is_first_rank():
+        try:
+            claims.append(claim(Path(config.run.dir)))
+            decision = decide_start(config, _verify_on_all_ranks)
+        except ConfigError as error:
+            decision = error
+        _from_first(decision)
+    else:
+        while isinstance(asked := _from_first(None), Checkpoint):
+            _verify_share(asked)
+        decision = asked
+    if isinstance(decision, ConfigError):
+        raise AgreedError(decision.problems)
+    return decision
+
+
+def _verify_on_all_ranks(checkpoint: Checkpoint) -> list[Damage]:
+    """Return what all ranks together find wrong; called by rank 0, while the others wait to be asked for their share.
+
+    Raises:
+        ConfigError: a rank does not see the checkpoint's folder.
+    """
+    _from_first(checkpoint)
+    found = _verify_share(checkpoint)
+    if blind := [str(rank) for rank, damage in enumerate(found) if damage is None]:
+        text = f"{checkpoint.folder} is not seen by rank(s) {', '.join(blind)}. It must lie where all nodes see it."
+        raise ConfigError(Problem("resume", text))
+    return [each for damage in found for each in damage or ()]
+
+
+def _verify_share(checkpoint: Checkpoint) -> list[list[Damage] | None]:
+    """Return what each rank finds wrong with its share of the files, None from one that sees none. Collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found: list[list[Damage] | None] = [None] * world
+    dist.all_gather_object(found, content_damage(checkpoint, rank, world) if checkpoint.folder.is_dir() else None)
+    return found
+
+
+def _from_first(value: Any) -> Any:
+    """Return rank 0's value. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -1,0 +1,304 @@
+"""One rank of one run, from a checked config to an exit code."""
+
+import logging
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from filelock import FileLock
+
+from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.config.commands import how_to_go_on
+from lightning_llm.config.file import write_config
+from lightning_llm.config.schema import Config
+from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
+from lightning_llm.hardware import describe_device
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
+from lightning_llm.plan.check import native_decision
+from lightning_llm.plan.report import notes, plan_line
+from lightning_llm.precision.native.codes import check_native_casts
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.precision.swap import EMULATED, choose_backend
+from lightning_llm.record.files import mark_failed
+from lightning_llm.record.loggers import LoggerSink
+from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
+from lightning_llm.record.mlflow.ui import ui_lines
+from lightning_llm.record.provenance import code_hash, versions
+from lightning_llm.record.rank_liveness import (
+    RankHeartbeat,
+    RankSilentError,
+    clear_beats,
+    say_silent,
+    silent_ranks,
+)
+from lightning_llm.record.state import mlflow_facts
+from lightning_llm.run.agreement import agree_on_config, decide_together
+from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
+from lightning_llm.run.environment import die_with_launcher, is_first_rank
+from lightning_llm.run.resume_history import earlier_parts
+from lightning_llm.run.start import Start
+from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
+from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
+from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.health.nonfinite import StepNotMadeError
+from lightning_llm.train.module import LanguageModule
+
+
+def run(config: Config) -> int:
+    """Train; return 0, 128 + the signal that ended the run, or 1.
+
+    1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
+
+    Any other failure is raised: its traceback is the message, and the run's folder says "failed".
+    """
+    claims: list[FileLock] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in handlers:
+            signal.signal(number, _stop_before_training)
+        die_with_launcher()
+        quiet_lightning()
+        rank = prepare_rank(config)
+        start = decide_together(rank.config, claims)
+        if start.finished:
+            say(start.nothing_left(rank.config))
+        else:
+            fit(rank, start)
+    except StoppedBySignal as stop:
+        say("; ".join(filter(None, (str(stop), how_to_go_on(config.run.dir)))), sys.stderr)
+        return 128 + stop.number
+    except StepNotMadeError as error:
+        say(f"error: {error}", sys.stderr)
+        say(how_to_go_on(config.run.dir), sys.stderr)
+        return 1
+    except StorageError as error:
+        further = f"once the folder can be written again, {how_to_go_on(config.run.dir)}"
+        say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
+        return 1
+    except RankSilentError:
+        return 1
+    finally:
+        for each in claims:
+            each.release()
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
+    leave_process_group()
+    if not start.finished:
+        say_where(rank.config)
+    return 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank trains with, past all that can be refused before a folder is touched."""
+
+    config: Config
+    device: torch.device
+    layout: Layout
+    decision: Decision
+    callbacks: Mapping[str, pl.Callback]
+
+
+def prepare_rank(config: Config) -> Rank:
+    """Look at what this machine makes of `config`, and settle it with the other ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
+    """
+    device = choose_device(config)
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    callbacks: Mapping[str, pl.Callback] = {}
+    decision, refusal = EMULATED, None
+    try:
+        callbacks, decision = build_callbacks(config), native_decision(config)
+        check_casts(config, decision, device)
+    except ConfigError as error:
+        refusal = error
+    layout = open_layout(config, device)
+    config = agree_on_config(config, decision, refusal)
+    record_collectives(device, Path(config.run.dir))
+    return Rank(config, device, layout, decision, callbacks)
+
+
+def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
+    """Raise ConfigError where the recipe's casts cannot run on `device`, or natively are not the recipe's."""
+    if decision.runs == "refused":  # a rank may find another machine than the one that was checked
+        raise ConfigError(decision.refusals())
+    if decision.runs == "emulated":
+        choose_backend(config.precision, device.type)
+    elif decision.natives and (unchecked := check_native_casts(config.precision, device)):
+        say(unchecked)
+
+
+def fit(rank: Rank, start: Start) -> None:
+    """Open the data, make the run's folder, and train in it from `start`."""
+    config, device = rank.config, rank.device
+    say(plan_line(config, device))
+    for line in [*notes(config), *resume_lines(config, start)]:
+        say(line)
+    corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
+    for line in [data_line(config, corpus), *left_out_lines(corpus)]:
+        say(line)
+    facts = run_facts(config, corpus, rank.decision)
+    if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
+        facts["earlier"] = earlier
+    adopt = prepare_folder(config, corpus, start)
+    module = build_module(config, corpus)
+    sinks = tracking_sinks(config)
+    trainer = build_trainer(config, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
+    with watched_ranks(config, module):
+        trainer.fit(module, CorpusDataModule(corpus, config))
+    if ended := module.ended_early:
+        say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+
+
+def say_where(config: Config) -> None:
+    """Print where the run lies, and how to look at it."""
+    say(f"run    {config.run.dir}")
+    if config.logger.name == "mlflow":
+        tracked = mlflow_facts(Path(config.run.dir))
+        for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
+            say(line)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` once for all ranks."""
+    if is_first_rank():
+        print(text, file=stream, flush=True)
+
+
+def open_layout(config: Config, device: torch.device) -> Layout:
+    """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
+    world = config.world or config.trainer.devices
+    if world > 1 or config.parallel.zero_stage > 0:
+        join_process_group(device, world, config.parallel.timeout_seconds)
+    return Layout.of(config.parallel, device)
+
+
+def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
+    """Make the run's folder with config.yaml and tokenizer.json. Collective.
+
+    Where the run goes on in its folder, what lies there stays as it is: returned is what writes these files, to be
+    called on rank 0 when `start` has loaded on every rank.
+
+    Raises:
+        ConfigError: on every rank, where one does not see rank 0's folder.
+    """
+    folder = Path(config.run.dir)
+    write = partial(_write_config_and_tokenizer, config, corpus)
+    goes_on = start.checkpoint is not None and start.checkpoint.run_folder == folder
+    if is_first_rank() and not goes_on:
+        folder.mkdir(parents=True, exist_ok=True)
+        write()
+    if is_first_rank():
+        clear_beats(folder)
+    if dist.is_initialized():
+        seen: list[bool] = [False] * dist.get_world_size()
+        dist.barrier()
+        dist.all_gather_object(seen, (folder / "config.yaml").is_file())
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+            text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
+            raise AgreedError(Problem("run.dir", text))
+    return write if goes_on else None
+
+
+def _write_config_and_tokenizer(config: Config, corpus: Corpus) -> None:
+    folder = Path(config.run.dir)
+    write_config(config, folder / "config.yaml")
+    corpus.tokenizer.save(folder / "tokenizer.json")
+
+
+def quiet_lightning() -> None:
+    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+
+
+@contextmanager
+def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
+    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
+
+    A run that fails leaves the signs in its folder.
+
+    Raises:
+        RankSilentError: the run failed because other ranks are silent.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    timeout = config.parallel.timeout_seconds
+    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
+    heartbeat.start()
+    try:
+        yield
+    except Exception as error:
+        name_silent_ranks(config, error)
+        raise
+    except BaseException:  # a signal
+        heartbeat.stop()
+        raise
+    heartbeat.stop()
+
+
+def name_silent_ranks(config: Config, error: Exception) -> None:
+    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
+
+    Raises:
+        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
+    """
+    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
+    silent = silent_ranks(folder, timeout)
+    if not silent:
+        return
+    text = say_silent(silent, timeout)
+    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        mark_failed(folder, text)
+    for each in silent:
+        each.end_if_stopped()
+    raise RankSilentError(text) from error
+
+
+def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        "validation_unigram_nats": corpus.validation_unigram_nats,
+        "threads": torch.get_num_threads(),
+        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "precision": decision.facts(),
+    }
+
+
+def origin_here(device: torch.device) -> dict[str, Any]:
+    """Return what the summary will say of the code and the machine."""
+    return {"versions": versions(), "code_hash": code_hash(), "device": describe_device(device)}
+
+
+def tracking_sinks(config: Config) -> list[RecordSink]:
+    """Return where the run's records go beside its own folder; rank 0 alone tracks."""
+    if config.logger.name == "none" or not is_first_rank():
+        return []
+    sink = MLflowTracker if config.logger.name == "mlflow" else LoggerSink
+    return [sink(config, Path(config.run.dir))]
+
+
+def _stop_before_training(number: int, frame: FrameType | None) -> None:
+    raise StoppedBySignal(number, None)

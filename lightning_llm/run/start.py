@@ -1,0 +1,241 @@
+"""What lies in run.dir, and so whether a run may start there, go on, or is done. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lightning_llm.config.commands import how_to_go_further
+from lightning_llm.config.compose import load_config
+from lightning_llm.config.identity import differences_on_resume
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.files import damaged_record, summary_of
+from lightning_llm.record.liveness import whose
+from lightning_llm.record.state import settled_state, state_of
+from lightning_llm.record.sweep_definition import CLAIMS
+from lightning_llm.train.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
+    Damage,
+    Verify,
+    newest_verified,
+    step_folders,
+    verified,
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do.
+
+    `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged.
+    `ended`: who ended a run before its last step, and why.
+    """
+
+    checkpoint: Checkpoint | None = None
+    finished: bool = False
+    made_steps: int = 0
+    ended: str = ""
+    passed_over: tuple[Damage, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made before the start."""
+        return self.checkpoint.step if self.checkpoint else self.made_steps
+
+    def nothing_left(self, config: Config) -> str:
+        """Return what to say of a finished run, and how it can go on."""
+        if self.ended:
+            return (
+                f"{config.run.dir} is finished at step {self.step} of {config.trainer.max_steps}: {self.ended}. "
+                "It goes on where that callback is left out or set to something else"
+            )
+        return how_to_go_further(config.run.dir, self.step)
+
+
+def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:
+    """Find nothing beyond what opening a checkpoint finds: for a first look, before the ranks verify its content."""
+    return []
+
+
+def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
+    """Return how this run starts; changes nothing.
+
+    `resume=null` wants a folder without a run. `resume=auto` goes on from the folder's newest checkpoint that `verify`
+    finds nothing wrong with, or afresh where there is none. `resume=PATH` goes on from that checkpoint, or the newest
+    of that run, in its own run's folder or in a new one.
+
+    Raises:
+        ConfigError: the folder holds something else, the configs differ, or no checkpoint of those there verifies.
+    """
+    folder = Path(config.run.dir)
+    holds_run = (folder / "config.yaml").is_file()
+    if holds_run:
+        _refuse_running(folder, wait=config.resume is not None)
+    if config.resume is None:
+        if folder.is_dir() and any(folder.iterdir()):
+            what = "a run" if holds_run else "files that are no run's"
+            text = f"{folder} already holds {what}. Set resume=auto to go on with it, or another run.name or run.dir."
+            raise ConfigError(Problem("run.dir", text))
+        return Start()
+    if config.resume == "auto":
+        if not holds_run:
+            if folder.is_dir() and any(folder.iterdir()):
+                text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
+                raise ConfigError(Problem("run.dir", text))
+            return Start()
+        checkpoint, passed_over = newest_verified(folder / "checkpoints", _with_records(folder, verify))
+        _must_match(config, folder, checkpoint)
+        if ended := _ended_early(config, folder):
+            return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
+        if checkpoint is None and state_of(folder) == "finished":
+            return _finished_without_checkpoint(config, folder)
+    else:
+        checkpoint, passed_over = _at_path(config, folder, holds_run, verify)
+    if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
+        text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
+        raise ConfigError(Problem("trainer.max_steps", text))
+    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
+    return Start(checkpoint, done, passed_over=passed_over)
+
+
+def _with_records(folder: Path, verify: Verify) -> Verify:
+    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too."""
+
+    def with_records(checkpoint: Checkpoint) -> list[Damage]:
+        problem = damaged_record(folder / "metrics.jsonl", checkpoint.step)
+        return [*([Damage(checkpoint.folder, "metrics.jsonl", problem)] if problem else []), *verify(checkpoint)]
+
+    return with_records
+
+
+def _ended_early(config: Config, folder: Path) -> str:
+    """Return by whom the run was ended before its last step, and why; "" if by none, or none that would do so again."""
+    summary = summary_of(folder)
+    ended = summary.get("ended_by")
+    if not isinstance(ended, dict) or summary.get("status") != "finished":
+        return ""
+    before, name = load_config(folder / "config.yaml", []).callbacks, ended.get("callback")
+    now = config.callbacks
+    if name is not None:
+        before, now = ({name: each.get(name.removeprefix("callbacks."))} for each in (before, now))
+    return f"ended by {name or 'a callback'} ({ended.get('reason')})" if before == now else ""
+
+
+def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
+    """Return that nothing is left to do. To begin afresh would wipe the run.
+
+    Raises:
+        ConfigError: another number of steps is asked for.
+    """
+    steps = load_config(folder / "config.yaml", []).trainer.max_steps
+    if config.trainer.max_steps != steps:
+        text = (
+            f"{folder} is finished at step {steps} and its checkpoints are gone, so nothing can go on to "
+            f"trainer.max_steps={config.trainer.max_steps}. Choose another run.name, or bring them back."
+        )
+        raise ConfigError(Problem("resume", text))
+    return Start(None, finished=True, made_steps=steps)
+
+
+def resumable_runs(config: Config) -> list[Path]:
+    """Return the folders of the experiment's runs that `resume=auto` would go on with, the newest first."""
+    found = []
+    for file in Path(config.run.dir).parent.glob("*/config.yaml"):
+        try:
+            old = load_config(file, [])
+        except ConfigError:  # of another version, say: not one to go on with
+            continue
+        state = state_of(file.parent)
+        unfinished = state in ("stopped", "failed") or old.trainer.max_steps < config.trainer.max_steps
+        saved = step_folders(file.parent / "checkpoints")
+        if unfinished and saved and state != "running" and not differences_on_resume(old, config):
+            found.append((saved[0].stat().st_mtime, file.parent))
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def claim(folder: Path) -> FileLock:
+    """Return the lock of a run's folder, beside it and taken: held until its process ends, or it is released.
+
+    `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be made.
+    """
+    lock = FileLock(folder.parent / CLAIMS / f"{folder.name}.run")
+    try:
+        (folder.parent / CLAIMS).mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        text = f"{folder} is being trained right now, by another process. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text)) from error
+    except OSError as error:
+        text = f"{folder} cannot be written ({error.strerror}). Choose a folder that can."
+        raise ConfigError(Problem("run.dir", text)) from error
+    return lock
+
+
+def _refuse_running(folder: Path, wait: bool) -> None:
+    """Raise ConfigError where the folder's run is under way, or where nothing says whether it is."""
+    try:
+        mark = summary_of(folder).get("process", "")
+    except ValueError as error:
+        text = f"{error}. If no process trains there, remove that file: resume=auto goes on from the last checkpoint."
+        raise ConfigError(Problem("run.dir", text)) from error
+    if (settled_state(folder) if wait else state_of(folder)) == "running":
+        text = f"{folder} is being trained right now, by {whose(mark)}. Wait, or stop it."
+        raise ConfigError(Problem("run.dir", text))
+
+
+def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> tuple[Checkpoint, tuple[Damage, ...]]:
+    path = Path(str(config.resume)).expanduser().absolute()
+    if folder in path.parents or folder == path:
+        verify = _with_records(folder, verify)
+    found, passed_over = checkpoint_at(path, verify)
+    if found is None:
+        text = f"{path} holds no checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
+        raise ConfigError(Problem("resume", text))
+    checkpoint, origin = found, found.run_folder
+    try:
+        summary_of(origin)  # what it says of the run's first part is kept
+    except ValueError as error:
+        raise ConfigError(Problem("resume", f"{error}. Remove that file to go on without what it says.")) from error
+    if holds_run and origin != folder:
+        text = f"{folder} holds another run than the checkpoint's ({origin}). Choose another run.dir, or that one."
+        raise ConfigError(Problem("run.dir", text))
+    _must_match(config, origin, checkpoint)
+    return checkpoint, passed_over
+
+
+def checkpoint_at(path: Path, verify: Verify) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
+    """Return the checkpoint that `path` is, or the newest of the run whose folder it is; and what was passed over.
+
+    Raises:
+        ConfigError: it is damaged, or all of them are.
+    """
+    if (path.name.startswith("step=") and path.is_dir()) or (path / MANIFEST).is_file():
+        return verified(path, verify), ()
+    return newest_verified(path / "checkpoints", verify)
+
+
+def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
+    """Raise ConfigError where the run of `folder` was another.
+
+    spikes.policy may change as long as it had nothing to decide: until then, the run was the same under any.
+    """
+    file = folder / "config.yaml"
+    try:
+        old = load_config(file, [])
+    except ConfigError as error:
+        text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
+        raise ConfigError(Problem("resume", text)) from error
+    differences = differences_on_resume(old, config)
+    if checkpoint is None or not checkpoint.events:
+        differences.pop("spikes.policy", None)
+    problems = [
+        Problem(key, f"is {new!r}, and {before!r} in the run of {folder}. Set it back, or start a new run.")
+        for key, (before, new) in differences.items()
+    ]
+    if problems:
+        raise ConfigError(problems)

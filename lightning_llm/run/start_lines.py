@@ -1,0 +1,54 @@
+"""What a run says as it starts: where it goes on from, and which data it takes."""
+
+from lightning_llm.config.compose import load_config
+from lightning_llm.config.schema import Config
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.run.start import Start
+from lightning_llm.train.checkpoint.manifest import UNSEALED, passed_over_lines
+
+
+def resume_lines(config: Config, start: Start) -> list[str]:
+    """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
+    if config.resume is None:
+        return []
+    if start.checkpoint is None:
+        return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
+    lines = list(passed_over_lines(start.passed_over))
+    lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
+    if start.checkpoint.version == UNSEALED:
+        lines.append(
+            f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "
+            "against their CRC-32, the rest of it cannot be verified"
+        )
+    before = load_config(start.checkpoint.run_folder / "config.yaml", []).trainer.max_steps
+    schedule, now = config.schedule, config.trainer.max_steps
+    if schedule.name != "constant" and schedule.total_steps is None and before != now:
+        lines.append(
+            f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
+            f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
+        )
+    if config.precision.phases and before != now:
+        lines.append(
+            f"note   precision.phases are shares of trainer.max_steps, which was {before} and is {now}: they begin and "
+            "end at other steps than before"
+        )
+    return lines
+
+
+def data_line(config: Config, corpus: Corpus) -> str:
+    """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
+    parts = [
+        f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
+        f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
+        for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
+    ]
+    return "data   " + " | ".join(parts)
+
+
+def left_out_lines(corpus: Corpus) -> list[str]:
+    """Return how many records of each source have no text, where there are any."""
+    return [
+        f"note   data.sources.{name}: {count:,} record{'' if count == 1 else 's'} left out, whose text is null or blank"
+        for name, count in corpus.left_out.items()
+        if count
+    ]

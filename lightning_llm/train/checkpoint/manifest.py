@@ -1,0 +1,244 @@
+"""A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all, and refused where a byte has changed.
+
+    manifest.json           version, step, config hash, torch's version, every file's size and digest, its own digest
+    tensors/                `tensor_storage.py`: "model.<parameter>" in the recipe's master dtype, and
+                            "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
+                            "callbacks.<path>.<parameter>": what a callback keeps for each parameter, averages say
+    precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
+    callbacks.pt            what callbacks keep beside that; torch reads it without running code
+    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state
+
+Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
+batch n and every random bit are functions of (config, seed, n). Nothing read here can run code. Version 2, of earlier
+releases, has no digests; what it can be held against is in `unsealed.py`. Imports no torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import SEAL, FileContent, content_problem, parse_object, seal, size_problem, unseal
+
+VERSION = 3
+UNSEALED = 2
+"""The version without digests, which is still read."""
+MANIFEST = "manifest.json"
+TENSORS = "tensors"
+PRECISION = "precision.safetensors"
+PROGRESS = "progress.json"
+ASIDE = ("superseded", "damaged")
+"""Folders beside the checkpoints. The first holds what a run that went on from an earlier step will make anew, until
+it has saved; the second what was found damaged, which nobody but the user removes."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file of a checkpoint: `what` is the rest of a sentence."""
+
+    folder: Path
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.name}: {self.file} {self.what}"
+
+
+class DamagedError(Exception):
+    """A folder holds no checkpoint that can be loaded."""
+
+    def __init__(self, *damage: Damage):
+        super().__init__("; ".join(map(str, damage)))
+        self.damage = damage
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest and progress are whole, and whose other files have their sizes."""
+
+    folder: Path
+    step: int
+    config_hash: str
+    files: Mapping[str, FileContent]
+    progress: Mapping[str, Any] = field(repr=False)
+    version: int = VERSION
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run that wrote it."""
+        above = self.folder.parent
+        return above.parent.parent if above.name in ASIDE else above.parent
+
+    @property
+    def events(self) -> int:
+        """How many steps up to here were out of the ordinary, and so were treated by spikes.policy."""
+        return int(self.progress.get("spikes", {}).get("events", 0))
+
+
+Verify = Callable[[Checkpoint], list[Damage]]
+
+
+def sealed_manifest(step: int, config_hash: str, torch_version: str, files: Mapping[str, FileContent]) -> bytes:
+    """Return the content of manifest.json."""
+    about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
+    return seal({"version": VERSION, "step": step, "config_hash": config_hash, "torch": torch_version, "files": about})
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in `folder`; reads its manifest and progress, and nothing of the rest but the sizes.
+
+    Raises:
+        DamagedError: a file is missing, short or not what was written, or folder, manifest and progress disagree.
+        ConfigError: it is of another version.
+    """
+    version, values = _read_manifest(folder)
+    try:
+        files = dict(_files(values["files"], version))
+        step, config_hash = int(values["step"]), str(values["config_hash"])
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise DamagedError(Damage(folder, MANIFEST, f"is no manifest ({type(error).__name__}: {error})")) from error
+    if folder.name != f"step={step}":
+        raise DamagedError(Damage(folder, MANIFEST, f"is of step {step}: the folder's name is another"))
+    damage = [Damage(folder, name, what) for name, each in files.items() if (what := size_problem(folder / name, each))]
+    if damage:
+        raise DamagedError(*damage)
+    return Checkpoint(folder, step, config_hash, files, _read_progress(folder, step, files), version)
+
+
+def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> list[Damage]:
+    """Return which files do not hold what was written, by their digests; `rank` of `world` looks at its share alone."""
+    if checkpoint.version == UNSEALED:
+        from lightning_llm.train.checkpoint.unsealed import structural_damage  # imports torch
+
+        return structural_damage(checkpoint) if rank == 0 else []
+    largest_first = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
+    return [
+        Damage(checkpoint.folder, name, what)
+        for name, written in largest_first[rank::world]
+        if (what := content_problem(checkpoint.folder / name, written))
+    ]
+
+
+def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
+    """Return the checkpoint in `folder` if every byte is what was written.
+
+    Raises:
+        ConfigError: it is damaged, with every file and what is wrong with it; or of another version.
+    """
+    try:
+        checkpoint = open_checkpoint(folder)
+        if damage := verify(checkpoint):
+            raise DamagedError(*damage)
+    except DamagedError as error:
+        raise ConfigError([Problem(str(each.folder / each.file), f"{each.what}.") for each in error.damage]) from error
+    return checkpoint
+
+
+def newest_verified(folder: Path, verify: Verify = content_damage) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
+    """Return the newest checkpoint in `folder` that verifies, None where there is none, and what was passed over.
+
+    Changes nothing.
+
+    Raises:
+        ConfigError: there are some and none verifies, with what is wrong with each; or one is of another version.
+    """
+    passed: list[Damage] = []
+    for path in step_folders(folder):
+        try:
+            checkpoint = open_checkpoint(path)
+        except DamagedError as error:
+            passed += error.damage
+            continue
+        damage = verify(checkpoint)
+        if not damage:
+            return checkpoint, tuple(passed)
+        passed += damage
+    aside = [path for name in ASIDE for path in (folder / name).glob("step=*")]
+    if not passed and not aside:
+        return None, ()
+    problems = [Problem(f"{each.folder.name}/{each.file}", f"{each.what}.") for each in passed]
+    hint = f" {', '.join(map(str, aside))} may be whole: try resume=PATH." if aside else ""
+    text = f"no checkpoint in {folder} verifies, and nothing was changed. Bring one back from a copy.{hint}"
+    raise ConfigError([*problems, Problem("resume", text)])
+
+
+def passed_over_lines(damage: Sequence[Damage]) -> Iterator[str]:
+    """Yield a line for each checkpoint that was passed over, with its first damaged file."""
+    for folder, each in groupby(damage, key=lambda each: each.folder):
+        first, *others = each
+        more = f" (and {len(others)} more of its files)" if others else ""
+        yield f"passed over {folder.name}, which is damaged: {first.file} {first.what}{more}"
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Return what is named step=N in `folder`, the highest N first."""
+    found = [path for path in folder.glob("step=*") if path.name.removeprefix("step=").isdecimal()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Return N of a folder named step=N."""
+    return int(folder.name.removeprefix("step="))
+
+
+def _read_manifest(folder: Path) -> tuple[int, dict[str, Any]]:
+    content = _read(folder, MANIFEST)
+    try:
+        values = parse_object(content)
+        sealed = SEAL in values
+        if sealed:
+            values = unseal(content)
+        version = values.get("version")
+        if version not in (VERSION, UNSEALED):
+            text = f"has version {version}, this program reads {VERSION}. Use the program that wrote it."
+            raise ConfigError(Problem(str(folder / MANIFEST), text))
+        if sealed != (version == VERSION):
+            raise ValueError("does not hold what was written (its digest and its version contradict each other)")
+    except ValueError as error:
+        raise DamagedError(Damage(folder, MANIFEST, str(error))) from error
+    return int(version), values
+
+
+def _read_progress(folder: Path, step: int, files: Mapping[str, FileContent]) -> dict[str, Any]:
+    content = _read(folder, PROGRESS)
+    try:
+        if files[PROGRESS].digest not in (None, FileContent.of(content).digest):
+            raise ValueError("does not hold what was written (digest)")
+        progress = parse_object(content)
+        _check_progress(progress, step)
+    except (KeyError, ValueError) as error:
+        raise DamagedError(Damage(folder, PROGRESS, str(error))) from error
+    return progress
+
+
+def _check_progress(progress: Mapping[str, Any], step: int) -> None:
+    kinds = {"step": int, "skipped_steps": int, "optimizer": dict, "spikes": dict, "loss_scale": dict | None}
+    defaults: dict[str, Any] = {"spikes": {}, "loss_scale": None}
+    for key, kind in kinds.items():
+        if not isinstance(progress.get(key, defaults.get(key, "")), kind):
+            raise ValueError(f"lacks {key}, or holds something else there")
+    if progress["step"] != step:
+        raise ValueError(f"is of step {progress['step']}, the manifest of step {step}")
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except FileNotFoundError as error:
+        raise DamagedError(Damage(folder, name, "is missing")) from error
+    except OSError as error:
+        raise DamagedError(Damage(folder, name, f"cannot be read ({error.strerror})")) from error
+
+
+def _files(listed: Mapping[str, Any], version: int) -> Iterator[tuple[str, FileContent]]:
+    if missing := {PROGRESS, PRECISION} - set(listed):
+        raise ValueError(f"it lists no {', '.join(sorted(missing))}")
+    for name, about in listed.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise ValueError(f"{name!r} leads out of the folder")
+        if version == UNSEALED:
+            yield name, FileContent(int(about), None)
+        else:
+            yield name, FileContent(int(about["bytes"]), str(about["digest"]))

@@ -1,0 +1,244 @@
+"""How torch.distributed.checkpoint keeps our tensors: hashed as they are written, described in JSON.
+
+Each rank writes one `__<rank>_0.distcp` of torch.save's records, one per shard, which `torch.load(weights_only=True)`
+reads; `metadata.json` says where each shard lies in which tensor. torch's own `.metadata` is a pickle, which runs what
+it is told to when it is opened, so we neither write it nor (but for `unsealed.py`) read it:
+
+    {"format": 1, "tensors": {name: {"dtype", "shape", "shards": [[offsets, sizes, file, first byte, bytes], ...]}}}
+"""
+
+import json
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import IOBase
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from xxhash import xxh3_128
+
+from lightning_llm.integrity import FileContent, parse_object
+from lightning_llm.train.checkpoint.manifest import TENSORS, UNSEALED, Checkpoint, Damage, DamagedError
+
+METADATA = "metadata.json"
+FORMAT = 1
+SHARD_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A file that a rank wrote. Travels to the first rank among torch's own results of writing."""
+
+    name: str
+    content: FileContent
+
+
+class TensorWriter(dcp.FileSystemWriter):
+    """Writes tensors into `folder`. After `finish`, on the first rank, `files` says what every rank wrote, by name."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, sync_files=True)
+        self.fs = self._hashing = _HashingFileSystem()
+        self.files: dict[str, FileContent] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards; the result carries their files' digests, whichever thread or process waits."""
+        results: list[Any] = list(super().write_data(plan, planner).wait())
+        results += [_Written(name, content) for name, content in self._hashing.written.items()]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write metadata.json, on the first rank."""
+        flat: list[Any] = [each for part in results for each in part]
+        self.files = {each.name: each.content for each in flat if isinstance(each, _Written)}
+        metadata.storage_data = {each.index: each.storage_data for each in flat if isinstance(each, WriteResult)}
+        content = json.dumps(metadata_to_json(metadata)).encode()
+        with (Path(self.path) / METADATA).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self.files[METADATA] = FileContent.of(content)
+
+
+class TensorReader(dcp.FileSystemReader):
+    """Reads tensors of `folder`, which `metadata` describes."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # torch asks for a rank's own where it sees **kwargs
+        return self.metadata
+
+
+class _HashedFile(IOBase):
+    """A file that is written from its beginning to its end, and hashed on the way.
+
+    What fails (a full disk) is kept until `flush`: torch's writer must not see an exception between two records.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._digest = xxh3_128()
+        self._failure: OSError | None = None
+        self._bytes = 0
+
+    @property
+    def content(self) -> FileContent:
+        """What was written so far."""
+        return FileContent(self._bytes, self._digest.hexdigest())
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        self._digest.update(view)
+        self._bytes += len(view)
+        try:
+            if self._failure is None:
+                self._file.write(view)
+        except OSError as error:
+            self._failure = error
+        return len(view)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class _HashingFileSystem(FileSystem):
+    """The file system, which notes what files were written with."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, FileContent] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashed = _HashedFile(stream)  # type: ignore[arg-type]  # torch calls a binary file an IOBase
+            yield hashed
+            self.written[Path(path).name] = hashed.content
+
+
+def open_tensors(checkpoint: Checkpoint) -> TensorReader:
+    """Return a reader of the checkpoint's tensors.
+
+    Raises:
+        DamagedError: what describes them is damaged.
+    """
+    folder, prefix = checkpoint.folder / TENSORS, f"{TENSORS}/"
+    files = {name.removeprefix(prefix): each for name, each in checkpoint.files.items() if name.startswith(prefix)}
+    described = METADATA
+    try:
+        if checkpoint.version == UNSEALED:
+            from lightning_llm.train.checkpoint.unsealed import PICKLED_METADATA, read_pickled_metadata
+
+            described = PICKLED_METADATA
+            values = read_pickled_metadata(folder / described)
+        else:
+            values = parse_object((folder / described).read_bytes())
+        return TensorReader(folder, metadata_from_json(values, files))
+    except (OSError, ValueError) as error:
+        raise DamagedError(Damage(checkpoint.folder, prefix + described, str(error))) from error
+
+
+def metadata_to_json(metadata: Metadata) -> dict[str, Any]:
+    """Return torch's description of what was stored as JSON data."""
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise TypeError(f"{name} is no tensor")
+        shards = []
+        for chunk in entry.chunks:
+            stored = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            if stored is None:
+                raise ValueError(f"nothing was written of {name} at {list(chunk.offsets)}")
+            where = [stored.relative_path, stored.offset, stored.length]
+            shards.append([list(chunk.offsets), list(chunk.sizes), *where])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "shards": shards}
+    return {"format": FORMAT, "tensors": tensors}
+
+
+def metadata_from_json(values: Mapping[str, Any], files: Mapping[str, FileContent]) -> Metadata:
+    """Return torch's description from the JSON data of metadata.json. `files`: what lies in the folder, by name.
+
+    Raises:
+        ValueError: it is none, or names what is not there, as the rest of a sentence.
+    """
+    if values.get("format") != FORMAT or not isinstance(values.get("tensors"), dict):
+        raise ValueError(f"is no description of tensors in format {FORMAT}")
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, about in values["tensors"].items():
+        try:
+            dtype, shape = _dtype(about["dtype"]), _sizes(about["shape"])
+            chunks = []
+            for offsets, sizes, file, start, length in about["shards"]:
+                chunks.append(ChunkStorageMetadata(_sizes(offsets), _sizes(sizes)))
+                storage[MetadataIndex(name, chunks[-1].offsets)] = _StorageInfo(*_within(file, start, length, files))
+            _check_cover(shape, chunks)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"describes {name} wrongly ({error})") from error
+        state[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+    return Metadata(state, storage_data=storage)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _sizes(values: list[int]) -> torch.Size:
+    if not all(type(each) is int and each >= 0 for each in values):
+        raise ValueError(f"{values} are no sizes")
+    return torch.Size(values)
+
+
+def _within(file: str, start: int, length: int, files: Mapping[str, FileContent]) -> tuple[str, int, int]:
+    """Return its arguments if `file` is one of shards, in `files`, and has so many bytes."""
+    if not SHARD_FILE.fullmatch(file) or file not in files:
+        raise ValueError(f"{file!r} is no file of shards here")
+    if not 0 <= start <= start + length <= files[file].size_bytes:
+        raise ValueError(f"bytes {start} to {start + length} are not in {file}")
+    return file, start, length
+
+
+def _check_cover(shape: torch.Size, shards: list[ChunkStorageMetadata]) -> None:
+    """Raise ValueError unless the shards lie within the tensor and have as many elements."""
+    for shard in shards:
+        if not len(shard.offsets) == len(shard.sizes) == len(shape):
+            raise ValueError("a shard has other dimensions than its tensor")
+        if any(offset + size > whole for offset, size, whole in zip(shard.offsets, shard.sizes, shape, strict=True)):
+            raise ValueError("a shard leaves its tensor")
+    if sum(prod(shard.sizes) for shard in shards) != prod(shape):
+        raise ValueError("its shards are not the whole tensor")

@@ -1,0 +1,59 @@
+"""What a shell offers behind `lightning-llm` on a press of Tab: argcomplete knows the shells, this the overrides."""
+
+import argparse
+import os
+from typing import Any
+
+from lightning_llm.config.recipes import group_names, option_files
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def answer_shell(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, and end; return where none asks. Nothing else is imported first."""
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser, always_complete_options=False, append_space=False)
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print the script that a shell's start-up file evaluates. Return 0."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["lightning-llm"], shell=arguments.shell))
+    return 0
+
+
+def complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """Return the overrides that `prefix` begins: a key's values behind `=`, keys one level at a time before it."""
+    key, equals, _value = prefix.partition("=")
+    sign = key[: len(key) - len(key.lstrip("+~"))]
+    config_dir = getattr(parsed_args, "config_dir", None)
+    name = key.lstrip("+~")
+    if not equals:
+        return [f"{sign}{each}" for each in _keys(name)]
+    if name in group_names():
+        return [f"{key}={each}" for each in option_files(name, config_dir)]
+    return [f"{key}={each}" for each in _values(name)]
+
+
+def complete_group(prefix: str, **_: Any) -> list[str]:
+    """Return the config groups."""
+    return group_names()
+
+
+def _keys(prefix: str) -> list[str]:
+    """Return "group=", "group." and "key=" on the level that `prefix` is on."""
+    from lightning_llm.config.schema.strict import fields_at
+
+    *above, _ = prefix.split(".")
+    path = "".join(f"{each}." for each in above)
+    groups = [] if above else [f"{group}=" for group in group_names()]
+    return [*groups, *(f"{path}{name}{'.' if below else '='}" for name, below in fields_at(above).items())]
+
+
+def _values(key: str) -> list[str]:
+    from lightning_llm.config.schema.strict import choices_at
+
+    return choices_at(key)

@@ -1,0 +1,181 @@
+"""The verb `train`: compose, check, start. Nothing heavy is imported before the checks are through."""
+
+import argparse
+import logging
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.config.commands import how_to_go_on
+from lightning_llm.config.compose import typed_value
+from lightning_llm.config.config_dir import config_dir_words
+from lightning_llm.config.file import in_memory
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.record.files import mark_failed, summary_of
+from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
+from lightning_llm.run.checked_config import checked_config
+from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.start import decide_start, resumable_runs
+from lightning_llm.sweep.run import sweep
+from lightning_llm.train.checkpoint.manifest import content_damage
+
+MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
+"""The end of a run.name that conf/config.yaml makes."""
+
+SAVE_SECONDS = 120
+"""How long ranks may take to save after a signal, before they are killed."""
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train one run, or with -m one for each combination; return the exit code."""
+    # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
+    # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if arguments.multirun:
+        if rank_environment() is not None:
+            text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
+            raise ConfigError(Problem("-m", text))
+        return sweep(arguments)
+    config = checked_config(arguments, to_train=True)
+    if rank_environment() is not None:
+        return _run_rank(config)
+    if config.world not in (None, config.trainer.devices):
+        text = (
+            f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
+            "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
+        )
+        raise ConfigError(Problem("world", text))
+    if config.resume == "auto" and arguments.config is None:
+        refuse_unnamed_resume(config, arguments.overrides)
+    start = decide_start(config)
+    if start.finished and decide_start(config, content_damage).finished:
+        print(start.nothing_left(config))
+        return 0
+    if config.trainer.devices > 1:
+        if note := crowd_note(config, os.cpu_count() or 1):
+            print(note, flush=True)
+        return start_ranks(config)
+    from lightning_llm.run.rank import run  # torch and Lightning: seconds
+
+    return run(config)
+
+
+def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
+    """Return quietly unless the run's name is made of the time, under which there can be nothing to go on with.
+
+    Raises:
+        ConfigError: it is; with the newest run of the experiment that would go on.
+    """
+    if any(typed_value(overrides, key) for key in ("run.name", "run.dir")) or not MADE_OF_TIME.search(config.run.name):
+        return
+    text = f"is auto, and run.name is made of the time ({config.run.name}): no earlier run can be found by it. "
+    found = resumable_runs(config)
+    if found:
+        text += f"Set run.dir={shlex.quote(str(found[0]))}, which is the newest run that this config goes on with"
+        text += f" (of {len(found)})." if len(found) > 1 else "."
+    else:
+        text += f"Set run.name or run.dir. No unfinished run in {Path(config.run.dir).parent} has this config."
+    raise ConfigError(Problem("resume", text))
+
+
+def _run_rank(config: Config) -> int:
+    """Run one of several ranks. What it raises is kept for the launcher, with the time, so that the first is known."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from lightning_llm.run.rank import run
+
+    return int(record(run)(config) or 0)
+
+
+def crowd_note(config: Config, cores: int) -> str | None:
+    """Return what to say of more ranks than CPU cores, which is allowed; None where ranks do not share cores.
+
+    Ranks on CUDA find out by themselves whether there are enough devices.
+    """
+    if config.trainer.accelerator == "cuda" or config.trainer.devices <= cores:
+        return None
+    return f"note   {config.trainer.devices} ranks on {cores} CPU cores: on CPU they take turns, to the same bits"
+
+
+def start_ranks(config: Config) -> int:
+    """Run `trainer.devices` ranks on this machine by torch.distributed.run's agent; return the run's exit code.
+
+    The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
+    folder = Path(config.run.dir)
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
+    logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
+    settings = LaunchConfig(
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.trainer.devices,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        max_restarts=0,
+        shutdown_timeout=SAVE_SECONDS,
+    )
+    try:
+        with in_memory(config) as file:  # the run's folder holds it as config.yaml
+            elastic_launch(settings, sys.executable)(
+                "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
+            )
+    except SignalException as stop:
+        if (detail := summary_of(folder)) and detail["status"] == "running":
+            print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
+            mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+            print(how_to_go_on(folder), file=sys.stderr)
+            return 1
+        return 128 + int(stop.sigval)
+    except ChildFailedError as error:
+        return _first_failure(error, folder, config.parallel.timeout_seconds)
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    return 0
+
+
+def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
+    """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
+        # What is wrong with the data, say, is found by the rank that reads them first; rank 0 may not get to it.
+        kind, _, text = failure.message["message"].partition(": ")
+        if kind != AgreedError.__name__:
+            print(f"error: rank {rank}: {text}", file=sys.stderr)
+    if failure.exitcode in (2, 130, 143):
+        return int(failure.exitcode)  # rank 0 has said why otherwise
+    if not isinstance(failure.message, dict) and failure.exitcode > 0:
+        known = summary_of(folder)
+        if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say
+            return int(failure.exitcode)
+    message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
+    why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[0]}"
+    if silent := silent_ranks(folder, timeout_seconds):
+        said = str(summary_of(folder).get("detail", ""))
+        if said.startswith(f"rank {silent[0].rank} ("):
+            return 1  # a rank that waited has said so
+        detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
+    print(f"error: {detail}", file=sys.stderr)
+    mark_failed(folder, detail)
+    if hint := how_to_go_on(folder):
+        print(hint, file=sys.stderr)
+    return 1
