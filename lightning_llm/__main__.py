@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import os
 import re
 import signal
@@ -20,14 +19,14 @@ from lightning_llm.verb import completion
 
 VERBS = {
     "train": ("lightning_llm.verb.train:train", "train one run; -m makes it a sweep over a=1,2"),
-    "plan": ("lightning_llm.plan.report:plan", "print what a run, or with -m a sweep, would do, without running it"),
+    "plan": ("lightning_llm.verb.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
     "config": ("lightning_llm.verb.config:config", "print the composed config, or what a group offers"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
     "conformance": ("lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors"),
     "sync": ("lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed"),
-    "recipes": ("lightning_llm.__main__:recipes", "list the shipped recipes"),
+    "recipes": ("lightning_llm.verb.recipes:recipes", "list the shipped recipes"),
     "completion": ("lightning_llm.verb.completion:completion", "print the script that completes words in a shell"),
 }
 
@@ -182,20 +181,6 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="for compare.json and report.html (compare/ beside the runs); leaves MLflow alone",
     )
-
-
-def recipes(arguments: argparse.Namespace) -> int:
-    """Print every shipped recipe, and those of --config-dir, with its one line."""
-    from lightning_llm.config.recipes import describe, recipe_files
-
-    catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
-    if arguments.json:
-        print(json.dumps(catalog, indent=1))
-        return 0
-    width = max(map(len, catalog))
-    for name, text in catalog.items():
-        print(f"{name:<{width}}  {text}".rstrip())
-    return 0
 
 
 def _report(error: ConfigError) -> int:

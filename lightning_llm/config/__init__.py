@@ -1,0 +1,1 @@
+"""Words -> `Config`: schema, composing, overrides, recipes, identity, config files. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The decoder and its parts, knowing neither number formats nor ranks."""

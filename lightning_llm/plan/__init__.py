@@ -1,0 +1,1 @@
+"""All that is known of a run before it starts, without torch: layout, memory, traffic, legality, report."""

@@ -1,43 +1,16 @@
-"""What a run would do, said before anything is paid for: the verb `plan`, and the first line of `train`."""
+"""The plan of one run as data and as lines: what `plan` prints, and the first line of `train`. Imports no torch."""
 
-import argparse
-import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.redact import with_credentials
 from lightning_llm.config.schema import Config
-from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.check import native_decision
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
-from lightning_llm.plan.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.nodes import reduction_note, with_reduction
 from lightning_llm.precision.describe import precision_facts, precision_rows
-from lightning_llm.run.checked_config import checked_config
-
-if TYPE_CHECKING:
-    import torch
-
-
-def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run, with --matrix how every recipe would run where, with -m the jobs of a sweep.
-
-    As text or, with --json, as data.
-    """
-    if arguments.multirun:
-        from lightning_llm.sweep.outline import outline
-
-        return outline(arguments)
-    config = checked_config(arguments, to_train=False)
-    if arguments.matrix:
-        made = matrix_of(config)
-        print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
-        return 0
-    facts = plan_facts(config)
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(config)]))
-    return 0
 
 
 def plan_facts(config: Config) -> dict[str, Any]:
@@ -68,8 +41,8 @@ def plan_facts(config: Config) -> dict[str, Any]:
     }
 
 
-def plan_line(config: Config, device: "torch.device") -> str:
-    """Return the one line that `train` prints before it starts."""
+def plan_line(config: Config, device: str) -> str:
+    """Return the one line that `train` prints before it starts; `device` in words."""
     facts = plan_facts(config)
     layout = facts["layout"]
     ranks = f" on {layout['world']} ranks" if layout["world"] > 1 else ""
@@ -79,7 +52,7 @@ def plan_line(config: Config, device: "torch.device") -> str:
         f"{facts['precision']['name']}{_backend(facts['precision'])}",
         f"{facts['data']}",
         f"{facts['step_tokens']:,} tokens/step x {facts['max_steps']:,} steps",
-        describe_device(device),
+        device,
     ]
     return "plan   " + " | ".join(parts)
 

@@ -1,0 +1,1 @@
+"""Precision recipes carried out: casts, quantised linears, module rules, lint, loss scaling."""

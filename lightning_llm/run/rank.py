@@ -147,7 +147,7 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
 def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.config, rank.device
-    say(plan_line(config, device))
+    say(plan_line(config, describe_device(device)))
     for line in [*notes(config), *resume_lines(config, start)]:
         say(line)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())

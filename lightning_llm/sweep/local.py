@@ -15,8 +15,9 @@ from typing import Any
 
 from lightning_llm.config.config_dir import config_dir_words
 from lightning_llm.config.file import write_config
-from lightning_llm.record.state import SETTLED, Outcome, claimed, state_of
+from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.sweep.claims import Outcome, claimed
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.progress import Progress
 

@@ -2,8 +2,9 @@
 
 import time
 
-from lightning_llm.record.state import Outcome, state_of
+from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.sweep.claims import Outcome
 
 
 class Progress:

@@ -17,9 +17,10 @@ from lightning_llm.record.mlflow.sweep import parent_job, write_parent
 from lightning_llm.record.mlflow.sync import catch_up
 from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.state import SETTLED, Outcome, detail_of, mlflow_facts, one_at_a_time, settled_state, state_of
+from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_config import problems_beyond
+from lightning_llm.sweep.claims import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems

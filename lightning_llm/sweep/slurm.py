@@ -14,8 +14,9 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.run import LauncherConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed, write_json
-from lightning_llm.record.state import SETTLED, Outcome, allow_open_files, claimed, state_of
+from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.sweep.claims import Outcome, allow_open_files, claimed
 from lightning_llm.sweep.local import Relay, frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
 

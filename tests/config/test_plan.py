@@ -151,4 +151,4 @@ def test_weights_are_copied_only_into_another_dtype(name, bytes_per_weight):
 
 def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
     cpu = torch.device("cpu")
-    assert plan_line(compose_config([]), cpu).endswith(f" | {describe_device(cpu)}")
+    assert plan_line(compose_config([]), describe_device(cpu)).endswith(f" | {describe_device(cpu)}")

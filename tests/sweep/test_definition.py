@@ -27,10 +27,11 @@ from lightning_llm.record import liveness as heartbeat
 from lightning_llm.record.files import write_json
 from lightning_llm.record.provenance import has_ended, process_mark
 from lightning_llm.record.reading import read_run
-from lightning_llm.record.state import allow_open_files, claimed, detail_of, state_of
+from lightning_llm.record.state import detail_of, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_with_seeds, define, write
 from lightning_llm.run.start import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
+from lightning_llm.sweep.claims import allow_open_files, claimed
 from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
 from lightning_llm.sweep.progress import Progress, duration

@@ -1,0 +1,1 @@
+"""A run's whole state on disk: written, sealed, verified, kept, and read back under any layout."""

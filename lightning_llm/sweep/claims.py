@@ -1,0 +1,68 @@
+"""Which process runs which job of a sweep: one at a time, and how a job came out."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.sweep_definition import CLAIMS, Job
+
+OTHER_FILES = 64
+"""What a process has open beside the claims it holds, with room to spare."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job came out, `code` as its process left it; `seconds` of this start alone."""
+
+    job: Job
+    code: int
+    seconds: float
+
+
+@contextmanager
+def one_at_a_time(sweep: Path) -> Iterator[None]:
+    """Hold the folder of a sweep while its definition and its parent run are written."""
+    with FileLock(_locks(sweep) / "sweep"):
+        yield
+
+
+def _locks(sweep: Path) -> Path:
+    folder = sweep / CLAIMS
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def allow_open_files(claims: int) -> None:
+    """Let this process hold as many claims, each an open file, as there are jobs: the usual limit is 1,024 files.
+
+    Raises:
+        ConfigError: the machine does not allow as many.
+    """
+    wanted = claims + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        text = f"{claims} jobs at a time need {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
+        raise ConfigError(Problem("launcher", f"{text} Split the sweep, or raise the limit."))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def claimed(job: Job) -> Iterator[bool]:
+    """Yield whether this process may run `job`: False while another one does. A claim ends with its process."""
+    lock = FileLock(_locks(job.folder.parent) / str(job.number))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

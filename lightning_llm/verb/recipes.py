@@ -1,0 +1,18 @@
+"""The verb `recipes`: every shipped recipe with its one line."""
+
+import argparse
+import json
+
+from lightning_llm.config.recipes import describe, recipe_files
+
+
+def recipes(arguments: argparse.Namespace) -> int:
+    """Print every shipped recipe, and those of --config-dir, with its one line."""
+    catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
+    if arguments.json:
+        print(json.dumps(catalog, indent=1))
+        return 0
+    width = max(map(len, catalog))
+    for name, text in catalog.items():
+        print(f"{name:<{width}}  {text}".rstrip())
+    return 0
