@@ -12,6 +12,7 @@ from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import config, loop_steps
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.plan.check import check_config
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning, tracking_sinks
 from lightning_llm.run.start import Start
@@ -38,16 +39,17 @@ class Turnstile(pl.Callback):
 
 def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, threading.Thread]:
     """Return an iterator that lets a whole Trainer of ours take one step per `next`."""
+    plan = check_config(run)
     prepare_folder(run, corpus, Start())
     device = torch.device("cpu")
-    trainer = build_trainer(run, device, open_layout(run, device), Start(), tracking_sinks(run))
+    trainer = build_trainer(plan, device, open_layout(plan, device), Start(), tracking_sinks(run))
     # Signals can be handled in the main thread alone, and there is nothing here to save.
     trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
     turnstile = Turnstile()
     trainer.callbacks.append(turnstile)
     trainer._signal_connector.register_signal_handlers = lambda: None
     thread = threading.Thread(
-        target=trainer.fit, args=(build_module(run, corpus), CorpusDataModule(corpus, run)), daemon=True
+        target=trainer.fit, args=(build_module(plan, corpus), CorpusDataModule(corpus, run)), daemon=True
     )
     thread.start()
     turnstile.ready.wait()  # another trainer's collectives must not come between those of this one's start

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_llm.config.schema import Config
 
-PLACE = ("run.", "logger.", "launcher.", "resume")
-"""How and where a run was started, is kept and tracked."""
+PLACE = ("run.", "logger.", "launcher.", "resume", "hardware")
+"""How and where a run was planned and started, is kept and tracked."""
 
 NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
-from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of, resolve_degrees
+from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of
 from lightning_llm.plan.units import sums_in_tree, uses_fsdp
 
 
@@ -27,11 +27,10 @@ class Layout:
     """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
 
     @classmethod
-    def of(cls, config: ParallelConfig, device: torch.device) -> "Layout":
+    def of(cls, config: ParallelConfig, degrees: Degrees, device: torch.device) -> "Layout":
         """Return this rank's layout; collective where a process group was joined: every rank must call it."""
         if not dist.is_initialized():
-            return cls(config, resolve_degrees(config, 1))
-        degrees = resolve_degrees(config, dist.get_world_size())
+            return cls(config, degrees)
         # Every axis costs a group and its threads; FSDP2 wants dp_shard even where it is one rank.
         axes = tuple(axis for axis in AXES if getattr(degrees, axis) > 1 or axis == "dp_shard")
         shape = tuple(getattr(degrees, axis) for axis in axes)

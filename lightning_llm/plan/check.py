@@ -14,8 +14,9 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import block_linears, linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
-from lightning_llm.plan.degrees import Degrees, fitting_degrees, given_degrees, layout_problems
+from lightning_llm.plan.degrees import Degrees, layout_problems
 from lightning_llm.plan.divisibility import cut_problems
+from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
@@ -24,61 +25,47 @@ from lightning_llm.precision.module_rules import (
     reasons_to_stay_high,
     unmatched,
 )
-from lightning_llm.precision.native.capability import Capability, capability_here, device_here
-from lightning_llm.precision.native.decide import Decision, decide
 
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""
 
 
-def check_config(config: Config, to_train: bool = True) -> None:
-    """Return quietly if the run can start here; without `to_train`, if it could on the machine it is planned for.
+def check_config(config: Config, to_train: bool = True) -> Plan:
+    """Return the plan of a run that can start here; without `to_train`, that could on the machine it is planned for.
 
     Raises:
         ConfigError: with every rule that is broken.
     """
-    if problems := config_problems(config, to_train):
+    found = Resolution(config, to_train=to_train)
+    if problems := config_problems(found):
         raise ConfigError(problems)
+    return found.plan()
 
 
-def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
+def config_problems(found: Resolution) -> list[Problem]:
     """Return what is wrong between keys; of a config's sound part, what those that are there say (`schema.partial`)."""
+    config, to_train = found.config, found.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
         lambda: _length_problems(config),
         lambda: _schedule_problems(config),
-        lambda: layout_problems(config.parallel, _world(config)),
-        lambda: _cut_problems(config),
-        lambda: pipeline_problems(config, _degrees(config)),
+        lambda: layout_problems(config.parallel, found.fitted),
+        lambda: _shard_problems(config, found.likely_degrees),
+        lambda: pipeline_problems(config, found.degrees),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
-        lambda: _update_problems(config, _degrees(config) or given_degrees(config.parallel)),
-        lambda: _native_problems(config, to_train),
+        lambda: _update_problems(config, found.likely_degrees),
+        lambda: _native_problems(found),
         lambda: place_problems(config),
         lambda: tracking_problems(config),
         lambda: _logger_problems(config) if to_train else [],
-        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: _data_parallel_ranks(config)),
+        *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
     ]
     return gather(rules)
 
 
-def _world(config: Config) -> int:
-    return config.world or config.trainer.devices
-
-
-def _degrees(config: Config) -> Degrees | None:
-    return fitting_degrees(config.parallel, _world(config))
-
-
-def _data_parallel_ranks(config: Config) -> int:
-    degrees = _degrees(config)
-    return degrees.dp if degrees else 1
-
-
-def _cut_problems(config: Config) -> list[Problem]:
-    if shape_problems(config.model):
-        return []
-    return list(cut_problems(config, _degrees(config) or given_degrees(config.parallel)))
+def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:
+    return [] if shape_problems(config.model) else list(cut_problems(config, degrees))
 
 
 def check_disk(config: Config, jobs: int = 1) -> None:
@@ -187,36 +174,17 @@ def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:
     return [Problem("parallel.pp", text)]
 
 
-def native_decision(config: Config, here: Capability | None = None) -> Decision:
-    """Return whether the recipe's quantised GEMMs run natively on `here`; None: on what this machine would train on."""
-    recipe = config.precision
-    if here is None:
-        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
-        here = (capability_here if recipe.quantises else device_here)(config.trainer.accelerator)
-    return decide(recipe, here, linear_widths(config.model), config.model.bias, _shared_axes(config))
-
-
-def _shared_axes(config: Config) -> dict[str, str]:
-    """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
-    world, given = config.world or config.trainer.devices, config.parallel
-    degrees = fitting_degrees(given, world) or given_degrees(given)
-    shared = {axis: degree for axis in ("tp", "cp", "pp") if (degree := getattr(degrees, axis)) > 1}
-    return {
-        f"parallel.{axis}": f"{degree}" if getattr(given, axis) else f"null, which is {degree} of {world} ranks"
-        for axis, degree in shared.items()
-    }
-
-
-def _native_problems(config: Config, to_train: bool) -> list[Problem]:
+def _native_problems(found: Resolution) -> list[Problem]:
     """Return why what was asked for cannot run natively; where that does not matter the machine is not looked at.
 
     A plan shows what is refused instead.
     """
+    config = found.config
     recipe = config.precision
     if not recipe.quantises or not (recipe.backend == "native" or config.parallel.compile):
         return []
-    decision = native_decision(config)
-    problems = decision.refusals() if to_train else []
+    decision = found.decision
+    problems = decision.refusals() if found.to_train else []
     if config.parallel.compile and decision.runs != "native":
         text = (
             "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false, "

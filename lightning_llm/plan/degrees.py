@@ -75,14 +75,6 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
     return Degrees(**{axis: world // known if degree is None else degree for axis, degree in given.items()})
 
 
-def fitting_degrees(config: ParallelConfig, world: int) -> Degrees | None:
-    """Return `resolve_degrees`, None where they do not fit `world` ranks."""
-    try:
-        return resolve_degrees(config, world)
-    except ConfigError:
-        return None
-
-
 def given_degrees(config: ParallelConfig) -> Degrees:
     """Return the degrees of `config`, 1 for those that are null: what can be said where no number of ranks fits."""
     return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
@@ -132,13 +124,11 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def layout_problems(config: ParallelConfig, world: int) -> Iterator[Problem]:
-    """Yield what is wrong with a layout on `world` ranks, whatever this version can train."""
-    try:
-        degrees = resolve_degrees(config, world)
-    except ConfigError as error:
-        yield from error.problems
-        degrees = given_degrees(config)
+def layout_problems(config: ParallelConfig, fitted: Degrees | ConfigError) -> Iterator[Problem]:
+    """Yield what is wrong with a layout; `fitted` is its degrees, or why there are none."""
+    if isinstance(fitted, ConfigError):
+        yield from fitted.problems
+    degrees = fitted if isinstance(fitted, Degrees) else given_degrees(config)
     if config.zero_stage == 0 and degrees.dp_shard > 1:
         text = f"is 0, and dp_shard={degrees.dp_shard} shards. Set it to 1, 2 or 3, or use dp_replicate."
         yield Problem("parallel.zero_stage", text)

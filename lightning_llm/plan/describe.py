@@ -4,34 +4,31 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem, resolve_degrees
+from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
 from lightning_llm.plan.memory import heaviest_place, memory_bytes
-from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node, with_reduction
+from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import bubble_fraction, split_layers
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
-from lightning_llm.plan.units import micro_batches_per_rank
 
 SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
 """Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
 Of more stages than that, the terminal shows the first and last two."""
 
 
-def layout_facts(config: Config) -> dict[str, Any]:
+def layout_facts(plan: Plan) -> dict[str, Any]:
     """Return the layout as data: its keys, its degrees, who shares which group, what a rank does in a step.
 
     `groups` has each axis of more than one rank: `count` groups of `size` ranks, `stride` apart, and `ranks`, all of
     them up to a world of 64. `bitwise` is whether it trains to the bits of one rank at the same micro-batch size, and
     `bitwise_problem` says why not. `pipeline` is None without one, else `pipeline_facts`.
-    Raises ConfigError where the degrees do not multiply to the world.
     """
-    config = with_reduction(config)
-    parallel, world = config.parallel, config.world or config.trainer.devices
-    degrees = resolve_degrees(parallel, world)
-    micro_batches = micro_batches_per_rank(config, degrees)
+    config, degrees, micro_batches = plan.config, plan.degrees, plan.micro_batches
+    parallel = config.parallel
     problem = difference_to_one_rank(config, degrees, micro_batches)
     return {
         "name": parallel.name,
-        "world": world,
+        "world": degrees.world,
         **asdict(degrees),
         "zero_stage": parallel.zero_stage,
         "sequence_parallel": parallel.sequence_parallel and degrees.tp > 1,
@@ -41,7 +38,7 @@ def layout_facts(config: Config) -> dict[str, Any]:
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
         "compile": parallel.compile,
-        "pipeline": pipeline_facts(config, degrees) if degrees.pp > 1 else None,
+        "pipeline": pipeline_facts(plan) if degrees.pp > 1 else None,
         "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
         "micro_batches_per_rank": micro_batches,
         "bitwise": problem is None,
@@ -49,24 +46,23 @@ def layout_facts(config: Config) -> dict[str, Any]:
     }
 
 
-def cost_facts(config: Config) -> dict[str, dict[str, int]]:
+def cost_facts(plan: Plan) -> dict[str, dict[str, int]]:
     """Return `memory_bytes`, `bytes_sent` and `traffic_bytes` of a rank."""
-    config = with_reduction(config)
     return {
-        "memory_bytes": memory_bytes(config),
-        "bytes_sent": bytes_sent(config),
-        "traffic_bytes": traffic_bytes(config),
+        "memory_bytes": memory_bytes(plan),
+        "bytes_sent": bytes_sent(plan),
+        "traffic_bytes": traffic_bytes(plan),
     }
 
 
-def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
+def pipeline_facts(plan: Plan) -> dict[str, Any]:
     """Return a pipeline's `schedule`, `virtual_stages`, `stages` and `bubble_fraction`.
 
     Each of `stages` has its `place` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
     `embedding` and the `head`. `bubble_fraction` is the idle part of a step where all stages take equally long, and
     `heaviest_place` the ranks that `memory_bytes` and `bytes_sent` are of.
     """
-    parallel = config.parallel
+    config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
     return {
         "schedule": parallel.schedule,
         "virtual_stages": parallel.virtual_stages,
@@ -79,9 +75,7 @@ def pipeline_facts(config: Config, degrees: Degrees) -> dict[str, Any]:
             }
             for part in split_layers(config.model, degrees.pp * parallel.virtual_stages)
         ],
-        "bubble_fraction": bubble_fraction(
-            degrees.pp, micro_batches_per_rank(config, degrees), parallel.virtual_stages
-        ),
+        "bubble_fraction": bubble_fraction(degrees.pp, plan.micro_batches, parallel.virtual_stages),
         "heaviest_place": heaviest_place(config, degrees),
     }
 

@@ -2,7 +2,8 @@
 
 from lightning_llm.config.schema import Config
 from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
-from lightning_llm.plan.degrees import Degrees, resolve_degrees
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, chunks_in_flight, parts_of, units_at
 from lightning_llm.plan.units import (
     Unit,
@@ -19,7 +20,7 @@ REPLICA_BUCKET_BYTES = 25 * 2**20
 """How much gradient_sync sends at once where replicas are summed."""
 
 
-def memory_bytes(config: Config) -> dict[str, int]:
+def memory_bytes(plan: Plan) -> dict[str, int]:
     """Return bytes on the rank that holds the most, by kind; kinds peak at different times, so the sum is a bound.
 
     Of equal ranks that is rank 0. In a pipeline it is a rank of the stage that holds the most (`heaviest_place`).
@@ -40,8 +41,7 @@ def memory_bytes(config: Config) -> dict[str, int]:
     - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
       of all micro-batches in the compute dtype.
     """
-    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
-    return _bytes_at(config, degrees, heaviest_place(config, degrees))
+    return _bytes_at(plan.config, plan.degrees, heaviest_place(plan.config, plan.degrees))
 
 
 def heaviest_place(config: Config, degrees: Degrees) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_llm.config.schema import Config
-from lightning_llm.plan.degrees import Degrees, fitting_degrees, resolve_degrees
+from lightning_llm.plan.degrees import Degrees
 
 ASSUMED_RANKS_PER_NODE = 8
 """GPUs of most machines that are trained on together (DGX, HGX), for a plan of a world whose machines are not named."""
@@ -46,24 +46,22 @@ def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
     return max(len({rank // per_node for rank in ranks}) for ranks in groups)
 
 
-def with_reduction(config: Config) -> Config:
+def with_reduction(config: Config, degrees: Degrees) -> Config:
     """Return `config` with parallel.reduction as `auto` has it: tree within a machine, native over several.
 
     An all-to-all sends every rank's part of the sum from each rank of a machine to each of the others; a ring sends a
     machine's ranks' together. So the tree's exchange crosses between machines up to as many times as often as a machine
-    has ranks. Where the degrees do not fit the world, which is said elsewhere, it is tree.
+    has ranks.
     """
     if config.parallel.reduction != "auto":
         return config
-    degrees = fitting_degrees(config.parallel, config.world or config.trainer.devices)
-    spans = degrees is not None and degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
+    spans = degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
     chosen = "native" if spans else "tree"
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
 
 
-def reduction_note(config: Config) -> str | None:
+def reduction_note(config: Config, degrees: Degrees) -> str | None:
     """Return what the choice of parallel.reduction means between machines; None where gradients cross none."""
-    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
     nodes, per_node = data_parallel_nodes(config, degrees), ranks_per_node(config)
     if degrees.dp == 1 or nodes == 1:
         return None

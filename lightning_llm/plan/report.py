@@ -2,32 +2,29 @@
 
 from typing import Any
 
-from lightning_llm.config.identity import config_hash
 from lightning_llm.config.redact import with_credentials
-from lightning_llm.config.schema import Config
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
-from lightning_llm.plan.check import native_decision
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
-from lightning_llm.plan.nodes import reduction_note, with_reduction
+from lightning_llm.plan.nodes import reduction_note
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.describe import precision_facts, precision_rows
 
 
-def plan_facts(config: Config) -> dict[str, Any]:
+def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
 
     `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go.
-    Raises ConfigError where the degrees do not multiply to the world.
     """
-    config = with_reduction(config)  # as `train` does before anything takes its hash
+    config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length
-    layout = layout_facts(config)
+    layout = layout_facts(plan)
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
         "layout": layout,
         "precision": precision_facts(
-            config.precision, native_decision(config), linear_names(config.model), config.model.num_layers
+            config.precision, plan.decision, linear_names(config.model), config.model.num_layers
         ),
         "data": config.data.name,
         "step_tokens": tokens,
@@ -35,15 +32,15 @@ def plan_facts(config: Config) -> dict[str, Any]:
         "total_tokens": tokens * config.trainer.max_steps,
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
-        **cost_facts(config),
-        "config_hash": config_hash(config),
+        **cost_facts(plan),
+        "config_hash": plan.identity,
         "run_dir": config.run.dir,
     }
 
 
-def plan_line(config: Config, device: str) -> str:
+def plan_line(plan: Plan, device: str) -> str:
     """Return the one line that `train` prints before it starts; `device` in words."""
-    facts = plan_facts(config)
+    facts = plan_facts(plan)
     layout = facts["layout"]
     ranks = f" on {layout['world']} ranks" if layout["world"] > 1 else ""
     parts = [
@@ -57,8 +54,9 @@ def plan_line(config: Config, device: str) -> str:
     return "plan   " + " | ".join(parts)
 
 
-def notes(config: Config) -> list[str]:
+def notes(plan: Plan) -> list[str]:
     """Return what is allowed and may still surprise, one line each."""
+    config = plan.config
     schedule, steps = config.schedule, config.trainer.max_steps
     told = []
     if (uri := config.logger.tracking_uri) and with_credentials(uri) != uri:
@@ -71,7 +69,7 @@ def notes(config: Config) -> list[str]:
             f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
             "learning rate is still rising when the run ends"
         )
-    if (reduction := reduction_note(with_reduction(config))) is not None:
+    if (reduction := reduction_note(config, plan.degrees)) is not None:
         told.append(reduction)
     return told
 

@@ -4,9 +4,10 @@ from collections import Counter
 
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.plan.degrees import Degrees, resolve_degrees
+from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import boundary_bytes, heaviest_place, recomputed_layers, tokens_of
 from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, parts_of, units_at
 from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
 
@@ -19,7 +20,7 @@ Sent = Counter[tuple[str, str]]
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
 
-def bytes_sent(config: Config) -> dict[str, int]:
+def bytes_sent(plan: Plan) -> dict[str, int]:
     """Return the bytes that each rank sends to others in one training step, by kind of collective, as a ring sends.
 
     Of X bytes over R ranks that is X (R - 1) / R for a gather, a scatter or an all-to-all, and twice that for an
@@ -31,27 +32,25 @@ def bytes_sent(config: Config) -> dict[str, int]:
     Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
     """
     by_kind = dict.fromkeys(KINDS, 0)
-    for (kind, _), size in _sent(config).items():
+    for (kind, _), size in _sent(plan.config, plan.degrees).items():
         by_kind[kind] += size
     return by_kind
 
 
-def traffic_bytes(config: Config) -> dict[str, int]:
+def traffic_bytes(plan: Plan) -> dict[str, int]:
     """Return `bytes_sent` in all by where they go: `within_nodes` and `between_nodes`, a rank's mean.
 
     Machines have `ranks_per_node`. A collective over R ranks of k machines goes round a ring that enters each machine
     once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others.
     """
-    degrees = resolve_degrees(config.parallel, config.world or config.trainer.devices)
     between = 0
-    for (kind, axes), size in _sent(config).items():
-        between += int(size * share_between_nodes(degrees, axes.split(), kind, ranks_per_node(config)))
-    return {"within_nodes": sum(bytes_sent(config).values()) - between, "between_nodes": between}
+    for (kind, axes), size in _sent(plan.config, plan.degrees).items():
+        between += int(size * share_between_nodes(plan.degrees, axes.split(), kind, ranks_per_node(plan.config)))
+    return {"within_nodes": sum(bytes_sent(plan).values()) - between, "between_nodes": between}
 
 
-def _sent(config: Config) -> Sent:
+def _sent(config: Config, degrees: Degrees) -> Sent:
     parallel, recipe = config.parallel, config.precision
-    degrees = resolve_degrees(parallel, config.world or config.trainer.devices)
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
     parts = parts_of(config.model, parallel, degrees, heaviest_place(config, degrees))
     units, turns = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)

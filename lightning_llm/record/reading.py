@@ -16,6 +16,8 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
+from lightning_llm.plan.resolve import plan_of
+from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.record.files import NON_FINITE, ended_not_finite, read_records, summary_of
 from lightning_llm.record.provenance import origin_of
 
@@ -112,7 +114,7 @@ class Run:
         if self.typed is None:
             return False
         try:
-            return bool(layout_facts(self.typed)["bitwise"])
+            return bool(layout_facts(plan_of(self.typed, DEVICES["cpu"]))["bitwise"])
         except ConfigError:
             return False
 

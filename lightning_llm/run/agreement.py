@@ -1,16 +1,15 @@
 """What ranks settle together before they train: one config, one way to run its casts, one start."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from filelock import FileLock
 
-from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
-from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.swap import EMULATED
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.start import Start, claim, decide_start
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
@@ -25,10 +24,10 @@ class RankReport(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-def agree_on_config(config: Config, decision: Decision = EMULATED, refusal: ConfigError | None = None) -> Config:
-    """Return rank 0's config: where each rank composes its own, a run.name made of the time may differ. Collective.
+def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
+    """Return the plan with rank 0's config: of those composed apart, names made of the time may differ. Collective.
 
-    `decision` is how casts would run on this rank's machine, `refusal` why this rank cannot train.
+    `refusal` is why this rank cannot train.
 
     Raises:
         ConfigError: on every rank, with what any refuses; or where one was started with something else, or would run
@@ -37,9 +36,9 @@ def agree_on_config(config: Config, decision: Decision = EMULATED, refusal: Conf
     if not dist.is_initialized():
         if refusal is not None:
             raise refusal
-        return config
+        return plan
     problems = () if refusal is None else tuple(refusal.problems)
-    here = RankReport(config.trainer.devices, config_hash(config), decision.runs, problems)
+    here = RankReport(plan.config.trainer.devices, plan.identity, plan.decision.runs, problems)
     found = [here] * dist.get_world_size()
     dist.all_gather_object(found, here)
     if refused := _of_ranks([each.problems for each in found]):
@@ -57,8 +56,7 @@ def agree_on_config(config: Config, decision: Decision = EMULATED, refusal: Conf
             "emulated, or start all ranks on machines that are alike."
         )
         raise AgreedError(Problem("precision.backend", text))
-    first: Config = _from_first(config)
-    return first
+    return replace(plan, config=_from_first(plan.config))
 
 
 def _of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:

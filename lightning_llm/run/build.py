@@ -11,13 +11,12 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
-from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.check import native_decision
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import Start
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
@@ -51,13 +50,13 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
-def build_module(config: Config, corpus: Corpus) -> LanguageModule:
+def build_module(plan: Plan, corpus: Corpus) -> LanguageModule:
     """Return the LightningModule; its weights are made when training starts."""
-    return LanguageModule(config, corpus.tokenizer, list(config.data.sources), native_decision(config))
+    return LanguageModule(plan.config, corpus.tokenizer, list(plan.config.data.sources), plan.decision)
 
 
 def build_trainer(
-    config: Config,
+    plan: Plan,
     device: torch.device,
     layout: Layout,
     start: Start,
@@ -72,6 +71,7 @@ def build_trainer(
     was called. `adopt` is called as soon as `start` has loaded on every rank: what was there before may be changed from
     then on.
     """
+    config = plan.config
     chosen = build_callbacks(config) if chosen is None else chosen
     if config.trainer.deterministic:
         # It would fill every tensor that torch.empty makes, so that whoever reads one before writing it reads NaN: a
@@ -94,7 +94,7 @@ def build_trainer(
         plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
-        callbacks=_callbacks(config, chosen, folder, start),
+        callbacks=_callbacks(plan, chosen, folder, start),
         logger=RecordLogger(folder.run_dir, sinks),
         log_every_n_steps=1,
         enable_checkpointing=False,
@@ -140,8 +140,8 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
     return made
 
 
-def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:
-    checkpoints = folder.run_dir / "checkpoints"
+def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:
+    config, checkpoints = plan.config, folder.run_dir / "checkpoints"
     return [
         *chosen.values(),
         EarlyEnd(chosen),
@@ -150,7 +150,7 @@ def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFol
         Checkpointing(
             checkpoints,
             config.checkpoint,
-            config_hash(config),
+            plan.identity,
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
         ),

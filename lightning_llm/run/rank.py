@@ -27,11 +27,11 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
-from lightning_llm.plan.check import native_decision
 from lightning_llm.plan.report import notes, plan_line
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.swap import EMULATED, choose_backend
+from lightning_llm.precision.swap import choose_backend
 from lightning_llm.record.files import mark_failed
 from lightning_llm.record.loggers import LoggerSink
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
@@ -45,7 +45,7 @@ from lightning_llm.record.rank_liveness import (
     silent_ranks,
 )
 from lightning_llm.record.state import mlflow_facts
-from lightning_llm.run.agreement import agree_on_config, decide_together
+from lightning_llm.run.agreement import agree_on_plan, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.resume_history import earlier_parts
@@ -57,13 +57,14 @@ from lightning_llm.train.health.nonfinite import StepNotMadeError
 from lightning_llm.train.module import LanguageModule
 
 
-def run(config: Config) -> int:
+def run(plan: Plan) -> int:
     """Train; return 0, 128 + the signal that ended the run, or 1.
 
     1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
 
     Any other failure is raised: its traceback is the message, and the run's folder says "failed".
     """
+    folder = plan.config.run.dir
     claims: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -71,21 +72,22 @@ def run(config: Config) -> int:
             signal.signal(number, _stop_before_training)
         die_with_launcher()
         quiet_lightning()
-        rank = prepare_rank(config)
-        start = decide_together(rank.config, claims)
+        rank = prepare_rank(plan)
+        folder = rank.plan.config.run.dir
+        start = decide_together(rank.plan.config, claims)
         if start.finished:
-            say(start.nothing_left(rank.config))
+            say(start.nothing_left(rank.plan.config))
         else:
             fit(rank, start)
     except StoppedBySignal as stop:
-        say("; ".join(filter(None, (str(stop), how_to_go_on(config.run.dir)))), sys.stderr)
+        say("; ".join(filter(None, (str(stop), how_to_go_on(folder)))), sys.stderr)
         return 128 + stop.number
     except StepNotMadeError as error:
         say(f"error: {error}", sys.stderr)
-        say(how_to_go_on(config.run.dir), sys.stderr)
+        say(how_to_go_on(folder), sys.stderr)
         return 1
     except StorageError as error:
-        further = f"once the folder can be written again, {how_to_go_on(config.run.dir)}"
+        further = f"once the folder can be written again, {how_to_go_on(folder)}"
         say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
         return 1
     except RankSilentError:
@@ -97,7 +99,7 @@ def run(config: Config) -> int:
             signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
     leave_process_group()
     if not start.finished:
-        say_where(rank.config)
+        say_where(rank.plan.config)
     return 0
 
 
@@ -105,33 +107,33 @@ def run(config: Config) -> int:
 class Rank:
     """What one rank trains with, past all that can be refused before a folder is touched."""
 
-    config: Config
+    plan: Plan
     device: torch.device
     layout: Layout
-    decision: Decision
     callbacks: Mapping[str, pl.Callback]
 
 
-def prepare_rank(config: Config) -> Rank:
-    """Look at what this machine makes of `config`, and settle it with the other ranks. Collective.
+def prepare_rank(plan: Plan) -> Rank:
+    """Look at what this machine makes of `plan`, and settle it with the other ranks. Collective.
 
     Raises:
         ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
     """
+    config = plan.config
     device = choose_device(config)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     callbacks: Mapping[str, pl.Callback] = {}
-    decision, refusal = EMULATED, None
+    refusal = None
     try:
-        callbacks, decision = build_callbacks(config), native_decision(config)
-        check_casts(config, decision, device)
+        callbacks = build_callbacks(config)
+        check_casts(config, plan.decision, device)
     except ConfigError as error:
         refusal = error
-    layout = open_layout(config, device)
-    config = agree_on_config(config, decision, refusal)
-    record_collectives(device, Path(config.run.dir))
-    return Rank(config, device, layout, decision, callbacks)
+    layout = open_layout(plan, device)
+    plan = agree_on_plan(plan, refusal)
+    record_collectives(device, Path(plan.config.run.dir))
+    return Rank(plan, device, layout, callbacks)
 
 
 def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
@@ -146,20 +148,20 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
 
 def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
-    config, device = rank.config, rank.device
-    say(plan_line(config, describe_device(device)))
-    for line in [*notes(config), *resume_lines(config, start)]:
+    config, device = rank.plan.config, rank.device
+    say(plan_line(rank.plan, describe_device(device)))
+    for line in [*notes(rank.plan), *resume_lines(config, start)]:
         say(line)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:
         say(line)
-    facts = run_facts(config, corpus, rank.decision)
+    facts = run_facts(config, corpus, rank.plan.decision)
     if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(config, corpus)
+    module = build_module(rank.plan, corpus)
     sinks = tracking_sinks(config)
-    trainer = build_trainer(config, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
+    trainer = build_trainer(rank.plan, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
     with watched_ranks(config, module):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
@@ -181,12 +183,12 @@ def say(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
 
 
-def open_layout(config: Config, device: torch.device) -> Layout:
+def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    world = config.world or config.trainer.devices
-    if world > 1 or config.parallel.zero_stage > 0:
-        join_process_group(device, world, config.parallel.timeout_seconds)
-    return Layout.of(config.parallel, device)
+    parallel = plan.config.parallel
+    if plan.degrees.world > 1 or parallel.zero_stage > 0:
+        join_process_group(device, plan.degrees.world, parallel.timeout_seconds)
+    return Layout.of(parallel, plan.degrees, device)
 
 
 def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:

@@ -10,16 +10,15 @@ from lightning_llm.config.commands import sync_command
 from lightning_llm.config.compose import read_sweep, typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
-from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.plan.nodes import with_reduction
+from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
 from lightning_llm.record.mlflow.sync import catch_up
 from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
-from lightning_llm.run.checked_config import problems_beyond
+from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.sweep.claims import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
@@ -77,26 +76,27 @@ def checked_jobs(
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
     read = read_sweep(arguments.overrides, arguments.config_dir)
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
-    for reading in _one_of_each_kind([reading for _, reading in read]):
-        problems.update(dict.fromkeys(problems_beyond(reading, to_train=to_train, jobs=len(read))))
     configs = [reading.config for _, reading in read if reading.config]
+    for config in _one_of_each_kind(configs):
+        found = Resolution(config, to_train=to_train)
+        problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     if problems:
         raise ConfigError(problems)
-    jobs = [(words, with_reduction(reading.checked())) for words, reading in read]
+    jobs = [(words, plan_of(reading.checked()).config) for words, reading in read]
     typed = Typed(tuple(arguments.overrides), arguments.config_dir)
     return jobs, typed_value(arguments.overrides, "run.name"), typed
 
 
-def _one_of_each_kind(readings: Sequence[Reading]) -> Iterator[Reading]:
-    """Yield the readings that the rules can tell apart, the first of each."""
+def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
+    """Yield the configs that the rules can tell apart, the first of each."""
     known, waiting = set(), Waiting("checking the sweep's jobs")
-    for number, reading in enumerate(readings):
+    for number, config in enumerate(configs):
         waiting.tell(number)
-        kind = reading.config and reading.config.model_dump_json(exclude=NOT_CHECKED)
+        kind = config.model_dump_json(exclude=NOT_CHECKED)
         if kind not in known:
             known.add(kind)
-            yield reading
+            yield config
 
 
 def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.run.checked_config import read_arguments
+from lightning_llm.run.checked_plan import read_arguments
 
 MISSING = "(none)"
 """In the place of a value where there is none."""

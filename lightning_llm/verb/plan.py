@@ -5,7 +5,7 @@ import json
 
 from lightning_llm.plan.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.report import notes, plan_facts, render
-from lightning_llm.run.checked_config import checked_config
+from lightning_llm.run.checked_plan import checked_plan
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -17,11 +17,11 @@ def plan(arguments: argparse.Namespace) -> int:
         from lightning_llm.sweep.outline import outline
 
         return outline(arguments)
-    config = checked_config(arguments, to_train=False)
+    planned = checked_plan(arguments, to_train=False)
     if arguments.matrix:
-        made = matrix_of(config)
+        made = matrix_of(planned.config)
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
-    facts = plan_facts(config)
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(config)]))
+    facts = plan_facts(planned)
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(planned)]))
     return 0

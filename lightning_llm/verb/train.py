@@ -18,9 +18,10 @@ from lightning_llm.config.config_dir import config_dir_words
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
-from lightning_llm.run.checked_config import checked_config
+from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import decide_start, resumable_runs
 from lightning_llm.sweep.run import sweep
@@ -44,9 +45,10 @@ def train(arguments: argparse.Namespace) -> int:
             text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
             raise ConfigError(Problem("-m", text))
         return sweep(arguments)
-    config = checked_config(arguments, to_train=True)
+    plan = checked_plan(arguments, to_train=True)
+    config = plan.config
     if rank_environment() is not None:
-        return _run_rank(config)
+        return _run_rank(plan)
     if config.world not in (None, config.trainer.devices):
         text = (
             f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
@@ -65,7 +67,7 @@ def train(arguments: argparse.Namespace) -> int:
         return start_ranks(config)
     from lightning_llm.run.rank import run  # torch and Lightning: seconds
 
-    return run(config)
+    return run(plan)
 
 
 def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
@@ -86,13 +88,13 @@ def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
     raise ConfigError(Problem("resume", text))
 
 
-def _run_rank(config: Config) -> int:
+def _run_rank(plan: Plan) -> int:
     """Run one of several ranks. What it raises is kept for the launcher, with the time, so that the first is known."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from lightning_llm.run.rank import run
 
-    return int(record(run)(config) or 0)
+    return int(record(run)(plan) or 0)
 
 
 def crowd_note(config: Config, cores: int) -> str | None:

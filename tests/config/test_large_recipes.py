@@ -8,6 +8,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.report import plan_facts, render
+from lightning_llm.plan.resolve import plan_of
 
 GPU_BYTES = 80e9
 
@@ -72,7 +73,7 @@ def test_a_published_runs_settings_are_those_of_its_source(name):
 def test_a_published_run_is_checked_and_planned(name):
     config = compose_config([f"recipe={name}"])
     check_config(config)
-    facts = plan_facts(config)
+    facts = plan_facts(plan_of(config))
     degrees, billions, micro_batches, tokens = PUBLISHED[name]
     layout = facts["layout"]
     assert tuple(layout[axis] for axis in ("pp", "dp_replicate", "dp_shard", "tp")) == degrees
@@ -83,7 +84,7 @@ def test_a_published_run_is_checked_and_planned(name):
 
 
 def test_llama_405b_has_the_stages_and_the_bubble_of_its_schedule():
-    pipeline = plan_facts(compose_config(["recipe=llama3_405b_3d"]))["layout"]["pipeline"]
+    pipeline = plan_facts(plan_of(compose_config(["recipe=llama3_405b_3d"])))["layout"]["pipeline"]
     counts = [last - first + 1 for first, last in (stage["layers"] for stage in pipeline["stages"])]
     assert counts == [7, *[8] * 14, 7]
     assert all(one["layers"][1] + 1 == other["layers"][0] for one, other in pairwise(pipeline["stages"]))
@@ -95,7 +96,7 @@ def test_the_bubbles_of_llama_405b_give_the_published_ratio_of_its_schedules():
 
     def busy(*words):
         config = compose_config(["recipe=llama3_405b_3d", *words])
-        return 1 - plan_facts(config)["layout"]["pipeline"]["bubble_fraction"]
+        return 1 - plan_facts(plan_of(config))["layout"]["pipeline"]["bubble_fraction"]
 
     other = ["parallel.schedule=1f1b", "parallel.virtual_stages=1"]
     assert busy() / busy(*other) == pytest.approx(128 / 100, rel=0.02)

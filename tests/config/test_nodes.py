@@ -11,7 +11,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import reduction_note, share_between_nodes, with_reduction
+from lightning_llm.plan.nodes import reduction_note, share_between_nodes
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
 
 PSI = 8_030_261_248  # llama_8b's parameters
@@ -56,8 +57,8 @@ def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
 
     def of_gradients(reduction):
         config = compose_config([*ZERO3, f"parallel.reduction={reduction}"])
-        gathers = bytes_sent(config)["all_gather"] / 8  # of rings: one of 8 ranks sends to another machine
-        return 8 * (traffic_bytes(config)["between_nodes"] - gathers)
+        gathers = bytes_sent(plan_of(config))["all_gather"] / 8  # of rings: one of 8 ranks sends to another machine
+        return 8 * (traffic_bytes(plan_of(config))["between_nodes"] - gathers)
 
     gradients = 4 * PSI
     assert of_gradients("tree") == pytest.approx(8 * gradients * (128 - 8) / 128, rel=1e-6)
@@ -77,12 +78,11 @@ def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
         (["parallel=tp", "world=8", "trainer.devices=4"], "tree"),  # no gradient is summed over machines
         (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage lies on one
         (["parallel=fsdp_pp", "world=32", "trainer.devices=8"], "native"),
-        (["world=100", "parallel.tp=8"], "tree"),  # which fits no layout, as is said elsewhere
     ],
 )
 def test_sums_are_the_librarys_where_they_cross_machines_and_nobody_asked_for_bits(words, chosen):
     config = compose_config([*ZERO3, "data.global_batch_size=1024", *words])
-    assert with_reduction(config).parallel.reduction == chosen
+    assert plan_of(config).config.parallel.reduction == chosen
 
 
 def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
@@ -102,12 +102,12 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
 
 def test_nothing_is_said_of_machines_that_gradients_do_not_cross():
     for words in (["world=8"], ["parallel=single", "world=1"], ["parallel=tp", "world=8"]):
-        config = with_reduction(compose_config([*ZERO3, "data.global_batch_size=1024", *words]))
-        assert reduction_note(config) is None
+        plan = plan_of(compose_config([*ZERO3, "data.global_batch_size=1024", *words]))
+        assert reduction_note(plan.config, plan.degrees) is None
 
 
 def test_a_runs_config_holds_the_reduction_that_it_took(tmp_path):
     """So that its file repeats the run, and a plan has the identity of the run."""
-    config = with_reduction(compose_config([*ZERO3, "trainer.devices=8"]))
+    config = plan_of(compose_config([*ZERO3, "trainer.devices=8"])).config
     write_config(config, tmp_path / "config.yaml")
     assert "reduction: native" in (tmp_path / "config.yaml").read_text()

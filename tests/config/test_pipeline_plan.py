@@ -12,6 +12,7 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.stages import chunks_in_flight, split_layers
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]
@@ -83,13 +84,17 @@ def test_plan_prints_the_stages_and_the_bubble(capsys):
 
 def test_stages_hold_their_part_of_what_persists():
     """Each stage has its own layers' bytes; the largest is the one that `plan` prints."""
-    whole = memory_bytes(config_of("model=llama_8b", "world=1", "data.global_batch_size=8"))
-    staged = memory_bytes(config_of("model=llama_8b", "parallel=pp", "world=4", "data.global_batch_size=8"))
+    whole = memory_bytes(plan_of(config_of("model=llama_8b", "world=1", "data.global_batch_size=8")))
+    staged = memory_bytes(plan_of(config_of("model=llama_8b", "parallel=pp", "world=4", "data.global_batch_size=8")))
     assert whole["parameters"] / 4 < staged["parameters"] < whole["parameters"] / 3.6
     gpipe = memory_bytes(
-        config_of("model=llama_8b", "parallel=pp", "parallel.schedule=gpipe", "world=4", "data.global_batch_size=32")
+        plan_of(
+            config_of(
+                "model=llama_8b", "parallel=pp", "parallel.schedule=gpipe", "world=4", "data.global_batch_size=32"
+            )
+        )
     )
-    one = memory_bytes(config_of("model=llama_8b", "parallel=pp", "world=4", "data.global_batch_size=32"))
+    one = memory_bytes(plan_of(config_of("model=llama_8b", "parallel=pp", "world=4", "data.global_batch_size=32")))
     assert gpipe["activations"] > 7 * one["activations"]  # 32 in flight, not at most 4
 
 
@@ -132,4 +137,4 @@ def test_layouts_work_at_two_ranks_per_axis():
         config = compose_config(["model=llama_tiny", *words])
         check_config(config)
         assert resolve_degrees(config.parallel, world).pp == 2
-        assert plan_facts(config)["layout"]["pipeline"]["bubble_fraction"] > 0
+        assert plan_facts(plan_of(config))["layout"]["pipeline"]["bubble_fraction"] > 0

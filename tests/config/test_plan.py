@@ -14,6 +14,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts, plan_line, render
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.precision.native.decide import decide
@@ -67,7 +68,7 @@ def test_keys_that_no_shipped_recipe_sets_are_shown():
     assert (slots["dgrad.w"]["runs"], slots["dgrad.dy"]["runs"]) == ("emulated", "native")
     assert facts["optimizer"] == {"eps": 1e-6, "beta2": 0.98}
     config = compose_config([]).model_copy(update={"precision": recipe})
-    lines = dict(line.split(maxsplit=1) for line in render(plan_facts(config)).splitlines())
+    lines = dict(line.split(maxsplit=1) for line in render(plan_facts(plan_of(config))).splitlines())
     assert lines["fprop.x"] == (
         "e4m3 tensor, delayed scale, stochastic, noise_bits=8, amax_scope=shard, "
         "delayed=(history_length=16, algorithm=most_recent, margin=2): emulated"
@@ -99,7 +100,7 @@ def test_a_phase_shows_the_slots_that_differ_and_no_other():
     assert first["slots"]["dgrad.dy"]["format"] == "e5m2"
     assert (last["end"], list(last["slots"])) == (1.0, ["fprop.x", "fprop.w"])
     config = compose_config([]).model_copy(update={"precision": recipe})
-    lines = render(plan_facts(config)).splitlines()
+    lines = render(plan_facts(plan_of(config))).splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("  phase"))
     assert [line.split(maxsplit=1)[0] for line in lines[start : start + 5]] == [
         "phase", "dgrad.dy", "phase", "fprop.x", "fprop.w",
@@ -133,7 +134,7 @@ def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkey
     words = small_run(tmp_path, f"precision={name}", "trainer.max_steps=3", *shape)
     assert main(["train", *words]) == 0
     config = compose_config(words)
-    estimate = memory_bytes(config)
+    estimate = memory_bytes(plan_of(config))
     assert {kind: estimate[kind] for kind in held} == held
     folder = tmp_path / "run" / "checkpoints" / "step=3"
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -146,9 +147,9 @@ def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkey
 )
 def test_weights_are_copied_only_into_another_dtype(name, bytes_per_weight):
     config = compose_config(["model=llama_1b", f"precision={name}"])
-    assert memory_bytes(config)["compute_copies"] == bytes_per_weight * 1_235_814_400
+    assert memory_bytes(plan_of(config))["compute_copies"] == bytes_per_weight * 1_235_814_400
 
 
 def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
     cpu = torch.device("cpu")
-    assert plan_line(compose_config([]), describe_device(cpu)).endswith(f" | {describe_device(cpu)}")
+    assert plan_line(plan_of(compose_config([])), describe_device(cpu)).endswith(f" | {describe_device(cpu)}")

@@ -18,6 +18,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.plan.describe import layout_facts, layout_rows
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts, render
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 
 LAYOUTS = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "parallel").glob("*.yaml"))
@@ -54,28 +55,28 @@ def config_of(
 )
 def test_what_persists_is_divided_as_zero_says(layout, world, ranks):
     """arXiv 1910.02054, section 5: of fp32 masters and moments, 12 Psi, each rank has 1 / N_d; so of the sum."""
-    held = memory_bytes(config_of(layout, world=world))
+    held = memory_bytes(plan_of(config_of(layout, world=world)))
     assert held["parameters"] + held["optimizer"] == 12 * PSI // ranks
     assert held["gradients"] == 4 * PSI // ranks
 
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2"])
 def test_sixteen_bit_weights_are_whole_below_stage_3(layout):
-    held = memory_bytes(config_of(layout, "bf16"))
+    held = memory_bytes(plan_of(config_of(layout, "bf16")))
     assert held["gathered"] == 2 * PSI + 2 * (LOOKUP + NORM)  # embedding and last norm in fp32
     assert held["compute_copies"] == 2 * NORM
 
 
 def test_stage_3_gathers_two_blocks_head_and_root_or_first_the_embedding():
-    assert memory_bytes(config_of("zero3", "fp32"))["gathered"] == 4 * (2 * BLOCK + LOOKUP + NORM)
-    assert memory_bytes(config_of("zero3", "bf16"))["gathered"] == 4 * (LOOKUP + NORM) + 2 * BLOCK
+    assert memory_bytes(plan_of(config_of("zero3", "fp32")))["gathered"] == 4 * (2 * BLOCK + LOOKUP + NORM)
+    assert memory_bytes(plan_of(config_of("zero3", "bf16")))["gathered"] == 4 * (LOOKUP + NORM) + 2 * BLOCK
 
 
 def test_gradients_wait_whole_in_stage_1_alone():
     """P_os keeps the gradients of a step on every rank (section 5.1); P_os+g does not (5.2)."""
     for layout, whole in (("ddp", 0), ("zero1", 4 * PSI), ("zero2", 0), ("zero3", 0)):
-        assert memory_bytes(config_of(layout, micro_batches=2))["unsharded_gradients"] == whole
-        assert memory_bytes(config_of(layout))["unsharded_gradients"] == 0
+        assert memory_bytes(plan_of(config_of(layout, micro_batches=2)))["unsharded_gradients"] == whole
+        assert memory_bytes(plan_of(config_of(layout)))["unsharded_gradients"] == 0
 
 
 @pytest.mark.parametrize(("micro_batches", "buffers"), [(1, 0), (2, 0), (4, 1), (8, 2), (64, 5)])
@@ -87,7 +88,7 @@ def test_the_tree_costs_log2_of_the_accumulation(micro_batches, buffers):
         ("zero3", 4 * PSI // RANKS),
     ):
         tree, native = (
-            memory_bytes(config_of(layout, micro_batches=micro_batches, reduction=reduction))
+            memory_bytes(plan_of(config_of(layout, micro_batches=micro_batches, reduction=reduction)))
             for reduction in ("tree", "native")
         )
         assert tree["tree_gradients"] == buffers * each
@@ -100,7 +101,7 @@ def test_a_step_sends_the_elements_that_zero_says(reduction):
 
     def sent(layout, micro_batches=1):
         config = config_of(layout, "fp32", micro_batches=micro_batches, reduction=reduction)
-        return sum(bytes_sent(config).values())
+        return sum(bytes_sent(plan_of(config)).values())
 
     psi = 4 * PSI * (RANKS - 1) // RANKS
     assert sent("ddp") == sent("ddp", 8) == sent("zero1") == sent("zero1", 8) == sent("zero2") == 2 * psi
@@ -113,10 +114,10 @@ def test_a_step_sends_the_elements_that_zero_says(reduction):
 def test_hsdp_sends_shards_between_replicas():
     """FSDP's hybrid sharding (arXiv 2304.11277, section 3.2.2): a gradient shard is all-reduced over the replicas."""
     within, shards = RANKS // 2, 4 * PSI // (RANKS // 2)
-    native = bytes_sent(config_of("hsdp", micro_batches=4, reduction="native"))
+    native = bytes_sent(plan_of(config_of("hsdp", micro_batches=4, reduction="native")))
     assert native["all_reduce"] == 2 * shards // 2
     assert native["reduce_scatter"] == 4 * (within - 1) * shards
-    tree = bytes_sent(config_of("hsdp", micro_batches=4))
+    tree = bytes_sent(plan_of(config_of("hsdp", micro_batches=4)))
     assert sum(tree.values()) == sum(native.values())
 
 
@@ -126,7 +127,7 @@ def test_checkpointing_keeps_less():
 
     def held(checkpoint, every=1):
         config = config_of("zero3", activation_checkpoint=checkpoint, activation_checkpoint_every=every)
-        return memory_bytes(config)["activations"]
+        return memory_bytes(plan_of(config))["activations"]
 
     assert held("none") == 32 * 34 * sbh
     assert held("full") == 32 * 2 * sbh + 34 * sbh  # and one layer that is being recomputed
@@ -137,7 +138,7 @@ def test_checkpointing_keeps_less():
 
 def test_groups_are_those_that_megatron_publishes():
     """`parallel_state.initialize_model_parallel`: 16 GPUs, TP 2, PP 4."""
-    facts = layout_facts(config_of("zero1", world=16, tp=2, pp=4))
+    facts = layout_facts(plan_of(config_of("zero1", world=16, tp=2, pp=4)))
     assert (facts["pp"], facts["dp_replicate"], facts["dp_shard"], facts["cp"], facts["tp"]) == (4, 1, 2, 1, 2)
     groups = facts["groups"]
     assert list(groups) == ["pp", "dp_shard", "tp"]
@@ -148,7 +149,7 @@ def test_groups_are_those_that_megatron_publishes():
 
 
 def test_a_large_world_is_shortened():
-    facts = layout_facts(config_of("hsdp", world=1024, dp_replicate=4))
+    facts = layout_facts(plan_of(config_of("hsdp", world=1024, dp_replicate=4)))
     shards, replicas = facts["groups"]["dp_shard"], facts["groups"]["dp_replicate"]
     assert (shards["count"], shards["size"], shards["stride"]) == (4, 256, 1)
     assert shards["ranks"][1] == list(range(256, 256 + 64))
@@ -182,7 +183,7 @@ def test_all_axes_at_once_are_planned_but_sequences_over_stages(capsys):
 )  # fmt: skip
 def test_whether_the_bits_are_one_ranks_is_said(layout, keys, micro_batches, reason):
     config = config_of(layout, world=1 if layout == "single" else 8, micro_batches=micro_batches, **keys)
-    facts = layout_facts(config)
+    facts = layout_facts(plan_of(config))
     assert facts["bitwise"] is (reason is None)
     assert (reason or "") in (facts["bitwise_problem"] or "")
     assert (reason or "equal one rank's") in dict(layout_rows(facts))["  bits"]
@@ -191,13 +192,13 @@ def test_whether_the_bits_are_one_ranks_is_said(layout, keys, micro_batches, rea
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_a_plan(layout):
     config = config_of(layout, world=1 if layout == "single" else 8, activation_checkpoint="full")
-    facts = json.loads(json.dumps(plan_facts(config)))
+    facts = json.loads(json.dumps(plan_facts(plan_of(config))))
     parallel = config.parallel
     for key in ("name", "zero_stage", "reduction", "activation_checkpoint", "activation_checkpoint_every", "compile"):
         assert facts["layout"][key] == getattr(parallel, key)
     degrees = [facts["layout"][axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
     assert facts["layout"]["world"] == math.prod(degrees)
-    assert facts["memory_bytes"] == memory_bytes(config)
+    assert facts["memory_bytes"] == memory_bytes(plan_of(config))
     lines = dict(line.split(maxsplit=1) for line in render(facts).splitlines())
     assert lines["layout"].startswith(f"{layout}, {facts['layout']['world']} rank")
     assert lines["memory"].startswith(f"{sum(facts['memory_bytes'].values()) / 1e9:.3f} GB per rank")

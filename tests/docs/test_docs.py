@@ -19,6 +19,7 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.report import plan_facts
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision import inductor
 from lightning_llm.precision.lint import RULES
 from lightning_llm.precision.module import set_step_key, update_delayed
@@ -144,7 +145,7 @@ def test_own_recipe_plans_as_transformer_engine_has_it(own_recipe):
     folder, name = own_recipe
     config = compose_config([*TINY, f"precision={name}"], folder)
     check_config(config)
-    facts = plan_facts(config)["precision"]
+    facts = plan_facts(plan_of(config))["precision"]
     assert facts["name"] == name
     assert {slot: cast["block"] for slot, cast in facts["slots"].items()} == {
         "fprop.x": "1x32", "fprop.w": "32x32", "dgrad.dy": "1x32", "dgrad.w": "32x32", "wgrad.dy": "1x32",

@@ -7,8 +7,9 @@ from precision.recipes import RECIPES, load
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots_of
 from lightning_llm.errors import ConfigError
-from lightning_llm.plan.check import check_config, native_decision
+from lightning_llm.plan.check import check_config
 from lightning_llm.plan.matrix import matrix, numbered, shipped_recipes
+from lightning_llm.plan.resolve import Resolution
 from lightning_llm.precision.native import capability
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import (
@@ -125,7 +126,7 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
     config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640", "model.bias=true"])
     here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
-    decision = native_decision(config, here)
+    decision = Resolution(config, here).decision
     assert decision.runs == "refused"
     said = "\n".join(map(str, decision.refusals()))
     for part in (
@@ -140,14 +141,14 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     assert "640" not in said
     assert decision.refusals() == list(dict.fromkeys(decision.refusals()))
     automatic = config.model_copy(update={"precision": config.precision.model_copy(update={"backend": "auto"})})
-    assert native_decision(automatic, here).runs == "emulated"
-    assert native_decision(automatic, here).refusals() == []
+    assert Resolution(automatic, here).decision.runs == "emulated"
+    assert Resolution(automatic, here).decision.refusals() == []
 
 
 def test_tensors_cut_over_ranks_are_emulated():
     for words, runs in (([], "native"), (["parallel.tp=2"], "emulated"), (["parallel.cp=2"], "emulated")):
         config = compose_config(["precision=fp8_current", *words])
-        assert native_decision(config, HOPPER).runs == runs
+        assert Resolution(config, HOPPER).decision.runs == runs
 
 
 def test_an_axis_that_cuts_is_named_with_its_degree():
@@ -160,14 +161,14 @@ def test_an_axis_that_cuts_is_named_with_its_degree():
         (["parallel.tp=null", "world=1"], []),
     ):
         config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
-        refusals = [str(each) for each in native_decision(config, HOPPER).refusals()]
+        refusals = [str(each) for each in Resolution(config, HOPPER).decision.refusals()]
         assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
         assert all("a rank's part of a tensor alone: 1 is needed; so precision.backend=native" in r for r in refusals)
 
 
 def test_sizes_are_named_by_their_keys_with_all_numbers():
     words = ["precision=fp8_current", "model.hidden_size=96", "model.num_heads=4", "model.num_kv_heads=1"]
-    said = native_decision(compose_config(words), HOPPER).reason
+    said = Resolution(compose_config(words), HOPPER).decision.reason
     assert said == "model.num_kv_heads=1 x head_dim=24 is 24, no multiple of 16, as Float8CurrentScaling needs"
     config = compose_config([*words[1:], "precision=mxfp4_sr", "data.sequence_length=64"])
     with pytest.raises(
@@ -248,10 +249,10 @@ def test_only_a_recipe_that_quantises_asks_for_the_library(monkeypatch):
     monkeypatch.setattr(te, "import_problem", lambda: asked.append("imported"))
     capability_here.cache_clear()
     for name in ("bf16", "fp16", "fp32"):
-        assert native_decision(compose_config([f"precision={name}"])).runs == "native"
+        assert Resolution(compose_config([f"precision={name}"])).decision.runs == "native"
     assert asked == []
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert native_decision(compose_config(["precision=fp8_current"])).runs == "native"
+    assert Resolution(compose_config(["precision=fp8_current"])).decision.runs == "native"
     assert asked == ["imported"]
     capability_here.cache_clear()
 
@@ -271,13 +272,13 @@ def test_a_library_that_cannot_be_imported_is_a_reason_not_a_traceback(error, mo
 def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, devices):
     """One generator is seeded before a forward pass; between it and its backward pass a stage runs others'."""
     place = [f"parallel={layout}", f"trainer.devices={devices}", "model.head_dim=64"]
-    drawn = native_decision(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"])
+    drawn = Resolution(compose_config(["recipe=quickstart", "precision=nvfp4", *place]), DEVICES["sm_100"]).decision
     assert drawn.runs == "emulated"
     assert [problem.key for problem in drawn.problems] == ["parallel.pp"]
     assert "stochastic rounding" in drawn.reason
     even = ["precision.dgrad.dy.rounding=even", "precision.wgrad.dy.rounding=even"]
     even += ["precision.dgrad.dy.noise_bits=20", "precision.wgrad.dy.noise_bits=20"]
     for words in (["precision=mxfp8", *place], ["precision=nvfp4", *even, *place]):
-        assert native_decision(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).runs == "native"
+        assert Resolution(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
     alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
-    assert native_decision(alone, DEVICES["sm_100"]).runs == "native"
+    assert Resolution(alone, DEVICES["sm_100"]).decision.runs == "native"

@@ -1,25 +1,26 @@
 """Ranks that were started by themselves agree on one config, or say that they do not."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
-from lightning_llm.run.agreement import agree_on_config
+from lightning_llm.run.agreement import agree_on_plan
 
 
 def agreed(words: list[str], per_rank: list[list[str]]) -> tuple[list[str], str]:
     try:
-        config = agree_on_config(compose_config([*words, *per_rank[dist.get_rank()]]))
+        plan = agree_on_plan(plan_of(compose_config([*words, *per_rank[dist.get_rank()]])))
     except ConfigError as error:
         return [], str(error)
     folders: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(folders, config.run.dir)
+    dist.all_gather_object(folders, plan.config.run.dir)
     return folders, ""
 
 
@@ -34,12 +35,12 @@ def test_another_config_is_refused_on_every_rank(ranks, small_run, tmp_path):
     assert "of rank(s) 1 differs from rank 0's" in said
 
 
-def answers(config: Config, decisions: list[Decision], refusals: list[ConfigError | None]) -> list[list[str]]:
+def answers(plan: Plan, decisions: list[Decision], refusals: list[ConfigError | None]) -> list[list[str]]:
     """Return what each rank is told where one of them cannot train."""
     rank = dist.get_rank()
     told: list[list[str]] = [[]] * dist.get_world_size()
     try:
-        agree_on_config(config, decisions[rank], refusals[rank])
+        agree_on_plan(replace(plan, decision=decisions[rank]), refusals[rank])
         said = []
     except AgreedError as error:
         said = [str(each) for each in error.problems]
@@ -48,17 +49,17 @@ def answers(config: Config, decisions: list[Decision], refusals: list[ConfigErro
 
 
 def test_what_one_rank_refuses_all_are_told(ranks, small_run, tmp_path):
-    config = compose_config(small_run(tmp_path))
+    plan = plan_of(compose_config(small_run(tmp_path)))
     refusal = ConfigError([Problem("precision.backend", "is native."), Problem("callbacks.x", "is no callback.")])
-    told = ranks(2).call(answers, config, [EMULATED, EMULATED], [None, refusal])
+    told = ranks(2).call(answers, plan, [EMULATED, EMULATED], [None, refusal])
     assert told == [["precision.backend: on rank(s) 1 is native.", "callbacks.x: on rank(s) 1 is no callback."]] * 2
-    told = ranks(2).call(answers, config, [EMULATED, EMULATED], [refusal, refusal])
+    told = ranks(2).call(answers, plan, [EMULATED, EMULATED], [refusal, refusal])
     assert told == [["precision.backend: is native.", "callbacks.x: is no callback."]] * 2
 
 
 def test_ranks_do_not_run_casts_each_in_another_way(ranks, small_run, tmp_path):
-    config = compose_config(small_run(tmp_path))
-    told = ranks(2).call(answers, config, [Decision("native"), EMULATED], [None, None])
+    plan = plan_of(compose_config(small_run(tmp_path)))
+    told = ranks(2).call(answers, plan, [Decision("native"), EMULATED], [None, None])
     text = "casts would be native on rank 0 and emulated on rank(s) 1."
     assert [text in said for (said,) in told] == [True, True]
 
@@ -71,7 +72,7 @@ def test_a_refusal_reaches_another_process_whole():
 
 
 def test_alone_there_is_nothing_to_agree_on():
-    config = compose_config(["recipe=quickstart"])
-    assert agree_on_config(config) is config
+    plan = plan_of(compose_config(["recipe=quickstart"]))
+    assert agree_on_plan(plan) is plan
     with pytest.raises(ConfigError, match="callbacks"):
-        agree_on_config(config, refusal=ConfigError(Problem("callbacks", "are none.")))
+        agree_on_plan(plan, refusal=ConfigError(Problem("callbacks", "are none.")))

@@ -25,6 +25,7 @@ from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 from lightning_llm.plan.units import units_of
 
@@ -174,8 +175,8 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
     words = words_of(layout, reduction, precision, f"model.tie_embeddings={tied}")
     config = compose_config(small_run(tmp_path, *words))
     sent, held, largest = ranks(RANKS).call(measured, config)
-    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
-    plan = memory_bytes(config)
+    assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
+    plan = memory_bytes(plan_of(config))
     if config.parallel.zero_stage == 3:  # measured between forward and backward, when no block is gathered
         block = units_of(config.model).block.whole(resolve_degrees(config.parallel, RANKS).dp_shard)
         plan["gathered"] -= 2 * block * DTYPE_BYTES[precision]
@@ -201,8 +202,8 @@ def test_bytes_of_cut_weights_and_shared_sequences(layout, world, precision, mor
     config = compose_config(small_run(tmp_path, *words))
     sent, held, _ = ranks(world).call(measured, config)
     ranks(world).close()  # as in test_model_parallel.py
-    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
-    plan = memory_bytes(config)
+    assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
+    plan = memory_bytes(plan_of(config))
     kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
     assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 
@@ -229,8 +230,8 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     rank = heaviest_place(config, degrees) * world // degrees.pp
     sent, held, _ = ranks(world).call(measured_on, config, rank)
     ranks(world).close()  # as in test_model_parallel.py
-    assert sent == {kind: size for kind, size in bytes_sent(config).items() if size}
-    plan = memory_bytes(config)
+    assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
+    plan = memory_bytes(plan_of(config))
     kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
     assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 

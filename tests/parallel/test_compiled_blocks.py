@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from traced_run import leave_groups
+from traced_run import layout_here, leave_groups
 
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceCut
-from lightning_llm.parallel.layout import Layout
 
 LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
 LLAMA: dict[str, Any] = {}
@@ -28,7 +27,7 @@ def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str
     """Return how many `graphs` and `breaks` 12 blocks make in a forward and backward pass, and how often one `ran`."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
     config = ModelConfig(name="tiny", num_layers=LAYERS, max_sequence_length=TOKENS, **sizes, **shape)
-    layout, device = Layout.of(parallel, torch.device("cpu")), torch.device("cpu")
+    layout, device = layout_here(parallel), torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(config, torch.bfloat16)
     graphs, runs = [], []

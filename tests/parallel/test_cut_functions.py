@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from traced_run import leave_groups
+from traced_run import layout_here, leave_groups
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.attention import document_mask, dot_product_attention
@@ -13,7 +13,6 @@ from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.context import ContextAttention, SequenceCut, context_mask, positions_of
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import Edge, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
 
@@ -29,7 +28,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def loss_differences() -> dict[str, float]:
-    layout = Layout.of(ParallelConfig(name="tp", tp=2), torch.device("cpu"))
+    layout = layout_here(ParallelConfig(name="tp", tp=2))
     generator = torch.Generator().manual_seed(1)
     logits = 30 * torch.randn(BATCH, TOKENS, VOCABULARY, dtype=torch.float64, generator=generator)
     labels = torch.randint(REAL, (BATCH, TOKENS), generator=generator)
@@ -47,7 +46,7 @@ def loss_differences() -> dict[str, float]:
 
 
 def attention_differences(documents: bool) -> dict[str, float]:
-    layout = Layout.of(ParallelConfig(name="cp", cp=2), torch.device("cpu"))
+    layout = layout_here(ParallelConfig(name="cp", cp=2))
     generator = torch.Generator().manual_seed(2)
     shapes = {"q": HEADS, "k": KEYS, "v": KEYS}
     whole = {
@@ -75,7 +74,7 @@ def attention_differences(documents: bool) -> dict[str, float]:
 
 def bias_gradient_is_the_sum(dtype: torch.dtype) -> bool:
     """Return whether a row-parallel linear's bias has the fp32 sum of its outputs' gradients, rounded once."""
-    layout = Layout.of(ParallelConfig(name="tp", tp=2), torch.device("cpu"))
+    layout = layout_here(ParallelConfig(name="tp", tp=2))
     generator = torch.Generator().manual_seed(3)
     linear = Linear(ELEMENTS, ELEMENTS)
     x = torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).to(dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced_run import leave_groups
+from traced_run import layout_here, leave_groups
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel import layout as layout_module
@@ -13,7 +13,7 @@ from lightning_llm.plan.degrees import Degrees
 def seconds_to_wait(parallel: ParallelConfig) -> list[float]:
     """Return the timeout of every group that the layout made."""
     cpu = torch.device("cpu")
-    layout = Layout.of(parallel, cpu)
+    layout = layout_here(parallel)
     found = [group._get_backend(cpu).options._timeout.total_seconds() for group in layout.own_groups()]
     leave_groups(layout)
     return found

@@ -8,14 +8,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from curve_limits import SHIPPED, exceeded, off
-from traced_run import leave_groups, traced_run
+from traced_run import layout_here, leave_groups, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import WholeLogits
 from lightning_llm.parallel.gradient_sync import local
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 
 SHAPE = [
@@ -117,7 +116,7 @@ def test_samples_are_those_of_one_rank(run, tmp_path):
 
 def logits_after(config: Any, length: int) -> Any:
     """Return [1, 1, V]: what sampling sees after `length` tokens, before any training."""
-    layout = Layout.of(config.parallel, torch.device("cpu"))
+    layout = layout_here(config.parallel)
     with torch.device("meta"):
         model = Decoder(config.model)
     syncs = apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"))

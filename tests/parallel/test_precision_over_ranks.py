@@ -10,6 +10,7 @@ from traced_run import difference, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.describe import layout_facts
+from lightning_llm.plan.resolve import plan_of
 
 STEP, MICRO_BATCH = 3, 2
 
@@ -73,8 +74,8 @@ def test_a_round_of_micro_batches_is_one_update_of_delayed_scales(ranks, small_r
     assert len({*map(tuple, (alone, *wanted.values()))}) == 3
     for layout, amaxes in wanted.items():
         assert ranks(2).call(first_amaxes, config(layout, 2)) == amaxes
-        assert "update: micro_batch" in layout_facts(config(layout, 2))["bitwise_problem"]
-    assert layout_facts(config("single", 1))["bitwise"]
+        assert "update: micro_batch" in layout_facts(plan_of(config(layout, 2)))["bitwise_problem"]
+    assert layout_facts(plan_of(config("single", 1)))["bitwise"]
 
 
 def overflowing_run(config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from traced_run import leave_groups, run_with
+from traced_run import layout_here, leave_groups, run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -67,7 +67,7 @@ def whole_tensors(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def differing_slots(configs: list[Config], scope: str, backend: Backend = "eager") -> list[str]:
     """Return "recipe role slot" of every rank's operands that are not the whole's part; all ranks must call it."""
-    layout = Layout.of(configs[0].parallel, torch.device("cpu"))
+    layout = layout_here(configs[0].parallel)
     found = [each for config in configs for each in _differing(config, layout, scope, backend)]
     everyone: list[Any] = [None] * layout.degrees.world
     torch.distributed.all_gather_object(everyone, found)

@@ -5,16 +5,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from filelock import FileLock
 from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from lightning_llm.config.schema import Config
+from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.run.agreement import decide_together
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning
@@ -55,21 +57,27 @@ def of_all_stages(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tenso
 
 def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     """Train as `lightning-llm train` does on one of its ranks, with more callbacks before its own."""
-    check_config(config)
+    plan = check_config(config)
     quiet_lightning()
     device = torch.device("cpu")
-    layout = open_layout(config, device)
+    layout = open_layout(plan, device)
     claims: list[FileLock] = []
     start = decide_together(config, claims)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(config, corpus)
-    trainer = build_trainer(config, device, layout, start, [], adopt=adopt)
+    module = build_module(plan, corpus)
+    trainer = build_trainer(plan, device, layout, start, [], adopt=adopt)
     trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))
     for each in claims:
         each.release()
     return trainer
+
+
+def layout_here(parallel: ParallelConfig) -> Layout:
+    """Return this rank's layout, of all ranks that were started."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return Layout.of(parallel, resolve_degrees(parallel, world), torch.device("cpu"))
 
 
 def leave_groups(layout: Layout) -> None:

@@ -80,7 +80,7 @@ def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsy
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "checked_config", interrupted)
+    monkeypatch.setattr(launch, "checked_plan", interrupted)
     assert main(["train", *small_run(tmp_path)]) == 130
     told = capsys.readouterr()
     assert "nothing was saved" in told.err

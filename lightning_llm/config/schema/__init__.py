@@ -10,6 +10,7 @@ from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.config.schema.run import (
     Callbacks,
     CheckpointConfig,
+    Hardware,
     LauncherConfig,
     LoggerConfig,
     ParallelConfig,
@@ -38,7 +39,11 @@ class Config(Group):
     recipe: str | None = None
     seed: int = Field(0, ge=0, lt=2**32, description="of all random numbers; hashed as one 32-bit word")
     resume: str | None = None
-    world: RankCount | None = None
+    world: RankCount | None = Field(None, description="ranks in all, for plan; null: trainer.devices")
+    hardware: Hardware | None = Field(
+        None,
+        description="the device `plan` judges native casts by; null: this machine's. `train` looks itself",
+    )
 
 
 __all__ = [

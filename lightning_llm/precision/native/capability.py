@@ -47,6 +47,18 @@ DEVICES = {
 """The matrix's devices: CPU, A100 (8.0), L4 and L40 (8.9), H100 and H200 (9.0), B200 (10.0), RTX 5090 (12.0)."""
 
 
+HARDWARE = {
+    "cpu": DEVICES["cpu"],
+    **dict.fromkeys(("a100",), DEVICES["sm_80"]),
+    **dict.fromkeys(("l4", "l40", "l40s", "rtx4090"), DEVICES["sm_89"]),
+    **dict.fromkeys(("h100", "h200", "gh200"), DEVICES["sm_90"]),
+    **dict.fromkeys(("b200", "gb200"), DEVICES["sm_100"]),
+    **dict.fromkeys(("rtx5090",), DEVICES["sm_120"]),
+}
+"""What `hardware=NAME` plans for, with CUDA and Transformer Engine in place
+(compute capabilities: https://developer.nvidia.com/cuda-gpus)."""
+
+
 def version_tuple(text: str) -> tuple[int, int]:
     """Return (2, 20) for "2.20.2" or "2.20.0.dev0+abc"; (0, 0) where it does not begin with two numbers."""
     parts = text.split(".")

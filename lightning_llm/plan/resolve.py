@@ -1,0 +1,125 @@
+"""`Plan`: a config with everything that follows from it, each part resolved once and handed down. Imports no torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_llm.config.identity import config_hash
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import ConfigError
+from lightning_llm.model.linear_names import linear_widths
+from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
+from lightning_llm.plan.nodes import with_reduction
+from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
+from lightning_llm.precision.native.decide import Decision, decide
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run before it starts. `config` has every choice made, `micro_batches` are those of a rank and step.
+
+    `capability` is the device that `decision` (native or emulated casts) was made for: this machine's where the run is
+    to train, the config's `hardware` where it is planned for another.
+    """
+
+    config: Config
+    degrees: Degrees
+    micro_batches: int
+    capability: Capability
+    decision: Decision
+
+    @cached_property
+    def identity(self) -> str:
+        """The config's hash."""
+        return config_hash(self.config)
+
+
+class Resolution:
+    """What follows from a config, found when it is asked for and kept.
+
+    Of a config that lacks wrong keys (`schema.partial`), whatever reads one is a `BrokenKeyError`.
+
+    Args:
+        device: what casts are to run on; None: this machine's where the run is to train, else `config.hardware`'s.
+        to_train: whether the run is to start on this machine.
+    """
+
+    def __init__(self, config: Config, device: Capability | None = None, *, to_train: bool = False):
+        self.config = config
+        self.to_train = to_train
+        self._device = device
+
+    @cached_property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.config.world or self.config.trainer.devices
+
+    @cached_property
+    def fitted(self) -> Degrees | ConfigError:
+        """The degrees on `world` ranks, or why there are none."""
+        try:
+            return resolve_degrees(self.config.parallel, self.world)
+        except ConfigError as error:
+            return error
+
+    @property
+    def degrees(self) -> Degrees | None:
+        """The degrees, None where they do not fit `world` ranks."""
+        return self.fitted if isinstance(self.fitted, Degrees) else None
+
+    @property
+    def likely_degrees(self) -> Degrees:
+        """The degrees; where they do not fit, those given: what can be said whatever the number of ranks."""
+        return self.degrees or given_degrees(self.config.parallel)
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that train on different data; 1 where the degrees do not fit."""
+        return self.degrees.dp if self.degrees else 1
+
+    @cached_property
+    def capability(self) -> Capability:
+        """The device that casts are to run on."""
+        if self._device is not None:
+            return self._device
+        if self.config.hardware is not None and not self.to_train:
+            return HARDWARE[self.config.hardware]
+        # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
+        look = capability_here if self.config.precision.quantises else device_here
+        return look(self.config.trainer.accelerator)
+
+    @cached_property
+    def decision(self) -> Decision:
+        """Whether the recipe's quantised GEMMs run natively on `capability`."""
+        model = self.config.model
+        return decide(self.config.precision, self.capability, linear_widths(model), model.bias, self._shared_axes())
+
+    def plan(self) -> Plan:
+        """Return the plan of a config that is whole.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world.
+        """
+        if not isinstance(self.fitted, Degrees):
+            raise self.fitted
+        config = with_reduction(self.config, self.fitted)
+        micro_batches = micro_batches_per_rank(config, self.fitted)
+        return Plan(config, self.fitted, micro_batches, self.capability, self.decision)
+
+    def _shared_axes(self) -> dict[str, str]:
+        """Return the axes whose ranks have a part of a linear's tensors or of the layers: degrees in words, by key."""
+        given, degrees = self.config.parallel, self.likely_degrees
+        shared = {axis: size for axis in ("tp", "cp", "pp") if (size := getattr(degrees, axis)) > 1}
+        return {
+            f"parallel.{axis}": f"{size}" if getattr(given, axis) else f"null, which is {size} of {self.world} ranks"
+            for axis, size in shared.items()
+        }
+
+
+def plan_of(config: Config, device: Capability | None = None) -> Plan:
+    """Return the plan of `config`, unchecked, for `device` or what the config names.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the world.
+    """
+    return Resolution(config, device).plan()
