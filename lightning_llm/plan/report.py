@@ -9,6 +9,7 @@ from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, lay
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.describe import precision_facts, precision_rows
+from lightning_llm.precision.native.capability import HARDWARE
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -71,7 +72,24 @@ def notes(plan: Plan) -> list[str]:
         )
     if (reduction := reduction_note(config, plan.degrees)) is not None:
         told.append(reduction)
+    if (judged := _hardware_note(plan)) is not None:
+        told.append(judged)
     return told
+
+
+def _hardware_note(plan: Plan) -> str | None:
+    """Return which device native casts were judged by, where that is not the one the run is meant for."""
+    config, here = plan.config, plan.capability.device
+    if not config.precision.quantises:
+        return None
+    if config.hardware is not None and here != HARDWARE[config.hardware].device:
+        return f"note   hardware={config.hardware} is for `plan`: casts run as this machine's device ({here}) allows"
+    if config.hardware is None and plan.degrees.world > config.trainer.devices:
+        return (
+            f"note   native or emulated is judged by this machine ({here}); hardware=h100 (or a100, b200, ...) judges "
+            "by the device that the ranks are planned on"
+        )
+    return None
 
 
 def render(facts: dict[str, Any]) -> str:

@@ -57,8 +57,8 @@ from lightning_llm.train.health.nonfinite import StepNotMadeError
 from lightning_llm.train.module import LanguageModule
 
 
-def run(plan: Plan) -> int:
-    """Train; return 0, 128 + the signal that ended the run, or 1.
+def run(plan: Plan, start: Start | None = None) -> int:
+    """Train from `start`, or as all ranks decide together; return 0, 128 + the signal that ended the run, or 1.
 
     1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
 
@@ -74,7 +74,7 @@ def run(plan: Plan) -> int:
         quiet_lightning()
         rank = prepare_rank(plan)
         folder = rank.plan.config.run.dir
-        start = decide_together(rank.plan.config, claims)
+        start = start or decide_together(rank.plan.config, claims)
         if start.finished:
             say(start.nothing_left(rank.plan.config))
         else:

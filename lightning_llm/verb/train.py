@@ -23,7 +23,7 @@ from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
 from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.environment import rank_environment
-from lightning_llm.run.start import decide_start, resumable_runs
+from lightning_llm.run.start import claim, decide_start, resumable_runs
 from lightning_llm.sweep.run import sweep
 from lightning_llm.train.checkpoint.manifest import content_damage
 
@@ -57,17 +57,15 @@ def train(arguments: argparse.Namespace) -> int:
         raise ConfigError(Problem("world", text))
     if config.resume == "auto" and arguments.config is None:
         refuse_unnamed_resume(config, arguments.overrides)
-    start = decide_start(config)
+    if config.trainer.devices == 1:
+        return _run_alone(plan)
+    start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
     if start.finished and decide_start(config, content_damage).finished:
         print(start.nothing_left(config))
         return 0
-    if config.trainer.devices > 1:
-        if note := crowd_note(config, os.cpu_count() or 1):
-            print(note, flush=True)
-        return start_ranks(config)
-    from lightning_llm.run.rank import run  # torch and Lightning: seconds
-
-    return run(plan)
+    if note := crowd_note(config, os.cpu_count() or 1):
+        print(note, flush=True)
+    return start_ranks(config)
 
 
 def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
@@ -86,6 +84,21 @@ def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
     else:
         text += f"Set run.name or run.dir. No unfinished run in {Path(config.run.dir).parent} has this config."
     raise ConfigError(Problem("resume", text))
+
+
+def _run_alone(plan: Plan) -> int:
+    """Run the only rank in this process, its start decided before anything heavy is imported."""
+    lock = claim(Path(plan.config.run.dir))
+    try:
+        start = decide_start(plan.config, content_damage)
+        if start.finished:
+            print(start.nothing_left(plan.config))
+            return 0
+        from lightning_llm.run.rank import run  # torch and Lightning: seconds
+
+        return run(plan, start)
+    finally:
+        lock.release()
 
 
 def _run_rank(plan: Plan) -> int:

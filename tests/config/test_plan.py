@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
+from lightning_llm.config.schema.run import Hardware
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
@@ -16,7 +18,7 @@ from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts, plan_line, render
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.describe import precision_facts
-from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.checkpoint import checkpointing
 
@@ -153,3 +155,27 @@ def test_weights_are_copied_only_into_another_dtype(name, bytes_per_weight):
 def test_the_first_line_of_a_run_names_the_device_as_its_records_do():
     cpu = torch.device("cpu")
     assert plan_line(plan_of(compose_config([])), describe_device(cpu)).endswith(f" | {describe_device(cpu)}")
+
+
+def test_a_plan_judges_casts_by_the_planned_hardware(capsys):
+    """As `decide` does for that compute capability, whatever this machine has."""
+    words = ["plan", "--json", "recipe=llama3_8b_fsdp2", "model.head_dim=128"]
+    for recipe, hardware, runs in (
+        ("fp8_current", "h100", "native"),
+        ("fp8_current", "a100", "emulated"),
+        ("mxfp8", "h100", "emulated"),
+        ("mxfp8", "b200", "native"),
+    ):
+        assert main([*words, f"precision={recipe}", f"hardware={hardware}"]) == 0
+        assert json.loads(capsys.readouterr().out)["precision"]["runs"] == runs, (recipe, hardware)
+    assert set(HARDWARE) == set(get_args(Hardware))
+
+
+def test_a_plan_of_many_ranks_says_whose_hardware_it_judges_by(capsys):
+    words = ["plan", "model=llama_8b", "parallel=zero3", "world=512", "precision=mxfp8", "data.global_batch_size=2048"]
+    assert main(words) == 0
+    assert "native or emulated is judged by this machine (cpu); hardware=h100" in capsys.readouterr().out
+    assert main([*words, "hardware=b200"]) == 0
+    out = capsys.readouterr().out
+    assert "judged by this machine" not in out
+    assert "native: " in out

@@ -247,6 +247,8 @@ def test_a_pickled_corpus_is_small_and_the_same(corpus: Corpus) -> None:
 
 
 def problems_of(config: Any, vocab_size: int = VOCABULARY) -> list[str]:
+    if problems := check_data(config, vocab_size, world=1):
+        return [str(problem) for problem in problems]
     with pytest.raises(ConfigError) as caught:
         open_corpus(config, 0, vocab_size)
     return [str(problem) for problem in caught.value.problems]

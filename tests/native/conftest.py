@@ -23,6 +23,6 @@ def engine(monkeypatch):
 def hopper(engine, monkeypatch):
     """A machine whose runs are native where an H100's would be, on the CPU, through the stand-in."""
     here = Capability.of_gpu(9, 0)
-    monkeypatch.setattr("lightning_llm.plan.check.capability_here", lambda accelerator: here)
+    monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
     monkeypatch.setattr("torch.cuda.manual_seed", lambda word: None)
     return here

@@ -94,7 +94,7 @@ def test_the_backend_is_no_part_of_what_a_run_is():
 
 
 def test_auto_falls_back_and_says_why(small_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightning_llm.plan.check.capability_here", lambda accelerator: Capability.of_gpu(9, 0))
+    monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: Capability.of_gpu(9, 0))
     assert train(small_run, tmp_path, "precision=mxfp8", "trainer.max_steps=3") == 0
     assert "not native: MXFP8BlockScaling needs compute capability >= 10.0" in capsys.readouterr().out
     assert "refused" not in json.loads((tmp_path / "run/summary.json").read_text())["precision"]["runs"]
@@ -110,7 +110,7 @@ def test_auto_falls_back_and_says_why(small_run, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_native_that_cannot_be_had_is_exit_code_2(here, said, small_run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightning_llm.plan.check.capability_here", lambda accelerator: here)
+    monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.ffn_hidden_size=200"]
     assert train(small_run, tmp_path, *words) == 2
     error = capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_native_that_cannot_be_had_is_exit_code_2(here, said, small_run, tmp_pat
 def test_the_plan_shows_what_this_machine_would_do(small_run, tmp_path, monkeypatch, capsys):
     seen = {}
     for here, backend in ((Capability.of_gpu(9, 0), "auto"), (Capability.of_gpu(8, 0), "native")):
-        monkeypatch.setattr("lightning_llm.plan.check.capability_here", lambda accelerator, here=here: here)
+        monkeypatch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator, here=here: here)
         words = small_run(tmp_path, *SHAPE, "precision=fp8_current", f"precision.backend={backend}")
         assert main(["plan", "--json", *words]) == 0
         seen[backend] = json.loads(capsys.readouterr().out)["precision"]
