@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md from the program: recipes, rules, what runs natively, the verdict's power.
+"""Write the generated sections of docs/*.md from the program: recipes, rules, keys, native casts, the verdict's power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -6,14 +6,20 @@ with `--check` nothing is written, and the exit code is 1 where a section is sta
 
 import argparse
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from pydantic.fields import FieldInfo
 
 from lightning_llm.compare.power import power, seeds_needed
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.plan.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
@@ -143,6 +149,63 @@ def native_matrix() -> str:
     return f"{_table(rows[0], body)}\n{listed}"
 
 
+def config_keys() -> str:
+    """Return every key of the config: a table per group, keys in the schema's order. Casts are described once."""
+    tables: dict[str, list[list[str]]] = {}
+    for key, field in _fields(Config):
+        group, _, _ = key.partition(".") if "." in key else ("", "", "")
+        tables.setdefault(group, []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
+    sections = []
+    for group, rows in tables.items():
+        title = f"`{group}`" if group else "Of a run"
+        sections.append(f"## {title}\n\n{_table(['key', 'value', 'default', 'what it is'], rows)}")
+    return "\n".join(sections)
+
+
+def _fields(group: type[Group], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every leaf key with its field; the six slots, which are alike, as `precision.GEMM.OPERAND`."""
+    for name, field in group.model_fields.items():
+        inner = [each for each in _members(field.annotation) if isinstance(each, type) and issubclass(each, Group)]
+        if name in ("dgrad", "wgrad"):
+            continue
+        key = f"{prefix}GEMM.OPERAND" if name == "fprop" else f"{prefix}{name}"
+        if name == "fprop":
+            inner = [CastConfig]
+        elif field.description or not inner:
+            yield key, field
+        if inner and not key.endswith(("casts", "phases")):
+            deeper = ".NAME." if get_origin(field.annotation) is dict else "."
+            yield from _fields(inner[0], f"{key}{deeper}")
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types that an annotation is made of."""
+    parts = get_args(annotation)
+    return [annotation] if not parts or get_origin(annotation) is Literal else [m for p in parts for m in _members(p)]
+
+
+def _type(field: FieldInfo) -> str:
+    """Return what a key takes, in the words of YAML."""
+    words = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null", Any: "anything"}
+    found = []
+    for each in _members(field.annotation):
+        if get_origin(each) is Literal:
+            found += [f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in get_args(each)]
+        elif isinstance(each, type) and issubclass(each, Group):
+            found.append("keys below")
+        elif each in words:
+            found.append(words[each])
+    shape = {dict: "names: ", tuple: "list: ", list: "list: "}.get(get_origin(field.annotation), "")
+    return shape + ", ".join(dict.fromkeys(found))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "in the group's file"
+    value = field.get_default(call_default_factory=True)
+    return "" if isinstance(value, Group) else f"`{json.dumps(value)}`"
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -159,6 +222,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "lint-rules": lint_rules,
     "verdict-power": verdict_power,
     "native-matrix": native_matrix,
+    "config-keys": config_keys,
 }
 
 

@@ -32,13 +32,15 @@ class Config(Group):
     trainer: TrainerConfig
     spikes: SpikesConfig = SpikesConfig()
     checkpoint: CheckpointConfig
-    callbacks: Callbacks
+    callbacks: Callbacks = Field(description="Lightning callbacks by a name of your choice; null leaves one out")
     logger: LoggerConfig
     run: RunConfig
     launcher: LauncherConfig = LauncherConfig()
-    recipe: str | None = None
+    recipe: str | None = Field(None, description="the file of recipes/ that the config was composed with")
     seed: int = Field(0, ge=0, lt=2**32, description="of all random numbers; hashed as one 32-bit word")
-    resume: str | None = None
+    resume: str | None = Field(
+        None, description="auto: go on where run.dir's newest whole checkpoint is; a path: from that checkpoint or run"
+    )
     world: RankCount | None = Field(None, description="ranks in all, for plan; null: trainer.devices")
     hardware: Hardware | None = Field(
         None,

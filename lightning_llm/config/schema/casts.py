@@ -39,7 +39,7 @@ class DelayedConfig(Group):
     """Delayed scaling's history of amax (Transformer Engine `DelayedScaling`)."""
 
     history_length: PositiveInt = Field(1024, description="updates that an amax stays for")
-    algorithm: Literal["max", "most_recent"] = "max"
+    algorithm: Literal["max", "most_recent"] = Field("max", description="which amax of the history is taken")
     margin: NonNegativeInt = Field(0, description="the scale is divided by 2^margin")
     update: Literal["step", "micro_batch"] = Field(
         "step",
@@ -54,7 +54,7 @@ class CastConfig(Group):
     format: Format = Field("high", description="high: stays in compute_dtype")
     block: Block = Field("tensor", description="who shares a scale; last number: along the contraction axis")
     scale: Scale = Field("fp32", description="kind of the scale, see docs/precision.md")
-    rounding: Rounding = "even"
+    rounding: Rounding = Field("even", description="how a scaled element becomes a code, see docs/precision.md")
     noise_bits: Literal[8, 20] = Field(20, description="random bits per element of stochastic rounding")
     prescale: PositiveFloat = Field(1.0, le=1, description="multiplies before rounding, divided out after the GEMM")
     hadamard: HadamardConfig | None = Field(None, description="with format high: rotated, and not rounded")
@@ -63,7 +63,7 @@ class CastConfig(Group):
     )
     clip_gradient: bool = Field(False, description="fprop only: no gradient through elements that were clipped")
     amax_scope: Literal["logical", "shard"] = Field("logical", description="tensor-level amax over all shards, or one")
-    delayed: DelayedConfig | None = None
+    delayed: DelayedConfig | None = Field(None, description="scale=delayed: the history the scale is taken from")
 
     @property
     def quantises(self) -> bool:

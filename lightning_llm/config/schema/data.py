@@ -10,7 +10,7 @@ from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, Pos
 class SourceConfig(Group):
     """One source of documents within a mix."""
 
-    loader: Literal["python", "jsonl", "text", "parquet", "huggingface"]
+    loader: Literal["python", "jsonl", "text", "parquet", "huggingface"] = Field(description="what reads the documents")
     weight: PositiveFloat = Field(1.0, description="share of the training tokens, relative to the other sources")
     part: Literal["code", "prose"] | None = Field(None, description="loader=python: sources or documentation")
     path: str | None = Field(None, description="file, folder or glob; for loader=huggingface also a hub name")
@@ -49,14 +49,14 @@ class ValidationConfig(Group):
 class DataConfig(Group):
     """A mix of sources and the batches drawn from it. Gradient accumulation follows from the batch keys."""
 
-    name: str
-    sources: dict[str, SourceConfig]
+    name: str = Field(description="the file it was composed from, or your own name")
+    sources: dict[str, SourceConfig] = Field(description="the mix: each source under a name of your choice")
     tokenizer: TokenizerConfig
     validation: ValidationConfig = ValidationConfig()
     sequence_length: PositiveInt = Field(description="tokens per sequence")
     micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
     global_batch_size: PositiveInt = Field(description="sequences per optimizer step")
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")

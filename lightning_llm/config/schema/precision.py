@@ -116,8 +116,8 @@ class LossScalingConfig(Group):
 class OptimizerHints(Group):
     """Optimizer settings that belong to the recipe, so that a comparison of recipes stays controlled; null: keep."""
 
-    eps: PositiveFloat | None = None
-    beta2: float | None = Field(None, gt=0, lt=1)
+    eps: PositiveFloat | None = Field(None, description="in the place of optim.eps; null: optim's")
+    beta2: float | None = Field(None, gt=0, lt=1, description="in the place of optim.beta2; null: optim's")
 
 
 class PhaseConfig(Group):
@@ -139,14 +139,16 @@ class PhaseConfig(Group):
 class PrecisionConfig(Group):
     """A precision recipe. The default of everything is high precision, so `name` and `compute_dtype` make a recipe."""
 
-    name: str
+    name: str = Field(description="the file it was composed from, or your own name")
     compute_dtype: Dtype = Field(description="dtype of activations, and of operands that are not quantised")
     reference: str = Field("", description="the paper or code the recipe follows")
     hardware: str = Field("", description="what runs it natively")
-    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    master_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of the weights that are updated")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients are summed in over ranks")
     main_grad_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients accumulate in")
-    backend: Literal["auto", "native", "emulated"] = "auto"
+    backend: Literal["auto", "native", "emulated"] = Field(
+        "auto", description="native: Transformer Engine, or refuse; auto: native where it is exactly the recipe"
+    )
     casts: Literal["auto", "compiled", "eager"] = Field(
         "auto", description="how emulated casts run, to the same bits; auto: compiled where there is a compiler"
     )
@@ -157,9 +159,11 @@ class PrecisionConfig(Group):
     allow: Annotated[tuple[str, ...], Field(strict=False)] | None = Field(
         None, description="rules of the lint that this recipe breaks knowingly, by name (docs/precision.md lists them)"
     )
-    loss_scaling: LossScalingConfig | None = None
+    loss_scaling: LossScalingConfig | None = Field(None, description="dynamic loss scaling; null: none")
     optimizer: OptimizerHints = OptimizerHints()
-    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = ()
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
+        (), description="other slots for parts of the run"
+    )
 
     @model_validator(mode="after")
     def _phases_apart(self) -> Self:

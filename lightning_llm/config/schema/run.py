@@ -13,7 +13,7 @@ Hardware = Literal["cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200"
 class ParallelConfig(Group):
     """`parallel`: how one step is spread over ranks."""
 
-    name: str
+    name: str = Field(description="the file it was composed from, or your own name")
     dp_replicate: RankCount | None = Field(1, description="data-parallel groups that each hold all shards")
     dp_shard: RankCount | None = Field(1, description="data-parallel ranks that share one copy; null: the rest")
     cp: RankCount | None = Field(1, description="ranks that share a sequence")
@@ -45,9 +45,9 @@ class ParallelConfig(Group):
 class TrainerConfig(Group):
     """`trainer`: how long, on what, and how often to look."""
 
-    name: str
+    name: str = Field(description="the file it was composed from, or your own name")
     max_steps: PositiveInt = Field(description="optimizer steps")
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    accelerator: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a device")
     devices: ThreadCount = Field(1, description="ranks on this machine")
     validate_every_steps: PositiveInt | None = Field(
         description="optimizer steps between validations; null: at the end only"
@@ -62,7 +62,7 @@ class TrainerConfig(Group):
 class SpikesConfig(Group):
     """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
 
-    name: str = "default"
+    name: str = Field("default", description="the file it was composed from, or your own name")
     policy: Literal["log", "skip", "stop"] = Field(
         "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
     )
@@ -98,15 +98,15 @@ class RunConfig(Group):
     """`run`: where a run's folder lies."""
 
     root: str = Field(description="folder of all runs and of mlflow.db")
-    experiment: str
-    name: str
+    experiment: str = Field(description="folder of runs that belong together, and MLflow's experiment")
+    name: str = Field(description="the run's own folder in it")
     dir: str = Field(description="this run's folder, whole")
 
 
 class LoggerConfig(Group):
     """`logger`: where runs are tracked beside their own folder."""
 
-    name: Literal["mlflow", "csv", "tensorboard", "wandb", "none"]
+    name: Literal["mlflow", "csv", "tensorboard", "wandb", "none"] = Field(description="what runs are tracked by")
     tracking_uri: str | None = Field(None, description="mlflow: null: MLFLOW_TRACKING_URI, else run.root/mlflow.db")
     tags: dict[str, str] = Field({}, description="mlflow: tags of the run")
     project: str | None = Field(None, description="wandb: null: run.experiment")
@@ -116,16 +116,16 @@ class LoggerConfig(Group):
 class LauncherConfig(Group):
     """`launcher`: where the jobs of a sweep (`train -m`) run. One run alone does not read it."""
 
-    name: Literal["local", "slurm"] = "local"
+    name: Literal["local", "slurm"] = Field("local", description="processes here, or Slurm arrays by submitit")
     at_once: PositiveInt = Field(1, description="jobs that run at the same time")
     cluster: Literal["slurm", "local"] = Field("slurm", description="local: try a submission without Slurm")
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    partition: str | None = Field(None, description="Slurm's --partition")
+    account: str | None = Field(None, description="Slurm's --account")
+    qos: str | None = Field(None, description="Slurm's --qos")
+    constraint: str | None = Field(None, description="Slurm's --constraint")
     timeout_minutes: PositiveInt = Field(1440, description="after which Slurm ends a job")
-    cpus_per_task: PositiveInt | None = None
-    gpus_per_node: PositiveInt | None = None
+    cpus_per_task: PositiveInt | None = Field(None, description="CPU cores per job")
+    gpus_per_node: PositiveInt | None = Field(None, description="GPUs per job")
     memory_gb: PositiveInt | None = Field(None, description="per node")
     setup: list[str] = Field([], description="shell lines before the job, say to load modules")
 
