@@ -52,7 +52,8 @@ golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)
 
 # mypy cannot see through the package map of an editable install, so it checks the package as it would be installed.
-lint: setup  ## ruff and mypy
+lint: setup  ## ruff, hadolint and mypy
+	$(BIN)/hadolint Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build && $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
