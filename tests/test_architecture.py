@@ -54,6 +54,7 @@ LAYERS = {
         "run",
         "run_place",
         "run_state",
+        "run_tokenizer",
         "start_lines",
         "sweep",
         "sync",

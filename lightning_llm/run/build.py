@@ -150,6 +150,7 @@ def _callbacks(config: Config, chosen: Mapping[str, pl.Callback], folder: RunFol
         Checkpointing(
             checkpoints,
             config.checkpoint,
+            start.run,
             config_hash(config),
             config.trainer.max_steps,
             config.trainer.validate_every_steps,

@@ -22,7 +22,7 @@ from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
 from lightning_llm.run.checked_config import checked_config
 from lightning_llm.run.environment import rank_environment
-from lightning_llm.run.start import decide_start, resumable_runs
+from lightning_llm.run.start import claim, decide_start, resumable_runs
 from lightning_llm.sweep.run import sweep
 from lightning_llm.train.checkpoint.manifest import content_damage
 
@@ -120,6 +120,7 @@ def start_ranks(config: Config) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    claim(folder).release()  # signs of life there are another process's while it holds this
     clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(
