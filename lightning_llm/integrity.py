@@ -56,15 +56,20 @@ def size_problem(file: Path, written: FileContent) -> str | None:
 
 def content_problem(file: Path, written: FileContent) -> str | None:
     """Return what is wrong with `file` by its size and bytes, None if it holds what was written."""
-    if problem := size_problem(file, written):
-        return problem
+    return size_problem(file, written) or digest_problem(file, written.digest)
+
+
+def digest_problem(file: Path, written: str | None) -> str | None:
+    """Return what is wrong with `file` by its bytes, None if they have the digest `written`, or that is unknown."""
     try:
         found = digest_of_file(file)
+    except FileNotFoundError:
+        return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if written.digest in (None, found):
+    if written in (None, found):
         return None
-    return f"does not hold what was written (digest {found[:8]}, {str(written.digest)[:8]} when written)"
+    return f"does not hold what was written (digest {found[:8]}, {str(written)[:8]} when written)"
 
 
 def seal(values: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_llm.config.identity import NOT_IDENTITY, below
+from lightning_llm.config.identity import NOT_IDENTITY, below, is_data_path
 from lightning_llm.record.provenance import git_of
 from lightning_llm.record.reading import EARLIER, Run, facts
 
@@ -71,6 +71,8 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
     free = (*FREE, "seed", *except_below)
     if one.bitwise_layout and other.bitwise_layout:
         free += LAYOUT
+    if None not in data_hashes([one, other]):  # which say what the data are, wherever they lie
+        free += tuple(filter(is_data_path, one.config | other.config))
     differing = all_differences(one, other)
     acting = _foreign_callbacks(one) | _foreign_callbacks(other)
     return {
@@ -78,6 +80,11 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
         for key, values in differing.items()
         if not below(key.removeprefix(EARLIER), free) or below(key, tuple(acting))
     }
+
+
+def data_hashes(runs: Iterable[Run]) -> set[str | None]:
+    """Return the hashes of the data that `runs` were trained on, None among them for one whose summary has none."""
+    return {facts(run).get("data_hash") for run in runs}
 
 
 def _foreign_callbacks(run: Run) -> set[str]:

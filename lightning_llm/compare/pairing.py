@@ -10,12 +10,13 @@ from lightning_llm.compare.differences import (
     FREE,
     LAYOUT,
     ROUNDING,
+    data_hashes,
     meaningful,
     same_config,
     validation_differences,
 )
 from lightning_llm.compare.factor import Factor
-from lightning_llm.config.identity import below
+from lightning_llm.config.identity import below, is_data_path
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 
@@ -182,6 +183,9 @@ def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
 def _setting_keys(runs: Sequence[Run], factor: Factor) -> list[str]:
     keys = sorted({key for run in runs for key in run.config})
     free = (*FREE, *ROUNDING, "seed", *factor.keys)
+    hashes = data_hashes(runs)
+    if len(hashes) == 1 and None not in hashes:  # the same data, though they lay elsewhere
+        free += tuple(filter(is_data_path, keys))
     return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]
 
 

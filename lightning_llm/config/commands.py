@@ -29,6 +29,12 @@ def resume_command(run_dir: str | Path, *overrides: str) -> str:
     return command("train", *config_dir_words(), "--config", str(config), "resume=auto", *overrides)
 
 
+def resume_elsewhere_command(checkpoint: Path, run_dir: Path) -> str:
+    """Return the command that goes on from `checkpoint` of the run in `run_dir`, in a folder of its own."""
+    config = str(run_dir.absolute() / "config.yaml")
+    return command("train", *config_dir_words(), "--config", config, f"resume={checkpoint.absolute()}", "run.name=NEW")
+
+
 def how_to_go_on(run_dir: str | Path) -> str:
     """Return what to say of a run that ended before its last step; "" where it had not begun."""
     if not (Path(run_dir) / "config.yaml").is_file():
@@ -49,10 +55,13 @@ def sync_command(folder: str | Path) -> str:
     return command("sync", str(Path(folder).absolute()))
 
 
-def sweep_command(overrides: Sequence[str], config_dir: str | Path | None = None) -> str:
-    """Return the command that starts, or goes on with, the sweep of these overrides."""
+def sweep_command(
+    overrides: Sequence[str], config_dir: str | Path | None = None, folder: str | Path | None = None
+) -> str:
+    """Return the command that starts, or goes on with, the sweep of these overrides, typed in `folder` if given."""
     groups = ["--config-dir", str(config_dir)] if config_dir else []
-    return command("train", "-m", *groups, *overrides)
+    whole = command("train", "-m", *groups, *overrides)
+    return f"{shlex.join(['cd', str(folder)])} && {whole}" if folder else whole
 
 
 def _is_saved(run_dir: str | Path) -> bool:

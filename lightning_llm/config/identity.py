@@ -1,6 +1,7 @@
 """What makes a run the run it is: its config hash, and what may differ when it resumes."""
 
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import sha256
@@ -28,6 +29,14 @@ FREE_ON_RESUME = (
     "callbacks.",
 )
 """May differ between a run and its continuation: none of these chooses what is learned from which token."""
+
+
+DATA_PATH = re.compile(r"data\.(sources\.[^.]+|tokenizer)\.path")
+
+
+def is_data_path(key: str) -> bool:
+    """Return whether the dotted `key` says where data lie. What they are, `data_hash` in a run's summary says."""
+    return DATA_PATH.fullmatch(key) is not None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

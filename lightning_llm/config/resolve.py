@@ -1,6 +1,7 @@
 """A tree of keys, as Hydra composed it or a file holds it -> resolved, checked, and without credentials."""
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,34 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
         if path[-1] != "name":
             OmegaConf.update(tree, ".".join(path), None)
     values: Any = OmegaConf.to_container(tree, resolve=True)
-    if isinstance(values.get("run"), dict) and isinstance(values["run"].get("dir"), str) and values["run"]["dir"]:
-        values["run"]["dir"] = str(Path(values["run"]["dir"]).expanduser().absolute())
+    make_paths_absolute(values)
     if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
         values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
     return read_config(values, found, stand_ins, to_build=to_build)
+
+
+def make_paths_absolute(values: dict[str, Any]) -> None:
+    """Give each local path of a resolved config, changed in place, as it is from any folder."""
+    data = _mapping(values, "data")
+    places = [(values, "resume"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
+    places += [(_mapping(data, "tokenizer"), "path")]
+    places += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
+    for node, key in places:
+        value = node.get(key)
+        if isinstance(value, str) and value and not _is_no_path(node, key, value):
+            node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for ~nobody
+
+
+def _is_no_path(node: Mapping[str, Any], key: str, value: str) -> bool:
+    if key == "resume":
+        return value == "auto"
+    # A hub name (owner/name) is one, unless such a folder is here.
+    return node.get("loader") == "huggingface" and not (value[0] in "/.~" or os.path.isdir(value))
+
+
+def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _path(key: str) -> tuple[str, ...]:

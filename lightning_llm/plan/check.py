@@ -5,6 +5,8 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from lightning_llm.config.place import place_problems, tracking_problems
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.partial import Rule, gather
@@ -94,8 +96,8 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     if each * kept <= free:
         return []
     text = (
-        f"{kept} checkpoints of {each / 1e9:.2f} GB each (keep_last x runs + 1) need {each * kept / 1e9:.2f} GB "
-        f"and {folder} has {free / 1e9:.2f} GB free. Lower checkpoint.keep_last, or choose another run.root."
+        f"{kept} checkpoints of {decimal(each)} each (keep_last x runs + 1) need {decimal(each * kept)} "
+        f"and {folder} has {decimal(free)} free. Lower checkpoint.keep_last, or choose another run.root."
     )
     return [Problem("checkpoint.keep_last", text)]
 

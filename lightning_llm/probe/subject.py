@@ -19,6 +19,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.huggingface import from_huggingface, model_config_of
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
+from lightning_llm.record.run_tokenizer import run_tokenizer
 from lightning_llm.run.start import checkpoint_at
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
 from lightning_llm.train.checkpoint.state import read_tensors
@@ -69,10 +70,9 @@ def find_place(path: Path, words: Sequence[str], text: Path | None) -> Place:
         print(line, file=sys.stderr)
     if text is not None:
         raise ConfigError(Problem("--text", "goes with a Hugging Face folder; a run's own validation data is taken."))
-    tokenizer = [
-        f"data.tokenizer.kind=file data.tokenizer.path={run / 'tokenizer.json'} data.tokenizer.vocab_size=null"
-    ]
-    own = tokenizer[0].split(" ") if (run / "tokenizer.json").is_file() else []
+    file = run_tokenizer(run)
+    own = [] if file is None else ["data.tokenizer.kind=file", "data.tokenizer.vocab_size=null"]
+    own += [] if file is None else [f"data.tokenizer.path={file}"]
     place = ["trainer.devices=1", "world=null", *own, *words]
     config = load_config(run / "config.yaml", place)
     alone = compose_config([]).parallel  # how the run was spread is no matter here

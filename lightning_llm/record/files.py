@@ -3,13 +3,16 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
 Status = Literal["finished", "failed", "stopped"]
 """How a run ended; while it has not, its summary says "running"."""
+
+SHOWN_STRETCHES = 3
+"""How many stretches of missing steps a message names."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -62,15 +65,37 @@ def cut_back(path: Path, step: int) -> int:
     return kept
 
 
-def damaged_record(path: Path, step: int) -> str | None:
-    """Return what is wrong with the records up to `step` in `path`, None if nothing is."""
+def damaged_record(path: Path, step: int, begun_at_step: int, or_earlier: bool = False) -> str | None:
+    """Return what is wrong with the records up to `step` in `path`, None if nothing is.
+
+    There must be one of each training step after `begun_at_step`; with `or_earlier`, after one up to that.
+    """
+    steps: list[int] = []
     try:
         for _, record in _read_lines(path) if path.exists() else ():
             if record["step"] > step:
                 break
+            if "loss" in record:
+                steps.append(record["step"])
     except (OSError, ValueError) as error:
         return str(error).removeprefix(f"{path}, ")
+    if or_earlier and steps:
+        begun_at_step = min(begun_at_step, steps[0] - 1)
+    if missing := sorted(set(range(begun_at_step + 1, step + 1)).difference(steps)):
+        lacks = "lacks" if path.exists() else "is missing, and with it"
+        return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {_steps_in_words(missing)}"
     return None
+
+
+def _steps_in_words(steps: Sequence[int]) -> str:
+    """Return ascending `steps` as "steps 3-4, 7": the first few stretches of them."""
+    known = set(steps)
+    firsts = [each for each in steps if each - 1 not in known]
+    lasts = [each for each in steps if each + 1 not in known]
+    stretches = [str(one) if one == last else f"{one}-{last}" for one, last in zip(firsts, lasts, strict=True)]
+    shown, others = stretches[:SHOWN_STRETCHES], len(stretches) - SHOWN_STRETCHES
+    more = f" and {others} more stretch{'es' if others > 1 else ''}" if others > 0 else ""
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(shown)}{more}"
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

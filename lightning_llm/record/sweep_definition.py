@@ -3,13 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.commands import sweep_command
-from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash
+from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash, is_data_path
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs
@@ -47,15 +47,25 @@ class Job:
 
 @dataclass(frozen=True)
 class Typed:
-    """What a sweep was composed of: the overrides as they were typed, and the folder of further groups."""
+    """What a sweep was composed of: the overrides as they were typed, and the folder of further groups.
+
+    `folder`: where they were typed.
+    """
 
     overrides: tuple[str, ...] = ()
     config_dir: Path | None = None
+    folder: Path = field(default_factory=Path.cwd)
+
+    @property
+    def only_from(self) -> str | None:
+        """The folder that a command with these overrides must be typed in, None where any will do."""
+        return str(self.folder) if any(is_data_path(_key_of(word)) for word in self.overrides) else None
 
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
         words = [redact_uri(word) for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
-        return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None}
+        place = {} if self.only_from is None else {"folder": self.only_from}
+        return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None, **place}
 
 
 @dataclass(frozen=True)
@@ -144,14 +154,17 @@ def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
     """
     place = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_place(folder)]
     starts = _read(folder).get("typed", [])
-    return " && ".join(sweep_command([*each["overrides"], *place], each["config_dir"]) for each in starts)
+    return " && ".join(
+        sweep_command([*each["overrides"], *place], each["config_dir"], each.get("folder")) for each in starts
+    )
 
 
 def command_to_go_on(sweep: Sweep) -> str:
     """Return the command that starts what is left of `sweep`, wherever it is typed."""
     typed = sweep.typed or Typed()
     words = [redact_uri(word) for word in typed.overrides if _key_of(word) not in ("run.name", "run.root", "run.dir")]
-    return sweep_command([*words, *_place(sweep.folder)], typed.config_dir and typed.config_dir.absolute())
+    config_dir = typed.config_dir and typed.config_dir.absolute()
+    return sweep_command([*words, *_place(sweep.folder)], config_dir, typed.only_from)
 
 
 def _place(folder: Path) -> list[str]:

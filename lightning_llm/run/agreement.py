@@ -59,6 +59,28 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
     return replace(plan, config=_from_first(plan.config))
 
 
+def agree_on_data(fingerprint: str, start: Start) -> None:
+    """Return quietly where all ranks have the same data, and those of the steps before `start`. Collective.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    found = [fingerprint]
+    if dist.is_initialized():
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, fingerprint)
+    if others := [rank for rank, each in enumerate(found) if each != found[0]]:
+        text = f"are others on rank(s) {_listed(others)} than on rank 0. Give every node the same files."
+        raise AgreedError(Problem("data", text))
+    if start.checkpoint is not None and start.data_hash not in (None, fingerprint):
+        text = (
+            f"are not those that {start.checkpoint.folder} was trained on (data_hash {fingerprint[:8]}, and "
+            f"{str(start.data_hash)[:8]} then): text, tokenizer or held-out documents changed. Bring them back as they "
+            "were, or start a new run."
+        )
+        raise AgreedError(Problem("data", text))
+
+
 def _of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:
     """Return each rank's problems once, with the ranks that have it where not all do."""
     found: dict[Problem, list[int]] = {}

@@ -150,6 +150,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
         Checkpointing(
             checkpoints,
             config.checkpoint,
+            start.run,
             plan.identity,
             config.trainer.max_steps,
             config.trainer.validate_every_steps,

@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.data.tokenizer import FILE_NAME
 from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
+from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
@@ -44,8 +46,9 @@ from lightning_llm.record.rank_liveness import (
     say_silent,
     silent_ranks,
 )
+from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import mlflow_facts
-from lightning_llm.run.agreement import agree_on_plan, decide_together
+from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.resume_history import earlier_parts
@@ -155,7 +158,8 @@ def fit(rank: Rank, start: Start) -> None:
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:
         say(line)
-    facts = run_facts(config, corpus, rank.plan.decision)
+    agree_on_data(corpus.fingerprint, start)
+    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts()
     if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
@@ -198,31 +202,54 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
     called on rank 0 when `start` has loaded on every rank.
 
     Raises:
-        ConfigError: on every rank, where one does not see rank 0's folder.
+        ConfigError: on every rank, where rank 0 cannot write it, or one does not see rank 0's folder.
     """
     folder = Path(config.run.dir)
-    write = partial(_write_config_and_tokenizer, config, corpus)
     goes_on = start.checkpoint is not None and start.checkpoint.run_folder == folder
+    if start.checkpoint is not None and not goes_on:  # until it has saved its own start it begins there, if killed too
+        config = config.model_copy(update={"resume": str(start.checkpoint.folder)})
+    write = partial(_write_config_and_tokenizer, config, corpus)
+    problem = None
     if is_first_rank() and not goes_on:
-        folder.mkdir(parents=True, exist_ok=True)
-        write()
+        problem = _made(folder, write)
     if is_first_rank():
         clear_beats(folder)
     if dist.is_initialized():
-        seen: list[bool] = [False] * dist.get_world_size()
+        seen: list[tuple[bool, Problem | None]] = [(False, None)] * dist.get_world_size()
         dist.barrier()
-        dist.all_gather_object(seen, (folder / "config.yaml").is_file())
-        if not all(seen):
-            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
+        dist.all_gather_object(seen, ((folder / "config.yaml").is_file(), problem))
+        problem = seen[0][1]
+        if problem is None and not all(sees for sees, _ in seen):
+            blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(seen) if not sees)
             text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
-            raise AgreedError(Problem("run.dir", text))
+            problem = Problem("run.dir", text)
+    if problem:
+        raise AgreedError(problem)
     return write if goes_on else None
+
+
+def _made(folder: Path, write: Callable[[], None]) -> Problem | None:
+    """Make `folder` and `write` into it; where that fails, leave nothing behind and return why."""
+    before = set(folder.iterdir()) if folder.is_dir() else None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write()
+    except OSError as error:
+        with suppress(OSError):
+            for left in set(folder.iterdir()) - (before or set()):
+                left.unlink()
+            if before is None:
+                folder.rmdir()
+        text = f"{folder} cannot be written ({error.strerror or error}). Make room there, or choose another run.root."
+        return Problem("run.dir", text)
+    return None
 
 
 def _write_config_and_tokenizer(config: Config, corpus: Corpus) -> None:
     folder = Path(config.run.dir)
     write_config(config, folder / "config.yaml")
-    corpus.tokenizer.save(folder / "tokenizer.json")
+    written = corpus.tokenizer.save(folder / f"{FILE_NAME}.partial")
+    written.rename(folder / FILE_NAME)
 
 
 def quiet_lightning() -> None:
@@ -282,6 +309,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "parameters": count_parameters(config.model).total,
         "data_hash": corpus.fingerprint,
         "validation_hash": corpus.validation_fingerprint,
+        TOKENIZER_DIGEST: digest_of_file(corpus.tokenizer.path),
         "validation_unigram_nats": corpus.validation_unigram_nats,
         "threads": torch.get_num_threads(),
         "backend": decision.runs if config.precision.quantises else None,  # where casts run

@@ -1,13 +1,15 @@
 """What lies in run.dir, and so whether a run may start there, go on, or is done. Imports no torch."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from lightning_llm.config.commands import how_to_go_further
+from lightning_llm.config.commands import how_to_go_further, resume_elsewhere_command
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.identity import differences_on_resume
+from lightning_llm.config.identity import differences_on_resume, is_data_path
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
@@ -23,14 +25,18 @@ from lightning_llm.train.checkpoint.manifest import (
     step_folders,
     verified,
 )
+from lightning_llm.train.checkpoint.ownership import RunIdentity
+
+RECORDS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
 class Start:
     """How a run starts: from `checkpoint`, or from nothing; `finished` if there is nothing left to do.
 
-    `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged.
-    `ended`: who ended a run before its last step, and why.
+    `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged
+    or another run's. `ended`: who ended a run before its last step, and why. `run`: whose the checkpoints to come are.
+    `data_hash`: of what the steps before were trained on, where that is known.
     """
 
     checkpoint: Checkpoint | None = None
@@ -38,6 +44,8 @@ class Start:
     made_steps: int = 0
     ended: str = ""
     passed_over: tuple[Damage, ...] = ()
+    run: RunIdentity = field(default_factory=RunIdentity.new, compare=False)
+    data_hash: str | None = None
 
     @property
     def step(self) -> int:
@@ -85,29 +93,73 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
             return Start()
-        checkpoint, passed_over = newest_verified(folder / "checkpoints", _with_records(folder, verify))
+        checkpoint, passed_over = newest_verified(folder / "checkpoints", _of_its_run(_with_records(folder, verify)))
         _must_match(config, folder, checkpoint)
         if ended := _ended_early(config, folder):
             return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
         if checkpoint is None and state_of(folder) == "finished":
             return _finished_without_checkpoint(config, folder)
+        if checkpoint is None and (origin := load_config(folder / "config.yaml", []).resume) not in (None, "auto"):
+            # It died before it had saved its own start, which is not step 0.
+            begun = config.model_copy(update={"resume": origin})
+            checkpoint, passed_over = _at_path(begun, folder, holds_run=False, verify=verify)
     else:
         checkpoint, passed_over = _at_path(config, folder, holds_run, verify)
     if checkpoint is not None and checkpoint.step > config.trainer.max_steps:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
-    done = checkpoint is not None and checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
-    return Start(checkpoint, done, passed_over=passed_over)
+    if checkpoint is None:
+        return Start()
+    done = checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
+    run, data_hash = _identity(checkpoint, folder), summary_of(checkpoint.run_folder).get("data_hash")
+    return Start(checkpoint, done, passed_over=passed_over, run=run, data_hash=data_hash)
+
+
+def _identity(checkpoint: Checkpoint, folder: Path) -> RunIdentity:
+    """Return who goes on from `checkpoint` in `folder`: the run that saved it, or a new one that begins there."""
+    if checkpoint.run_folder != folder:
+        return RunIdentity.new(begun_at_step=checkpoint.step)
+    known = RunIdentity.of_summary(summary_of(folder))
+    return known or RunIdentity(checkpoint.run_id or RunIdentity.new().id, begun_at_step=None)
+
+
+def _of_its_run(verify: Verify) -> Verify:
+    """Return `verify` for checkpoints of the run whose folder they lie in, as far as its summary says which it is."""
+
+    def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
+        run = RunIdentity.of_summary(_known_summary(checkpoint.run_folder))
+        foreign = run and run.foreign(checkpoint)
+        return [foreign] if foreign else verify(checkpoint)
+
+    return of_its_run
 
 
 def _with_records(folder: Path, verify: Verify) -> Verify:
-    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too."""
+    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too.
+
+    Where an earlier release began the folder nothing says after which step: where it was resumed last, or before.
+    """
+    summary = _known_summary(folder)
+    known = RunIdentity.of_summary(summary)
+    begun = known.begun_at_step if known else None
+    at_latest = (summary.get("resumed_from_step") or 0) if summary else sys.maxsize
 
     def with_records(checkpoint: Checkpoint) -> list[Damage]:
-        problem = damaged_record(folder / "metrics.jsonl", checkpoint.step)
-        return [*([Damage(checkpoint.folder, "metrics.jsonl", problem)] if problem else []), *verify(checkpoint)]
+        after = at_latest if begun is None else begun
+        problem = damaged_record(folder / RECORDS, checkpoint.step, after, or_earlier=begun is None)
+        if problem:
+            problem += f" (without them, in a new folder: {resume_elsewhere_command(checkpoint.folder, folder)})"
+        return [*([Damage(checkpoint.folder, RECORDS, problem)] if problem else []), *verify(checkpoint)]
 
     return with_records
+
+
+def _known_summary(folder: Path) -> dict[str, Any]:
+    """Return the folder's summary, {} where it is damaged: that is told by whoever needs what it says."""
+    try:
+        return summary_of(folder)
+    except ValueError:
+        return {}
 
 
 def _ended_early(config: Config, folder: Path) -> str:
@@ -212,8 +264,9 @@ def checkpoint_at(path: Path, verify: Verify) -> tuple[Checkpoint | None, tuple[
     """Return the checkpoint that `path` is, or the newest of the run whose folder it is; and what was passed over.
 
     Raises:
-        ConfigError: it is damaged, or all of them are.
+        ConfigError: it is damaged or another run's, or all of them are.
     """
+    verify = _of_its_run(verify)
     if (path.name.startswith("step=") and path.is_dir()) or (path / MANIFEST).is_file():
         return verified(path, verify), ()
     return newest_verified(path / "checkpoints", verify)
@@ -231,6 +284,8 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
+    if _known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
+        differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:
         differences.pop("spikes.policy", None)
     problems = [

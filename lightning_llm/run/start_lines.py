@@ -1,8 +1,12 @@
 """What a run says as it starts: where it goes on from, and which data it takes."""
 
+from pathlib import Path
+
 from lightning_llm.config.compose import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.tokenizer import FILE_NAME
+from lightning_llm.record.run_tokenizer import tokenizer_problem
 from lightning_llm.run.start import Start
 from lightning_llm.train.checkpoint.manifest import UNSEALED, passed_over_lines
 
@@ -15,6 +19,9 @@ def resume_lines(config: Config, start: Start) -> list[str]:
         return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
     lines = list(passed_over_lines(start.passed_over))
     lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
+    folder = Path(config.run.dir)
+    if start.checkpoint.run_folder == folder and (problem := tokenizer_problem(folder)):
+        lines.append(f"note   {folder / FILE_NAME} {problem}; it is written anew")
     if start.checkpoint.version == UNSEALED:
         lines.append(
             f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "

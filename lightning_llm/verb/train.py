@@ -135,6 +135,7 @@ def start_ranks(config: Config) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    claim(folder).release()  # signs of life there are another process's while it holds this
     clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(

@@ -82,8 +82,9 @@ NO_MEANING = (
     "model.parameters_published",
     "data.name", "data.cache_dir", "data.num_workers", "parallel.name", "parallel.timeout_seconds", "trainer.name",
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
+    "data.sources.code.path", "data.sources.prose.path", "data.tokenizer.path",
 )  # fmt: skip
-"""Config keys that change nothing of what is learned, as docs/compare.md lists them."""
+"""Config keys that change nothing of what is learned, as docs/compare.md lists them: `data_hash` says what data are."""
 
 
 def make_sweep(folder: Path, gaps: dict[str, float], seeds: int = 3, **more) -> Path:

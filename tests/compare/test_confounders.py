@@ -97,6 +97,20 @@ def test_every_single_key_is_either_listed_or_known_to_mean_nothing(runs):
             assert row["controlled"] != means_something(key), key
 
 
+def test_where_the_same_data_lay_is_neither_confounder_nor_setting(runs):
+    """One recipe started from two folders, on one text."""
+
+    def lying_in(folder, run):
+        return replace(run, config={**run.config, "data.sources.code.path": f"/{folder}/text.jsonl"})
+
+    spread = [lying_in(folder, run) for folder, run in zip("abba", runs, strict=True)]
+    (row,) = compare_runs(spread, Terms(), "precision=bf16").as_data()["verdicts"]
+    assert (row["controlled"], row["pairs"]) == (True, 2)
+    other = [*spread[:2], *(changed(lying_in("c", run), ["data_hash"]) for run in spread[2:])]
+    (row,) = compare_runs(other, Terms(), "precision=bf16").as_data()["verdicts"]
+    assert [each["key"] for each in row["confounders"]] == ["data_hash"]
+
+
 def test_nothing_changed_is_controlled(runs):
     (row,) = compare_runs(runs, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["controlled"]

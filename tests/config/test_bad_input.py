@@ -350,7 +350,7 @@ def test_values_that_look_like_something_else_are_taken_as_typed(tmp_path):
     config = compose_config(
         ["data=jsonl", "data.sources.jsonl.path=~/a=b", "run.name=007", "+precision=fp32", "++seed=3"]
     )
-    assert (config.data.sources["jsonl"].path, config.run.name) == ("~/a=b", "007")
+    assert (config.data.sources["jsonl"].path, config.run.name) == (str(Path.home() / "a=b"), "007")
     assert (config.precision.name, config.seed) == ("fp32", 3)
     with pytest.raises(ConfigError, match=r"text with a comma: in quotes"):
         compose_config(["data=jsonl", "data.sources.jsonl.path=a,b.jsonl"])

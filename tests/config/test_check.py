@@ -86,8 +86,11 @@ def test_the_room_that_checkpoints_need_follows_the_master_dtype(tmp_path, monke
             if fits:
                 check_disk(config)
                 continue
-            with pytest.raises(ConfigError, match=f"{each / 1e9:.2f} GB each"):
+            with pytest.raises(ConfigError, match=f"{each / 1e9:.1f} GB each"):
                 check_disk(config)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 3_000_000))
+    with pytest.raises(ConfigError, match=r"2 checkpoints of 2\d\.\d MB each .* need \d\d\.\d MB .* has 3\.0 MB free"):
+        check_disk(compose_config(["model=llama_tiny", f"run.root={tmp_path}", "checkpoint.keep_last=1"]))
 
 
 def test_gradients_have_one_dtype_through_the_whole_sum():

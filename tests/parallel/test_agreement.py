@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,9 @@ from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan, plan_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
-from lightning_llm.run.agreement import agree_on_plan
+from lightning_llm.run.agreement import agree_on_data, agree_on_plan
+from lightning_llm.run.start import Start
+from lightning_llm.train.checkpoint.manifest import Checkpoint
 
 
 def agreed(words: list[str], per_rank: list[list[str]]) -> tuple[list[str], str]:
@@ -62,6 +65,29 @@ def test_ranks_do_not_run_casts_each_in_another_way(ranks, small_run, tmp_path):
     told = ranks(2).call(answers, plan, [Decision("native"), EMULATED], [None, None])
     text = "casts would be native on rank 0 and emulated on rank(s) 1."
     assert [text in said for (said,) in told] == [True, True]
+
+
+def told_of_data(fingerprints: list[str], start: Start) -> list[str]:
+    """Return what each rank is told of the data that it found."""
+    said = ""
+    try:
+        agree_on_data(fingerprints[dist.get_rank()], start)
+    except AgreedError as error:
+        (problem,) = error.problems
+        said = str(problem)
+    told = [""] * dist.get_world_size()
+    dist.all_gather_object(told, said)
+    return told
+
+
+def test_ranks_train_on_one_text_and_a_resumed_run_on_its_own(ranks):
+    resumed = Start(Checkpoint(Path("/run/checkpoints/step=4"), 4, "", {}, {}), data_hash="aaaa")
+    for start in (Start(), resumed):
+        assert ranks(2).call(told_of_data, ["aaaa", "aaaa"], start) == ["", ""]
+        others = ranks(2).call(told_of_data, ["aaaa", "bbbb"], start)
+        assert others == ["data: are others on rank(s) 1 than on rank 0. Give every node the same files."] * 2
+    changed = ranks(2).call(told_of_data, ["bbbb", "bbbb"], resumed)
+    assert ["are not those that /run/checkpoints/step=4 was trained on" in text for text in changed] == [True, True]
 
 
 def test_a_refusal_reaches_another_process_whole():

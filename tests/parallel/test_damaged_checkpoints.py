@@ -17,7 +17,7 @@ FAMILIES = [
     ("zero3", 2, "fp8_delayed"),
     ("pp", 2, "fp8_delayed"),
     ("tp", 2, "bf16"),
-    pytest.param("ddp", 2, "mxfp4_sr", marks=FULL),
+    pytest.param("ddp", 2, "mxfp4_sr_norht", marks=FULL),
     pytest.param("zero1", 2, "fp16", marks=FULL),
     pytest.param("cp", 2, "fp32", marks=FULL),
     pytest.param("hsdp", 4, "fp8_delayed", marks=FULL),

@@ -28,7 +28,7 @@ from lightning_llm.record.files import write_json
 from lightning_llm.record.provenance import has_ended, process_mark
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.state import detail_of, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_with_seeds, define, write
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, command_with_seeds, define, write
 from lightning_llm.run.start import Start, decide_start
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.claims import allow_open_files, claimed
@@ -136,6 +136,30 @@ def test_more_seeds_by_the_printed_command_repeat_nothing(
     assert ["precision=mxfp8" in shlex.split(each) for each in both] == [False, True]
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
     assert "run.root" not in command_with_seeds(first.folder, [0])
+
+
+def test_a_printed_command_with_a_relative_path_says_where_to_type_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "the text"
+    place.mkdir()
+    words = ["data=jsonl", "data.sources.jsonl.path=a.jsonl", "seed=0,1", f"run.root={tmp_path}"]
+
+    def typed(*words: str) -> Sweep:
+        return define(compose_sweep(words), typed_value(words, "run.name"), Typed(words))
+
+    monkeypatch.chdir(place)
+    first = typed(*words)
+    write(first)
+    monkeypatch.chdir(tmp_path)
+    for printed in (command_to_go_on(first), command_with_seeds(first.folder, [0, 1])):
+        change, command = printed.split(" && ")
+        monkeypatch.chdir(shlex.split(change)[1])
+        again = typed(*_parser().parse_args(shlex.split(command)[1:]).overrides)
+        assert [job.key for job in again.jobs] == [job.key for job in first.jobs]
+        assert [job.config for job in again.jobs] == [job.config for job in first.jobs]
+    monkeypatch.chdir(tmp_path)
+    assert typed(*words).folder != first.folder  # another text
 
 
 def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:

@@ -17,7 +17,7 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks import run_folder
 from lightning_llm.integrity import FileContent, seal, unseal
-from lightning_llm.record.files import cut_back
+from lightning_llm.record.files import cut_back, summary_of
 from lightning_llm.train.checkpoint.manifest import open_checkpoint
 from lightning_llm.train.checkpoint.state import read_tensors
 
@@ -189,6 +189,23 @@ def test_a_malicious_tensor_under_a_forged_manifest_does_not_run(run, tmp_path, 
     assert contents(run) == before
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_malicious_state_of_callbacks_is_one_line(run, tmp_path, small_run, capsys, recwarn, protocol):
+    checkpoint, mark = run / "checkpoints" / "step=6", tmp_path / "ran"
+    (checkpoint / "callbacks.pt").write_bytes(pickle.dumps(Exploit(mark), protocol=protocol))
+    reseal(checkpoint)
+    before = contents(run)
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=7")]) == 2
+    first, told = capsys.readouterr().err.splitlines()
+    assert first == "error: 1 problem with the config or its inputs"
+    what = "names posix.system, which is no data; nothing of it has run" if protocol == 2 else "holds no data"
+    assert f"{checkpoint} could not be loaded: step=6: callbacks.pt {what}" in told
+    assert "weights_only" not in told
+    assert not [each for each in recwarn if "pickle" in str(each.message)]
+    assert not mark.exists()
+    assert contents(run) == before
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -218,7 +235,8 @@ def test_a_checkpoint_of_the_first_release_goes_on(old_run, capsys):
     assert "step=4 was written before checkpoints had digests" in capsys.readouterr().out
     made = [(each["step"], each["loss"]) for each in read_metrics(old_run) if "loss" in each and each["step"] > 4]
     assert made == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in FIRST_RELEASE_STEPS]
-    assert open_checkpoint(old_run / "checkpoints" / "step=6").version == 3
+    new = open_checkpoint(old_run / "checkpoints" / "step=6")
+    assert (new.version, new.run_id) == (3, summary_of(old_run)["run_id"])
     read_tensors(old_run / "checkpoints" / "step=4")
 
 

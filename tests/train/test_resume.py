@@ -62,12 +62,20 @@ def test_a_finished_run_without_its_checkpoints_is_not_begun_afresh(whole, tmp_p
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_second_process_is_kept_away_before_the_first_has_written_anything(tmp_path, small_run, capsys):
+def test_a_second_process_is_kept_away_before_the_first_has_written_anything(whole, tmp_path, small_run, capsys):
     lock = claim(tmp_path / "run")
-    for words in ([], ["resume=auto"]):
+    two_ranks = ["trainer.devices=2", "parallel=ddp"]
+    for words in ([], ["resume=auto"], two_ranks):
         assert main(["train", *small_run(tmp_path, *words)]) == 2
         assert "is being trained right now, by another process" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    beat = tmp_path / "run" / "ranks" / "0.json"
+    beat.parent.mkdir(parents=True)
+    beat.touch()
+    shutil.copy(whole / "config.yaml", tmp_path / "run")
+    assert main(["train", *small_run(tmp_path, *two_ranks, "resume=auto")]) == 2
+    assert beat.exists()  # a sign of life of the other's ranks
+    shutil.rmtree(tmp_path / "run")
     lock.release()
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=1")]) == 0
     assert main(["train", *small_run(tmp_path, "trainer.max_steps=2", "resume=auto")]) == 0  # the claim was given back

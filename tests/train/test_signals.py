@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM, before training and in a step: exit codes, what is saved, how it goes on. 30 seconds."""
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 from lightning_llm.verb import train as launch
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,14 @@ def test_before_training_it_ends_without_a_traceback(tmp_path, small_run, number
     assert "Traceback" not in told
     assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
     assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("saved_step", [None, 3])
+def test_a_stop_goes_from_rank_to_rank_whole(saved_step):
+    """torch hands what ended one rank's part of a load or save to all of them."""
+    stop = StoppedBySignal(signal.SIGTERM, saved_step)
+    copy = pickle.loads(pickle.dumps(stop))
+    assert (str(copy), copy.number, copy.saved_step) == (str(stop), signal.SIGTERM, saved_step)
 
 
 def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ tensors, lists and dictionaries of them.
 
 import io
 import pickle
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.train.checkpoint.manifest import Damage, DamagedError
+from lightning_llm.train.checkpoint.tensor_storage import unpickling_problem
 
 FILE = "callbacks.pt"
 MODEL_KEYS = "model_state_keys"
@@ -75,11 +78,16 @@ def collect(trainer: pl.Trainer) -> CallbackState:
 def read_callbacks(file: Path) -> dict[str, Any]:
     """Return what `CallbackState.encode` wrote to `file`; what says that there is nothing, where an older run has none.
 
-    Raises whatever torch does of a file that is not as it was written.
+    Raises whatever torch does of a file that is not as it was written, and DamagedError of one that holds no mere data.
     """
     if not file.exists():
         return {MODEL_KEYS: ["state_dict"], "callbacks": {}}
-    saved: Any = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # and then it is read, or refused
+            saved: Any = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedError(Damage(file.parent, FILE, unpickling_problem(error))) from error
     if not (isinstance(saved, dict) and isinstance(saved.get("callbacks"), dict) and MODEL_KEYS in saved):
         raise ValueError(f"{FILE} holds something else than callbacks' state")
     return saved

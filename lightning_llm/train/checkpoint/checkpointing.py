@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.errors import StorageError
 from lightning_llm.train.checkpoint.callback_state import CallbackState
+from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import prune, supersede
 from lightning_llm.train.checkpoint.state import save
 from lightning_llm.train.health.spike_policy import SpikeStop
@@ -27,12 +28,15 @@ class StoppedBySignal(BaseException):
         saved = "nothing was saved yet" if saved_step is None else f"state saved at step {saved_step}"
         super().__init__(f"stopped by {signal.Signals(number).name}, {saved}")
 
+    def __reduce__(self) -> tuple[type["StoppedBySignal"], tuple[int, int | None]]:
+        return type(self), (self.number, self.saved_step)  # it goes from rank to rank where it ends a load or a save
+
 
 class Superseding(pl.Callback):
     """Moves what a resumed run supersedes in `folder` aside once every rank has loaded; the first save removes it.
 
     Runs before the callback that cuts metrics.jsonl back: a run that dies between the two is not to go on from a later
-    checkpoint, whose records are gone. `damaged`: checkpoints that were passed over as such.
+    checkpoint, whose records are gone. `damaged`: checkpoints that were passed over.
     """
 
     def __init__(self, folder: Path, damaged: Collection[Path] = ()):
@@ -60,12 +64,14 @@ class Checkpointing(pl.Callback):
         self,
         folder: Path,
         config: CheckpointConfig,
+        run: RunIdentity,
         config_hash: str,
         max_steps: int,
         validate_every: int | None,
     ):
         self.folder = folder
         self.config = config
+        self.run = run
         self.config_hash = config_hash
         self.max_steps = max_steps
         self.validate_every = validate_every
@@ -138,10 +144,10 @@ class Checkpointing(pl.Callback):
         step = pl_module.completed_steps
         if step == self.saved_step:
             return
-        save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.config_hash)
+        save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.run, self.config_hash)
         self.saved_step = step
         if trainer.is_global_zero:
             try:
-                prune(self.folder, self.config.keep_last)
+                prune(self.folder, self.config.keep_last, self.run)
             except OSError as error:  # what is kept too long costs space, and no state
                 print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all, and refused where a byte has changed.
 
-    manifest.json           version, step, config hash, torch's version, every file's size and digest, its own digest
+    manifest.json           version, step, run id, config hash, torch's version, every file's size and digest, its own
     tensors/                `tensor_storage.py`: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
                             "callbacks.<path>.<parameter>": what a callback keeps for each parameter, averages say
@@ -13,6 +13,7 @@ batch n and every random bit are functions of (config, seed, n). Nothing read he
 releases, has no digests; what it can be held against is in `unsealed.py`. Imports no torch.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,6 +30,7 @@ MANIFEST = "manifest.json"
 TENSORS = "tensors"
 PRECISION = "precision.safetensors"
 PROGRESS = "progress.json"
+STEP_FOLDER = re.compile(r"step=(0|[1-9][0-9]*)")
 ASIDE = ("superseded", "damaged")
 """Folders beside the checkpoints. The first holds what a run that went on from an earlier step will make anew, until
 it has saved; the second what was found damaged, which nobody but the user removes."""
@@ -36,11 +38,15 @@ it has saved; the second what was found damaged, which nobody but the user remov
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file of a checkpoint: `what` is the rest of a sentence."""
+    """What is wrong with one file of a checkpoint: `what` is the rest of a sentence.
+
+    `foreign`: nothing, but the checkpoint is another run's.
+    """
 
     folder: Path
     file: str
     what: str
+    foreign: bool = False
 
     def __str__(self) -> str:
         return f"{self.folder.name}: {self.file} {self.what}"
@@ -56,7 +62,10 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest and progress are whole, and whose other files have their sizes."""
+    """A checkpoint whose manifest and progress are whole, and whose other files have their sizes.
+
+    `run_id` is of the run that saved it, None where an earlier release did; `written_in` the `checkpoints` folder then.
+    """
 
     folder: Path
     step: int
@@ -64,10 +73,12 @@ class Checkpoint:
     files: Mapping[str, FileContent]
     progress: Mapping[str, Any] = field(repr=False)
     version: int = VERSION
+    run_id: str | None = None
+    written_in: str = ""
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run that wrote it."""
+        """The folder of the run that it lies in."""
         above = self.folder.parent
         return above.parent.parent if above.name in ASIDE else above.parent
 
@@ -80,10 +91,10 @@ class Checkpoint:
 Verify = Callable[[Checkpoint], list[Damage]]
 
 
-def sealed_manifest(step: int, config_hash: str, torch_version: str, files: Mapping[str, FileContent]) -> bytes:
-    """Return the content of manifest.json."""
+def sealed_manifest(step: int, origin: Mapping[str, str], files: Mapping[str, FileContent]) -> bytes:
+    """Return the content of manifest.json. `origin`: run_id, written_in, config_hash and torch (its version)."""
     about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
-    return seal({"version": VERSION, "step": step, "config_hash": config_hash, "torch": torch_version, "files": about})
+    return seal({"version": VERSION, "step": step, **origin, "files": about})
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -104,7 +115,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     damage = [Damage(folder, name, what) for name, each in files.items() if (what := size_problem(folder / name, each))]
     if damage:
         raise DamagedError(*damage)
-    return Checkpoint(folder, step, config_hash, files, _read_progress(folder, step, files), version)
+    run_id = None if values.get("run_id") is None else str(values["run_id"])
+    written_in = str(values.get("written_in", ""))
+    return Checkpoint(
+        folder, step, config_hash, files, _read_progress(folder, step, files), version, run_id, written_in
+    )
 
 
 def content_damage(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> list[Damage]:
@@ -169,12 +184,13 @@ def passed_over_lines(damage: Sequence[Damage]) -> Iterator[str]:
     for folder, each in groupby(damage, key=lambda each: each.folder):
         first, *others = each
         more = f" (and {len(others)} more of its files)" if others else ""
-        yield f"passed over {folder.name}, which is damaged: {first.file} {first.what}{more}"
+        why = "not this run's" if first.foreign else "damaged"
+        yield f"passed over {folder.name}, which is {why}: {first.file} {first.what}{more}"
 
 
 def step_folders(folder: Path) -> list[Path]:
     """Return what is named step=N in `folder`, the highest N first."""
-    found = [path for path in folder.glob("step=*") if path.name.removeprefix("step=").isdecimal()]
+    found = [path for path in folder.glob("step=*") if STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -1,11 +1,16 @@
-"""Which checkpoints stay. Whatever goes is first moved to a name that nothing takes for a checkpoint."""
+"""Which checkpoints stay. Whatever goes is first moved to a name that nothing takes for a checkpoint.
 
+A checkpoint of another run is never removed, nor what lies behind a symbolic link: the link alone goes.
+"""
+
+import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from lightning_llm.errors import ConfigError
 from lightning_llm.train.checkpoint.manifest import ASIDE, DamagedError, open_checkpoint, step_folders, step_of
+from lightning_llm.train.checkpoint.ownership import RunIdentity
 
 SUPERSEDED, DAMAGED = ASIDE
 
@@ -13,54 +18,66 @@ SUPERSEDED, DAMAGED = ASIDE
 def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
     """Move every checkpoint above `step` aside: a run that goes on from there makes its own.
 
-    `damaged`: those that were found so. They stay until the user removes them; the others until the next good save.
+    `damaged`: those that were found so, or another run's. They stay until the user removes them; the others until the
+    next good save.
     """
     for path in step_folders(folder):
         if step_of(path) > step:
             _move_aside(path, DAMAGED if path in damaged else SUPERSEDED)
 
 
-def replace(final: Path, partial: Path) -> None:
-    """Give a whole new checkpoint its name; what has it is moved aside first."""
-    if final.exists():
-        _move_aside(final, SUPERSEDED if _opens(final) else DAMAGED)
+def replace(final: Path, partial: Path, run: RunIdentity) -> None:
+    """Give a whole new checkpoint of `run` its name; what has it is moved aside first."""
+    if os.path.lexists(final):
+        _move_aside(final, SUPERSEDED if _is_whole(final, run) else DAMAGED)
     partial.rename(final)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` whole checkpoints, what was superseded, and what broken-off saves left.
+def prune(folder: Path, keep_last: int, run: RunIdentity) -> None:
+    """Delete all but the newest `keep_last` whole checkpoints of `run`, what was superseded, and what broken-off saves
+    left.
 
-    To be called after a save: the newest is good. Damaged ones do not count, and stay.
+    To be called after a save: the newest is good. Damaged ones and those of other runs do not count, and stay.
     """
-    for old in [path for path in step_folders(folder) if _opens(path)][keep_last:]:
+    for old in [path for path in step_folders(folder) if _is_whole(path, run)][keep_last:]:
         _delete(old)
     if (folder / SUPERSEDED).is_dir():
         _delete(folder / SUPERSEDED)
     for left in [*folder.glob(".*.partial"), *folder.glob(".*.deleted")]:
-        shutil.rmtree(left)
+        _remove(left)
 
 
-def _opens(path: Path) -> bool:
+def _is_whole(path: Path, run: RunIdentity) -> bool:
     try:
-        open_checkpoint(path)
+        return run.foreign(open_checkpoint(path)) is None
     except (DamagedError, ConfigError):  # damaged, or another version's: not ours to count or delete
         return False
-    return True
 
 
 def _move_aside(path: Path, name: str) -> None:
     aside = path.parent / name
     aside.mkdir(exist_ok=True)
     target, number = aside / path.name, 1
-    while target.exists():
+    while os.path.lexists(target):
         number += 1
         target = aside / f"{path.name}.{number}"
-    path.rename(target)
+    if path.is_symlink():  # a relative one would point elsewhere from there
+        target.symlink_to(path.resolve())
+        path.unlink()
+    else:
+        path.rename(target)
 
 
 def _delete(path: Path) -> None:
     doomed = path.with_name(f".{path.name}.deleted")
-    if doomed.exists():  # of a process that was killed while it deleted
-        shutil.rmtree(doomed)
+    if os.path.lexists(doomed):  # of a process that was killed while it deleted
+        _remove(doomed)
     path.rename(doomed)  # from here on nothing takes it for a checkpoint
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -40,8 +40,9 @@ from lightning_llm.train.checkpoint.manifest import (
     sealed_manifest,
     verified,
 )
+from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import replace
-from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors
+from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors, unpickling_problem
 from lightning_llm.train.health.spikes import SpikeState
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.precision_plugin import TrainPrecision
@@ -61,11 +62,16 @@ UNREADABLE = (
 
 
 def save(
-    folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision, config_hash: str
+    folder: Path,
+    module: LanguageModule,
+    optimizer: torch.optim.Optimizer,
+    precision: TrainPrecision,
+    run: RunIdentity,
+    config_hash: str,
 ) -> None:
     """Write `folder`/step=N; it appears under that name only when every rank's bytes are on disk. Collective.
 
-    `folder` is the run's `checkpoints` folder, seen by all ranks; `config_hash` is the run's identity.
+    `folder` is the `checkpoints` folder of `run`, seen by all ranks.
 
     Raises:
         StorageError: on every rank, where one could not write; nothing of the checkpoint is left.
@@ -86,7 +92,7 @@ def save(
         callbacks = collect(module.trainer)
         encoded_callbacks = callbacks.encode()
         writer = TensorWriter(partial / TENSORS)
-        with _torchs_failures(failed, OSError), _without_its_warning():
+        with _torchs_failures(failed, OSError), _without_its_warnings():
             dcp.save(
                 {"model": _parameters(model), "optimizer": tensors, "callbacks": callbacks.tensors},
                 storage_writer=writer,
@@ -105,31 +111,41 @@ def save(
                     CALLBACKS: encoded_callbacks,
                     PROGRESS: json.dumps(progress, indent=1).encode(),
                 }
-                _finish(partial, folder / f"step={step}", content, writer.files, config_hash)
+                missing = sorted(name for name in writer.files if not (partial / TENSORS / name).is_file())
+                if missing:
+                    raise OSError(_not_shared(partial, missing))
+                _write_rest(partial, step, content, writer.files, run, config_hash)
+                replace(folder / f"step={step}", partial, run)
+                _sync(folder)
     except StorageError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)  # what it took of a full disk is given back
         raise
 
 
-def _finish(
-    partial: Path, final: Path, content: Mapping[str, bytes], tensors: Mapping[str, FileContent], config_hash: str
+def _not_shared(partial: Path, missing: list[str]) -> str:
+    text = f"{partial.parent} is not one folder for all ranks ({', '.join(missing)} of others are not seen here)"
+    return f"the checkpoint is not whole: {text}. Set run.root to storage that all nodes share."
+
+
+def _write_rest(
+    partial: Path,
+    step: int,
+    content: Mapping[str, bytes],
+    tensors: Mapping[str, FileContent],
+    run: RunIdentity,
+    config_hash: str,
 ) -> None:
-    """Write the files that one rank writes for all, the manifest last, and move the folder to its name."""
-    missing = sorted(name for name in tensors if not (partial / TENSORS / name).is_file())
-    if missing:
-        text = f"{partial.parent} is not one folder for all ranks ({', '.join(missing)} of others are not seen here)"
-        raise OSError(f"the checkpoint is not whole: {text}. Set run.root to storage that all nodes share.")
+    """Write the files that one rank writes for all, the manifest last; what is in `partial` is on the disk then."""
     files = {f"{TENSORS}/{name}": each for name, each in tensors.items()}
     files |= {name: FileContent.of(each) for name, each in content.items()}
-    manifest = sealed_manifest(int(final.name.removeprefix("step=")), config_hash, torch.__version__, files)
+    origin = {"run_id": run.id, "written_in": str(partial.parent), "config_hash": config_hash}
+    manifest = sealed_manifest(step, {**origin, "torch": torch.__version__}, files)
     for name, each in {**content, MANIFEST: manifest}.items():
         (partial / name).write_bytes(each)
         _sync(partial / name)
     for path in (partial / TENSORS, partial):
         _sync(path)
-    replace(final, partial)
-    _sync(final.parent)
 
 
 def restore(
@@ -169,7 +185,7 @@ def _restore(
     kept = [name.removeprefix("callbacks.") for name in stored if name.startswith("callbacks.")]
     callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # whose tensors are those to load into
     averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
-    with torch.no_grad(), _torchs_failures(failed, Exception), _without_its_warning():
+    with torch.no_grad(), _torchs_failures(failed, Exception), _without_its_warnings():
         dcp.load(
             {"model": own, "optimizer": tensors, "callbacks": averages},
             storage_reader=reader,
@@ -201,7 +217,7 @@ def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor
     checkpoint = where if isinstance(where, Checkpoint) else verified(where)
     failed = f"{checkpoint.folder} could not be loaded"
     try:
-        with _torchs_failures(failed, Exception), _without_its_warning():
+        with _torchs_failures(failed, Exception), _without_its_warnings():
             reader = open_tensors(checkpoint)
             stored: dict[str, Any] = dict(reader.metadata.state_dict_metadata)
             tensors = {
@@ -260,15 +276,21 @@ def _of_ranks(failed: str, problems: Mapping[int, str]) -> str:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ({error.filename})" if error.filename else "")
+    if isinstance(error, pickle.UnpicklingError):
+        return f"a tensor {unpickling_problem(error)}"
     text = (str(error).splitlines() or [""])[0]
     return text if isinstance(error, OSError | DamagedError) else f"{type(error).__name__}: {text}"[:300]
 
 
 @contextmanager
-def _without_its_warning() -> Iterator[None]:
-    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal."""
+def _without_its_warnings() -> Iterator[None]:
+    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal.
+
+    And what it says of a pickle that it then refuses.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        for message in ("torch.distributed is disabled", "Detected pickle protocol"):
+            warnings.filterwarnings("ignore", message=message)
         yield
 
 
