@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_llm.config.place import place_problems, tracking_problems
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import data_rules
@@ -54,6 +55,7 @@ def config_problems(config: Config, to_train: bool = True) -> list[Problem]:
         lambda: _precision_problems(config),
         lambda: _update_problems(config, _degrees(config) or given_degrees(config.parallel)),
         lambda: _native_problems(config, to_train),
+        lambda: monitor_problems(config),
         lambda: place_problems(config),
         lambda: tracking_problems(config),
         lambda: _logger_problems(config) if to_train else [],

@@ -1,5 +1,6 @@
 """What has become of a sweep's jobs, read from their folders. Imports no torch."""
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,15 @@ from lightning_llm.record.sweep_definition import CLAIMS, Job
 State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
 SETTLED: tuple[State, State] = ("finished", "diverged")
 """Nothing is left to do: a run that diverged would do so again."""
+JOB_VARIABLE = "LIGHTNING_LLM_SWEEP_JOB"
+"""Set for a job that speaks on the terminal of its sweep."""
 OTHER_FILES = 64
 """What a process has open beside the claims it holds, with room to spare."""
+
+
+def is_among_jobs() -> bool:
+    """Return whether the sweep says on this terminal what holds for all its jobs, so that one says its own alone."""
+    return JOB_VARIABLE in os.environ
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus, open_corpus
-from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
+from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
@@ -32,7 +32,7 @@ from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED, choose_backend
-from lightning_llm.record.files import mark_failed
+from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.loggers import LoggerSink
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
@@ -44,13 +44,14 @@ from lightning_llm.record.rank_liveness import (
     say_silent,
     silent_ranks,
 )
-from lightning_llm.record.state import mlflow_facts
+from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_config, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.resume_history import earlier_parts
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
+from lightning_llm.train.callback_failure import callback_failures
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
@@ -60,9 +61,12 @@ from lightning_llm.train.module import LanguageModule
 def run(config: Config) -> int:
     """Train; return 0, 128 + the signal that ended the run, or 1.
 
-    1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
+    1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
+    more, or a rank hangs.
 
-    Any other failure is raised: its traceback is the message, and the run's folder says "failed".
+    Raises:
+        CallbackFailedError: on ranks other than the first, for the launcher to know.
+        Exception: any other failure: its traceback is the message, and the run's folder says "failed".
     """
     claims: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -87,6 +91,12 @@ def run(config: Config) -> int:
     except StorageError as error:
         further = f"once the folder can be written again, {how_to_go_on(config.run.dir)}"
         say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
+        return 1
+    except CallbackFailedError as error:
+        if not is_first_rank():
+            raise
+        say(f"error: {error}", sys.stderr)
+        say(how_to_go_on(config.run.dir), sys.stderr)
         return 1
     except RankSilentError:
         return 1
@@ -148,7 +158,7 @@ def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.config, rank.device
     say(plan_line(config, device))
-    for line in [*notes(config), *resume_lines(config, start)]:
+    for line in [*([] if is_among_jobs() else notes(config)), *resume_lines(config, start)]:
         say(line)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:
@@ -160,7 +170,7 @@ def fit(rank: Rank, start: Start) -> None:
     module = build_module(config, corpus)
     sinks = tracking_sinks(config)
     trainer = build_trainer(config, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
-    with watched_ranks(config, module):
+    with watched_ranks(config, module), failures_marked(config, rank.callbacks):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
@@ -169,7 +179,7 @@ def fit(rank: Rank, start: Start) -> None:
 def say_where(config: Config) -> None:
     """Print where the run lies, and how to look at it."""
     say(f"run    {config.run.dir}")
-    if config.logger.name == "mlflow":
+    if config.logger.name == "mlflow" and not is_among_jobs():
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             say(line)
@@ -253,6 +263,20 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
         heartbeat.stop()
         raise
     heartbeat.stop()
+
+
+@contextmanager
+def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterator[None]:
+    """Have the summary say which of the callbacks `chosen` failed, where one ended the run."""
+    folder, rank = Path(config.run.dir), dist.get_rank() if dist.is_initialized() else 0
+    try:
+        with callback_failures(chosen, folder, rank):
+            yield
+    except CallbackFailedError as error:
+        # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
+        if rank == 0 and summary_of(folder).get("status") in ("running", "failed"):
+            mark_failed(folder, f"{type(error).__name__}: {error}")
+        raise
 
 
 def name_silent_ranks(config: Config, error: Exception) -> None:
