@@ -27,6 +27,7 @@ from lightning_llm.record.files import (
 from lightning_llm.record.final_figures import draw_losses, final_figures
 from lightning_llm.record.liveness import Heartbeat
 from lightning_llm.record.provenance import code_hash, git_state, process_mark, versions
+from lightning_llm.terminal.text import escaped
 from lightning_llm.train.record_logger import RecordLogger
 
 __all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
@@ -256,12 +257,12 @@ class RunFolder(pl.Callback):
             self.close("stopped", f"after step {steps} of {max_steps}")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close the folder: failed for an error, stopped for what is none (a signal, an exit).
+        """Close the folder: stopped for a signal, failed for anything else, an exit included.
 
         An error that ended the run within a step may bring the record of that step.
         """
         record = getattr(exception, "record", None)
         if record and self._file is not None and not self._file.closed:
             self.write(record)
-        status: Status = "failed" if isinstance(exception, Exception) else "stopped"
-        self.close(status, f"{type(exception).__name__}: {exception}"[:2000])
+        status: Status = "failed" if isinstance(exception, Exception | SystemExit | KeyboardInterrupt) else "stopped"
+        self.close(status, escaped(f"{type(exception).__name__}: {exception}")[:2000])

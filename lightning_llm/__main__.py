@@ -15,6 +15,7 @@ from lightning_llm.config.hydra_options import without_hydra_options
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.errors import ConfigError, did_you_mean
 from lightning_llm.run.environment import is_first_rank
+from lightning_llm.terminal.text import escaped
 from lightning_llm.verb import completion
 
 VERBS = {
@@ -66,6 +67,7 @@ class OneLineParser(argparse.ArgumentParser):
         if found := re.match(r"argument VERB: invalid choice: '(.*)' \(choose", message):
             word = found.group(1)
             verb = f" Write {self.prog} train {word}." if "=" in word else did_you_mean(word, VERBS)
+            verb = f" Write {self.prog} --help." if word == "help" else verb
             message = f"there is no verb '{word}'.{verb}"
         self.exit(2, f"error: {message}{'' if message[-1] in '.?' else '.'} See {self.prog} --help\n")
 
@@ -74,12 +76,25 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     """Return the parsed words. Overrides may stand on both sides of an option, which argparse alone refuses."""
     parser = _parser()
     completion.answer_shell(parser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     arguments, rest = parser.parse_known_args(without_hydra_options(argv, COMPOSES))
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        dashed = hasattr(arguments, "overrides") and any(re.fullmatch(r"--?[\w.-]+(=.*)?", word) for word in rest)
+        hint = f". Overrides have no dashes: key=value{_meant(rest)}" if dashed else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _meant(options: list[str]) -> str:
+    """Return what options that are written as other trainers' are called here."""
+    from lightning_llm.config.schema.aliases import known_elsewhere
+
+    names = (word.lstrip("-").partition("=")[0] for word in options if word.startswith("-"))
+    return "".join(f". {name}:{said}" for name in names if (said := known_elsewhere(name)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,7 +207,7 @@ def _report(error: ConfigError) -> int:
         file=sys.stderr,
     )
     for problem in error.problems:
-        print(f"  - {redact_uri(str(problem))}", file=sys.stderr)
+        print(f"  - {escaped(redact_uri(str(problem)))}", file=sys.stderr)
     return 2
 
 

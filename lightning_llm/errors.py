@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+MOST_MEANT = 6
+"""Of names that a shorter one may mean."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -35,14 +38,27 @@ class AgreedError(ConfigError):
     """A ConfigError that every rank raises alike: rank 0 prints it, and nobody else has to."""
 
 
+class CallbackFailedError(Exception):
+    """A callback of the config raised something, or ended the process. Exit code 1."""
+
+
 class StorageError(Exception):
     """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest of `known`, or the list of what is known where nothing is near."""
+    """Return " Did you mean 'x'?" for those of `known` that `word` begins, has the parts of, or is nearest to.
+
+    Where nothing is near, the list of what is known.
+    """
     known = sorted(known)
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean '{near[0]}'?"
+    parts = sorted(word.split("_"))
+    near = (
+        [each for each in known if word and each.startswith(word)]
+        or [each for each in known if sorted(each.split("_")) == parts]
+        or get_close_matches(word, known, n=1, cutoff=0.6)
+    )
+    if near and len(near) <= MOST_MEANT:
+        *others, last = map(repr, near)
+        return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     return f" Known here: {', '.join(known)}." if known else ""

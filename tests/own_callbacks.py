@@ -1,12 +1,15 @@
 """Callbacks as a user writes them, for runs whose config names them."""
 
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
 
 class Remembers(pl.Callback):
-    """Has state: every loss that it found where Lightning's users look; logs how many."""
+    """Has state: every loss that it found where Lightning's users look; logs how many. `names`: of all there."""
+
+    names: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -19,6 +22,7 @@ class Remembers(pl.Callback):
         self.log("own/remembered", float(len(self.losses)))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        Remembers.names = frozenset(trainer.callback_metrics)
         self.validations.append(trainer.callback_metrics["val_loss"].item())
         self.log("own/validations", len(self.validations))
 
@@ -51,6 +55,16 @@ class Misbehaves(pl.Callback):
             trainer.save_checkpoint("mine.ckpt")
         if self.what == "name":
             self.log("loss", 1.0)
+        if self.what == "exit":
+            sys.exit(0)
+        if self.what == "colours":
+            _raise("\x1b[31mred\nand more")
+        if self.what == "interrupt":
+            raise KeyboardInterrupt
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        if self.what == "exit":
+            raise RuntimeError("and its on_exception fails, too") from exception
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": object()} if self.what == "state" else {}
@@ -58,3 +72,7 @@ class Misbehaves(pl.Callback):
 
 class Bars(pl.callbacks.TQDMProgressBar):
     """A refused one, by another name."""
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)

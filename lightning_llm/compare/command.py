@@ -105,8 +105,15 @@ def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
-    found = [find_runs([word]) for word in (arguments.run, arguments.other)]
-    problems = [problem for each in found for problem in each.problems]
+    found, problems = [], []
+    for word in (arguments.run, arguments.other):
+        try:
+            found.append(find_runs([word]))
+            problems += found[-1].problems
+        except ConfigError as error:
+            problems += error.problems
+    if len(found) < 2:
+        raise ConfigError(problems)
     for word, each in zip((arguments.run, arguments.other), found, strict=True):
         if len(each.folders) > 1:
             text = f"holds {len(each.folders)} runs; name one of them, e.g. {each.folders[0]}."

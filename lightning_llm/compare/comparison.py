@@ -21,6 +21,7 @@ from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run, facts, read_run
+from lightning_llm.terminal.waiting import Waiting
 
 
 @dataclass
@@ -79,7 +80,9 @@ class Comparison:
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     """Return the runs that can be read, and what is wrong with the others."""
     runs, problems = [], []
-    for folder in folders:
+    waiting = Waiting(f"reading {len(folders)} runs")
+    for number, folder in enumerate(folders):
+        waiting.tell(number)
         try:
             runs.append(read_run(folder))
         except ConfigError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_llm.config.identity import NOT_IDENTITY, below, is_data_path
+from lightning_llm.config.identity import NOT_IDENTITY, OBSERVERS, below, is_data_path
 from lightning_llm.record.provenance import git_of
 from lightning_llm.record.reading import EARLIER, Run, facts
 
@@ -30,9 +30,6 @@ FREE = (
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
 (`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
-
-OBSERVERS = "lightning_llm.callbacks."
-"""Where callbacks lie that only watch; others may act on training."""
 
 LAYOUT = (
     "parallel.dp_replicate",

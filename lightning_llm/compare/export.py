@@ -9,7 +9,7 @@ from typing import Any
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.data import finite
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import short
+from lightning_llm.compare.wording import interval_of, nats, short
 
 LATEX = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}",
          "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"}  # fmt: skip
@@ -79,14 +79,14 @@ def as_latex(comparison: Comparison) -> str:
         verdicts = comparison.verdicts_of(baseline.family)
         if not verdicts:
             continue
-        loss = "" if baseline.loss is None else f"{baseline.loss:.4f}"
+        loss = "" if baseline.loss is None else nats(baseline.loss)
         lines.append([baseline.label, baseline.family.words, loss, "", "", str(len(baseline.runs)), "", "baseline"])
         for verdict in verdicts:
             estimate, stability = verdict.judged.estimate, verdict.judged.stability
-            interval = "" if estimate.low != estimate.low else f"[{estimate.low:+.4f}, {estimate.high:+.4f}]"
+            interval = "" if estimate.low != estimate.low else interval_of(estimate)
             lines.append(
-                [verdict.name, verdict.family.words, "" if verdict.loss is None else f"{verdict.loss:.4f}",
-                 f"{estimate.gap:+.4f}" if estimate.pairs else "", interval, str(estimate.pairs),
+                [verdict.name, verdict.family.words, "" if verdict.loss is None else nats(verdict.loss),
+                 nats(estimate.gap, signed=True) if estimate.pairs else "", interval, str(estimate.pairs),
                  f"{len(stability.failed)}/{stability.seeds}", verdict.qualified]
             )  # fmt: skip
     terms, first = comparison.terms, comparison.verdicts[0]

@@ -43,7 +43,8 @@ def draw_curves(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str
     _spread_out(right, "y", terms)
     for axes in (left, right):
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)
+        if axes.get_legend_handles_labels()[0]:  # no curve is left where every pair diverged
+            axes.legend(fontsize=8)
     return _svg(figure)
 
 

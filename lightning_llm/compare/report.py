@@ -10,7 +10,8 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.figures import COLOURS, draw_curves, draw_intervals, draw_speed
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.table import COLUMNS, baseline_cells, cells
-from lightning_llm.compare.wording import line_of
+from lightning_llm.compare.wording import line_of, nats
+from lightning_llm.terminal.waiting import Waiting
 
 TEMPLATE = "report.html.jinja"
 JUDGED = COLUMNS.index("loss") + 1
@@ -19,7 +20,10 @@ JUDGED = COLUMNS.index("loss") + 1
 
 def write_report(comparison: Comparison, folder: Path) -> None:
     """Write `report.html`, which appears whole, and each of its pictures as an SVG file. Raises OSError."""
-    pictures = {family_name: dict(_pictures(comparison, family)) for family_name, family in _families(comparison)}
+    pictures, waiting = {}, Waiting("drawing the settings' pictures")
+    for words, family in _families(comparison):
+        pictures[words] = dict(_pictures(comparison, family))
+        waiting.tell(len(pictures))
     for stale in folder.glob("figure-*.svg"):
         stale.unlink()
     for place, found in enumerate(pictures.values()):
@@ -49,6 +53,7 @@ def _page(comparison: Comparison, pictures: dict[str, dict[str, str]]) -> str:
         loader=PackageLoader("lightning_llm.compare", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["line"] = line_of
+    environment.filters["nats"] = nats
     environment.filters["image"] = lambda svg: f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
     return environment.get_template(TEMPLATE).render(
         comparison=comparison,

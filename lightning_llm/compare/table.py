@@ -8,7 +8,7 @@ from rich.text import Text
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import line_of
+from lightning_llm.compare.wording import interval_of, line_of, nats
 
 STYLES = {"lossless": "green", "lossy": "red", "inconclusive": "yellow"}
 COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "tokens/s", "memory", "spikes", "skipped")
@@ -77,11 +77,11 @@ def cells(verdict: Verdict) -> list[str]:
     estimate, stability = judged.estimate, judged.stability
     speed, times = cost.tokens_per_second_ratio, cost.tokens_to_loss_ratio
     return [
-        "-" if not estimate.pairs else f"{estimate.gap:+.4f}",
-        "-" if estimate.low != estimate.low else f"[{estimate.low:+.4f}, {estimate.high:+.4f}]",
+        "-" if not estimate.pairs else nats(estimate.gap, signed=True),
+        "-" if estimate.low != estimate.low else interval_of(estimate),
         str(estimate.pairs),
         f"{len(stability.failed)}/{stability.seeds}",
-        "-" if verdict.floor.sd is None else f"{verdict.floor.sd:.4f}",
+        "-" if verdict.floor.sd is None else nats(verdict.floor.sd),
         _loss(verdict.loss),
         "-" if times is None else f"{times:.2f}x",
         "-" if speed is None else f"{speed:.2f}x{' emulated' if verdict.emulated else ''}",
@@ -92,7 +92,7 @@ def cells(verdict: Verdict) -> list[str]:
 
 
 def _loss(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
+    return "-" if loss is None else nats(loss)
 
 
 def _memory(size: float | None) -> str:

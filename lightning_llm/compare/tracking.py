@@ -11,7 +11,7 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import line_of
+from lightning_llm.compare.wording import line_of, nats
 from lightning_llm.config.redact import redact_uri, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
@@ -93,8 +93,8 @@ def verdict_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         name = " ".join([row["name"], *(f"{key}={value}" for key, value in row["setting"].items())])
         verdict = f"**{row['qualified']}**"
-        gap = "" if row["gap"] is None else f"{row['gap']:+.4f}"
-        interval = "" if row["ci"][0] is None else f"[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"
+        gap = "" if row["gap"] is None else nats(row["gap"], signed=True)
+        interval = "" if row["ci"][0] is None else f"[{', '.join(nats(end, signed=True) for end in row['ci'])}]"
         cells = [name, verdict, gap, interval, str(row["pairs"])]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join([*lines, "", *(f"- {row['line']}" for row in rows)])

@@ -97,11 +97,26 @@ class Verdict:
         return self.decision == "inconclusive" and not self.judged.measured.unlearned and self.judged.estimate.low > 0
 
     @property
+    def open_because(self) -> str | None:
+        """What stands between the runs and a verdict, in a few words; None where there is one."""
+        judged = self.judged
+        measured, pairs = judged.measured, judged.estimate.pairs
+        if self.decision != "inconclusive":
+            return None
+        if measured.unlearned:
+            return "the baseline has not learned"
+        if judged.loss == "lossless":
+            return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
+        if pairs <= 1:
+            return "one pair" if pairs else "no pair left"
+        return "worse; by more than the margin: open" if self.worse else "the interval holds the margin"
+
+    @property
     def qualified(self) -> str:
         """The decision in a few words, with what keeps it from being taken at its word: for tables and tags."""
         said: list[str] = [self.decision]
-        if self.worse:
-            said.append("worse; by more than the margin: open")
+        if reason := self.open_because:
+            said.append(reason)
         if self.judged.stability.verdict == "unstable":
             said.append("unstable")
         if self.may_not_have_acted:

@@ -1,7 +1,9 @@
 """A verdict in words: what has to be said beside the numbers, and everything in one line."""
 
+import math
 from collections.abc import Sequence
 
+from lightning_llm.compare.estimate import Estimate
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.seeds import FEWEST_SEEDS
 from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
@@ -57,18 +59,23 @@ def _numbers(verdict: Verdict) -> list[str]:
     estimate, measured = verdict.judged.estimate, verdict.judged.measured
     numbers = []
     if estimate.pairs:
-        numbers.append(f"gap {estimate.gap:+.4f}")
+        numbers.append(f"gap {nats(estimate.gap, signed=True)}")
     if measured.identical:
         numbers.append("equal to the last bit")
     elif estimate.low == estimate.low:  # no NaN
         level = f"{100 * verdict.terms.confidence:g} % CI"
-        numbers.append(f"{level} [{estimate.low:+.4f}, {estimate.high:+.4f}]")
+        numbers.append(f"{level} {interval_of(estimate)}")
     in_all = len(measured.seeds)
     numbers.append(_count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
     if verdict.floor.sd is not None:
-        numbers.append(f"A/A floor {verdict.floor.sd:.4f}")
+        numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
     return numbers
+
+
+def interval_of(estimate: Estimate) -> str:
+    """Return the interval in brackets."""
+    return f"[{nats(estimate.low, signed=True)}, {nats(estimate.high, signed=True)}]"
 
 
 def _unlearned(verdict: Verdict) -> str:
@@ -161,6 +168,12 @@ def looks_statement() -> str:
     """Return what repeated looks do to the error rate."""
     few, many = (f"{100 * rate:.1f} %" for rate in FALSE_LOSSLESS_BY_LOOKS.values())
     return LOOKS.format(few=few, many=many)
+
+
+def nats(value: float, *, signed: bool = False) -> str:
+    """Return a loss or a gap to four digits behind the point; what a table has no room for, as a power of ten."""
+    sign = "+" if signed else ""
+    return format(value, f"{sign}.4f" if not 1e5 <= abs(value) < math.inf else f"{sign}.2e")
 
 
 def short(number: int | float | None) -> str:

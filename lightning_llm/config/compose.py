@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_llm.config.composition import Composer
 from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
-from lightning_llm.config.recipes import name_clashes, register_recipes
+from lightning_llm.config.recipes import folder_problems, group_names, register_recipes
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config
@@ -133,27 +133,38 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     return _read_resolved(tree, overrides, to_build=False).checked()
 
 
-def read_file(file: Path, overrides: Sequence[str]) -> Reading:
-    """Return the config that `--config FILE` is, with value overrides on top; what is sound beside its problems.
+def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+    """Return the config that `--config FILE` is, with overrides on top; what is sound beside its problems.
+
+    `group=name` exchanges the whole group for that file's values; overrides of single keys come after.
 
     Raises:
         ConfigError: where nothing is left to go on with.
     """
-    return _read_resolved(read_mapping(file, "--config", "Give a run's config.yaml."), overrides, to_build=True)
+    tree = read_mapping(file, "--config", "Give a run's config.yaml.")
+    return _read_resolved(tree, overrides, config_dir, to_build=True)
 
 
-def _read_resolved(tree: DictConfig, overrides: Sequence[str], *, to_build: bool) -> Reading:
+def _read_resolved(
+    tree: DictConfig, overrides: Sequence[str], config_dir: Path | None = None, *, to_build: bool
+) -> Reading:
     parsed, problems = read_overrides(overrides)
-    groups = set(Config.model_fields)
-    for each in parsed:
+    groups = set(group_names())
+    vocabulary = OmegaConf.select(tree, "model.vocab_size")
+    for each in sorted(parsed, key=lambda each: each.key_or_group not in groups):
         key = each.key_or_group
-        if key in groups and isinstance(tree.get(key), DictConfig):
-            text = "a whole group cannot be exchanged in a resolved config. Override single keys, or compose anew."
+        if key == "recipe":
+            text = "is what the file was composed of. Override groups and keys, or compose anew without --config."
             problems.append(Problem(key, text))
         elif each.is_delete():
             problems.append(Problem(key, "~ deletes from a composition; with --config, override single keys."))
         elif each.is_sweep_override():
             problems.append(Problem(key, "has several values, and --config is one run. Give one."))
+        elif key in groups and not isinstance(each.value(), dict):
+            try:
+                tree[key] = compose_tree([f"{key}={each.value()}"], config_dir)[0][key]
+            except ConfigError as error:
+                problems += error.problems
         else:
             try:
                 OmegaConf.update(tree, key, each.value(), force_add=True)
@@ -164,8 +175,11 @@ def _read_resolved(tree: DictConfig, overrides: Sequence[str], *, to_build: bool
     changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
-    if "trainer.compile" in changed and "parallel.compile" not in changed:
+    if "trainer.compile" in changed and not changed & {"parallel", "parallel.compile"}:
         OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # resolved, too
+    follows = vocabulary is not None and OmegaConf.select(tree, "data.tokenizer.vocab_size") == vocabulary
+    if follows and changed & {"model", "model.vocab_size"} and "data.tokenizer.vocab_size" not in changed:
+        OmegaConf.update(tree, "data.tokenizer.vocab_size", tree.model.vocab_size)
     return read_tree(tree, to_build=to_build)
 
 
@@ -180,7 +194,7 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
     """Open Hydra on the shipped configs, with `config_dir` behind them; yield what composes there."""
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
-    if config_dir is not None and (problems := name_clashes(config_dir)):
+    if config_dir is not None and (problems := folder_problems(config_dir)):
         raise ConfigError(problems)
     register_recipes()
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
@@ -265,6 +279,8 @@ def _why_not_composed(error: Exception) -> str:
         return "files of the defaults lists name each other in a circle."
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if (meant := group.rpartition("/")[2]) != group and meant in group_names():
+            return f"a defaults list has `{meant}: {name}`. From a recipe, write `- override /{meant}: {name}`."
         return f"a defaults list names {group}={name}; there is no '{name}'.{did_you_mean(name, error.options or ())}"
     if isinstance(error, OmegaConfBaseException):
         return f"{first_line(error)}."

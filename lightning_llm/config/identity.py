@@ -15,6 +15,9 @@ PLACE = ("run.", "logger.", "launcher.", "resume", "hardware")
 NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
 
+OBSERVERS = "lightning_llm.callbacks."
+"""Where callbacks lie that only watch; others may act on training."""
+
 FREE_ON_RESUME = (
     *NOT_IDENTITY,
     "trainer.max_steps",
@@ -62,6 +65,17 @@ def config_hash(config: Config) -> str:
     """
     flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key) and value is not None}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def training_hash(config: Config) -> str:
+    """Return the `config_hash` of `config` without its observers: the same where the same is learned."""
+    acting = {name: node for name, node in config.callbacks.items() if node and not is_observer(node)}
+    return config_hash(config.model_copy(update={"callbacks": acting}))
+
+
+def is_observer(callback: Mapping[str, Any]) -> bool:
+    """Return whether the callback of these keys only watches, as far as its class tells."""
+    return str(callback.get("_target_")).startswith(OBSERVERS)
 
 
 def differences_on_resume(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

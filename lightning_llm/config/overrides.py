@@ -11,7 +11,9 @@ from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from lightning_llm.config.recipes import group_names, option_files
+from lightning_llm.config.schema.aliases import KEY, VALUES
 from lightning_llm.config.schema.strict import takes_text
+from lightning_llm.data.source import loader_of
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 HERE_INSTEAD = {
@@ -43,7 +45,8 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
 
 def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]:
     """Return the words that are overrides, as Hydra's grammar reads them, and what is wrong with the others."""
-    parsed, problems = [], []
+    parsed = []
+    words, problems = _joined(words)
     for word in words:
         try:
             each = _read(word)
@@ -62,6 +65,21 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]
         else:
             parsed.append(each)
     return parsed, problems
+
+
+def _joined(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return `words` less each `key = value` and `key: value`, which a shell takes apart, and a problem for each."""
+    rest: list[str] = list(words)
+    problems: list[Problem] = []
+    for place in reversed(range(len(words) - 1)):
+        equals = rest[place + 1 : place + 2] == ["="]
+        spaced = rest[place : place + (3 if equals else 2)]
+        key, value = spaced[0].removesuffix(":"), spaced[-1]
+        if not (equals or spaced[0].endswith(":")) or not KEY.fullmatch(key) or not value or "=" in value:
+            continue
+        problems.insert(0, Problem(" ".join(spaced), f"has spaces. Write {key}={value}."))
+        del rest[place : place + len(spaced)]
+    return rest, problems
 
 
 @lru_cache(maxsize=65536)  # the jobs of a sweep share most of their words
@@ -129,10 +147,24 @@ def unknown_option(parsed: Override, search: list[str]) -> Problem | None:
     options = group_options(parsed.key_or_group, search)
     if parsed.is_delete() or parsed.is_sweep_override() or not options:
         return None
-    value = parsed.value()
-    if value is None or value in options or isinstance(value, list):
+    value, group = parsed.value(), parsed.key_or_group
+    if isinstance(value, list) and group != "callbacks":
+        text = f"is a list, whose files would be merged into one. Give one, or several with -m: {group}=a,b."
+        return Problem(group, text)
+    value = "null" if value is None else value
+    if value in options or isinstance(value, list):
         return None
-    return Problem(parsed.key_or_group, f"there is no {str(value)!r}.{did_you_mean(str(value), options)}")
+    return Problem(group, f"there is no {str(value)!r}.{_meant(group, str(value), options)}")
+
+
+def _meant(group: str, value: str, options: list[str]) -> str:
+    """Return what to write for `value`: another trainer's word, a file in place of what reads it, a typo."""
+    if (ours := VALUES.get(group, {}).get(value)) in options:
+        return f" Did you mean '{ours}'?"
+    loader = loader_of(value) if group == "data" else None
+    if loader is not None:
+        return f" A file is read by data={loader} data.sources.{loader}.path={value}."
+    return did_you_mean(value, options)
 
 
 def forced(parsed: Override, search: list[str]) -> str:

@@ -13,6 +13,8 @@ from pathlib import Path
 from lightning_llm.errors import Problem
 
 ENDING = ".yaml"
+OTHER_ENDING = ".yml"
+"""Hydra reads the other alone."""
 
 
 def group_names() -> list[str]:
@@ -54,14 +56,26 @@ def describe(file: Traversable) -> str:
     return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said), maxsplit=1)[0]
 
 
-def name_clashes(config_dir: Path) -> list[Problem]:
-    """Return the files of `config_dir` that go by a shipped file's name, which Hydra would take instead."""
-    shipped = [f"{group}/{name}" for group in group_names() for name in option_files(group)]
-    return [
-        Problem("--config-dir", f"{file} has the name of a shipped file, which would be taken instead. Rename it.")
+def folder_problems(config_dir: Path) -> list[Problem]:
+    """Return what in `config_dir` nobody would read: a group's own folder, other endings, names of shipped files."""
+    key, groups = "--config-dir", group_names()
+    if not any((config_dir / group).is_dir() for group in groups):
+        inside = config_dir.absolute().name
+        if inside in groups:
+            text = f"{config_dir} is a group's own folder. Name the one it lies in: --config-dir {config_dir.parent}."
+            return [Problem(key, text)]
+        if loose := [each for each in sorted(config_dir.iterdir()) if each.suffix in (ENDING, OTHER_ENDING)]:
+            text = f"{loose[0]} lies in no group's folder. Move it, to {config_dir / 'recipe' / loose[0].name} say."
+            return [Problem(key, text)]
+    shipped = [f"{group}/{name}" for group in groups for name in option_files(group)]
+    clashes = [
+        Problem(key, f"{file} has the name of a shipped file, which would be taken instead. Rename it.")
         for file in (config_dir / f"{name}{ENDING}" for name in ("config", *shipped))
         if file.is_file()
     ]
+    others = [each for group in groups for each in sorted((config_dir / group).rglob(f"*{OTHER_ENDING}"))]
+    unread = [Problem(key, f"{each} is not read. Rename it to {each.with_suffix(ENDING).name}.") for each in others]
+    return [*clashes, *unread]
 
 
 @cache

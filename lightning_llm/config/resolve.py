@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import Reading, read_config
@@ -16,6 +17,8 @@ from lightning_llm.errors import Problem
 
 def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:
     """Return the tree, resolved, as a config; `stand_ins` and `to_build` as in `read_config`."""
+    if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
+        return Reading(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
     found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
     if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
@@ -68,6 +71,22 @@ def _unnamed(tree: DictConfig) -> Iterator[Problem]:
                 continue
             yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
             OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
+
+
+def _no_groups(tree: DictConfig) -> Iterator[Problem]:
+    """Yield each group that is given one value in place of its keys."""
+    for group, field in Config.model_fields.items():
+        keys = getattr(field.annotation, "model_fields", {})
+        if not keys or group not in tree or OmegaConf.is_interpolation(tree, group):
+            continue
+        if not isinstance(value := tree[group], str):
+            continue
+        text = f"is '{value}', and must be a mapping. "
+        if group in group_names():
+            text += f"A recipe chooses a group's file under `defaults:`, by a line `- override /{group}: {value}`."
+        else:
+            text += f"Its keys are {', '.join(f'{group}.{key}' for key in keys)}."
+        yield Problem(group, text)
 
 
 def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:

@@ -1,6 +1,7 @@
 """What can be wrong with `data` and is cheap to see: no torch, no datasets, no document read."""
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.source import SUFFIXES, Source, matching_files
+from lightning_llm.data.source import SUFFIXES, Source, loader_of, matching_files
 from lightning_llm.data.tokenizer import (
     BYTES_VOCAB_SIZE,
     END_OF_DOCUMENT_NAMES,
@@ -69,9 +70,14 @@ def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
     near = max(1, round(config.global_batch_size / per_pass)) * per_pass
     text = (
         f"{config.global_batch_size} sequences cannot be cut into micro-batches of data.micro_batch_size="
-        f"{config.micro_batch_size} on {world} data-parallel rank{'s' if world > 1 else ''}: it must be a multiple of "
-        f"{per_pass}. Nearest: {near}."
+        f"{config.micro_batch_size} on {world} data-parallel rank{'s' if world > 1 else ''}. "
     )
+    per_rank, rest = divmod(config.global_batch_size, world)
+    if not rest:  # which leaves the batches as they are
+        fitting = max(size for size in range(1, config.micro_batch_size) if per_rank % size == 0)
+        text += f"Set data.micro_batch_size={fitting}, or this to a multiple of {per_pass}; nearest: {near}."
+    else:
+        text += f"It must be a multiple of {per_pass}; nearest: {near}."
     return [Problem("data.global_batch_size", text)]
 
 
@@ -111,7 +117,9 @@ def _source_problems(key: str, source: SourceConfig) -> list[Problem]:
             problems.append(
                 Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
             )
-    elif not matching_files(source.loader, source.path):
+    elif files := matching_files(source.loader, source.path):
+        problems += _other_format(key, source, files)
+    else:
         endings = ", ".join(SUFFIXES[source.loader])
         if os.path.isdir(absolute):
             text = f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."
@@ -119,6 +127,34 @@ def _source_problems(key: str, source: SourceConfig) -> list[Problem]:
             text = f"{source.path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
         problems.append(Problem(f"{key}.path", text))
     return problems
+
+
+def _other_format(key: str, source: SourceConfig, files: list[Path]) -> Iterator[Problem]:
+    """Yield a problem where the names of all `files` are those of another loader's, and what they hold is no help."""
+    first = files[0].name.lower()
+    kinds = {loader_of(file.name) for file in files}
+    kind = kinds.pop()
+    if (
+        kinds  # of several kinds
+        or kind in (None, source.loader)
+        or (source.loader == "text" and first.endswith((".json", ".json.gz")))  # which is text to some
+        or (source.loader == "jsonl" and _beginning(files[0]).startswith(b"{"))
+    ):
+        return
+    text = (
+        f"{source.path!r}: files like {files[0].name} are read by loader={kind}, not by {source.loader}. "
+        f"Set data={kind} data.sources.{kind}.path={source.path}."
+    )
+    yield Problem(f"{key}.path", text)
+
+
+def _beginning(file: Path) -> bytes:
+    """Return what a file starts with, behind a byte order mark and blanks."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
+    except OSError:  # whoever reads all of it says why
+        return b""
 
 
 def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[Problem]:

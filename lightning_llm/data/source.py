@@ -51,6 +51,11 @@ def content_key(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def loader_of(name: str) -> str | None:
+    """Return the loader that a file of this name is meant for; None where it could be any."""
+    return next((loader for loader, endings in SUFFIXES.items() if name.lower().endswith(endings)), None)
+
+
 def matching_files(loader: str, path: str) -> list[Path]:
     """Return the files that `path` (a file, a folder or a glob) names for `loader`, absolute and sorted."""
     expanded = Path(path).expanduser().absolute()

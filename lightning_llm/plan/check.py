@@ -9,6 +9,7 @@ from rich.filesize import decimal
 
 from lightning_llm.config.place import place_problems, tracking_problems
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import data_rules
@@ -58,6 +59,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: _precision_problems(config),
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
+        lambda: monitor_problems(config),
         lambda: place_problems(config),
         lambda: tracking_problems(config),
         lambda: _logger_problems(config) if to_train else [],

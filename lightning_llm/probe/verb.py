@@ -112,8 +112,12 @@ def _device(wanted: str) -> torch.device:
 def _measure(
     place: Place, configs: dict[str, Config], device: torch.device, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, PrecisionConfig]]:
+    opening = _progress(place.name)
+    opening("reading weights")
     weights = read_weights(place)
+    opening("reading data")
     batches, source = read_batches(place, arguments.batches)
+    opening("")
     shape = place.config.model
     everything = ALL not in _split(arguments.overrides)[0]
     facts: dict[str, Any] = {

@@ -178,6 +178,8 @@ def _read_metrics(run: Run, path: Path) -> None:
         losses = {key: value for key, value in record.items() if key.startswith("val_loss")}
         if losses:
             for key, value in losses.items():
+                if float(value) < 0:
+                    raise ValueError(f"metrics.jsonl has {key} = {value} at step {step}; no cross-entropy is below 0")
                 run.validations.setdefault(key, {})[step] = float(value)
             run.tokens[step] = record.get("tokens", 0)
             run.train_seconds[step] = seconds

@@ -1,5 +1,6 @@
 """What has become of a sweep's jobs, read from their folders. Imports no torch."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,13 @@ from lightning_llm.record.reading import read_run
 State = Literal["new", "finished", "diverged", "failed", "stopped", "running"]
 SETTLED: tuple[State, State] = ("finished", "diverged")
 """Nothing is left to do: a run that diverged would do so again."""
+JOB_VARIABLE = "LIGHTNING_LLM_SWEEP_JOB"
+"""Set for a job that speaks on the terminal of its sweep."""
+
+
+def is_among_jobs() -> bool:
+    """Return whether the sweep says on this terminal what holds for all its jobs, so that one says its own alone."""
+    return JOB_VARIABLE in os.environ
 
 
 def state_of(folder: Path) -> State:

@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.commands import sweep_command
-from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash, is_data_path
+from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash, is_data_path, training_hash
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs
@@ -21,6 +21,8 @@ CLAIMS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
+UNHASHED = ("callbacks.",)
+"""Of which `training_hash` leaves some out."""
 BEGINNING = (CLAIMS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
@@ -96,8 +98,9 @@ class Sweep:
 def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Typed | None = None) -> Sweep:
     """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
 
-    The hash is over the jobs' keys, so the same command finds its folder again. Where the folder holds a sweep
-    already, jobs keep the numbers they have there and new ones are added behind: a sweep given a name can grow.
+    The hash is over the jobs' keys, so the same command finds its folder again, whatever callbacks only watch. Where
+    the folder holds a sweep already, jobs keep the numbers they have there and new ones are added behind: a sweep given
+    a name can grow. One of an earlier version, whose keys told observers apart, goes on under the keys it has.
 
     Raises:
         ConfigError: jobs of several experiments, or the folder holds something that is no sweep.
@@ -105,12 +108,15 @@ def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Ty
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
         raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
-    keys = _keys(jobs)
-    digest = sha256(json.dumps(sorted(keys)).encode()).hexdigest()[:12]
-    recipe = (first.recipe or "sweep").rpartition("/")[2]
-    folder = Path(first.run.root) / first.run.experiment / (name or f"{recipe}-{digest}")
+    keys, former = _keys(jobs, training_hash, UNHASHED), _keys(jobs, config_hash)
+    digest, former_digest = (sha256(json.dumps(sorted(each)).encode()).hexdigest()[:12] for each in (keys, former))
+    recipe, above = (first.recipe or "sweep").rpartition("/")[2], Path(first.run.root) / first.run.experiment
+    folder = above / (name or f"{recipe}-{digest}")
+    if not folder.exists() and (above / f"{recipe}-{former_digest}" / FILE).exists():
+        folder, digest = above / f"{recipe}-{former_digest}", former_digest
     known = _read(folder)
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
+    keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
     following = max(numbers.values(), default=-1) + 1
     made = []
     for key, (words, config) in zip(keys, jobs, strict=True):
@@ -202,17 +208,22 @@ def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
     return replace(sweep, jobs=tuple(jobs), parent_run_id=parent_run_id)
 
 
-def _keys(jobs: Sequence[tuple[list[str], Config]]) -> list[str]:
-    """Return what names each job: its config hash, and the words that jobs differ in and that the hash leaves out.
+def _keys(
+    jobs: Sequence[tuple[list[str], Config]], hash_of: Callable[[Config], str], partly: tuple[str, ...] = ()
+) -> list[str]:
+    """Return what names each job: its hash, and the words that jobs differ in and that the hash leaves out.
 
-    Such a word is `precision.backend=auto`. A second run of the same (to compare it with itself) gets "-1", ...
+    Such a word is `precision.backend=auto`, or one below `partly`. A second run of the same (to compare it with itself)
+    gets "-1", ...
     """
-    unhashed = [{word for word in words if not in_hash(_key_of(word))} for words, _ in jobs]
+    unhashed = [
+        {word for word in words if not in_hash(_key_of(word)) or below(_key_of(word), partly)} for words, _ in jobs
+    ]
     shared = set.intersection(*unhashed)
     seen: Counter[str] = Counter()
     keys = []
     for (_, config), words in zip(jobs, unhashed, strict=True):
-        each = " ".join([config_hash(config), *sorted(words - shared)])
+        each = " ".join([hash_of(config), *sorted(words - shared)])
         keys.append(f"{each}-{seen[each]}" if seen[each] else each)
         seen[each] += 1
     return keys

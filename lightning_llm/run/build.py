@@ -19,6 +19,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import Start
+from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.module import LanguageModule
@@ -120,9 +121,9 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
         key = f"callbacks.{name}"
         try:
             callback = instantiate(node, _convert_="all")
-        except Exception as error:  # an import, or whatever a constructor has against its arguments
+        except (Exception, SystemExit) as error:  # an import, or whatever a constructor has against its arguments
             cause = error.__cause__ or error
-            text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {' '.join(str(cause).split())}"
+            text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {one_line(str(cause))}"
             problems.append(Problem(key, text))
             continue
         lineage = [f"{each.__module__}.{each.__qualname__}" for each in type(callback).__mro__]

@@ -14,7 +14,7 @@ from lightning_llm.run.environment import adopt_world, rank_environment
 def read_arguments(arguments: argparse.Namespace) -> Reading:
     """Return the config that --config, or else the overrides and --config-dir, say. Raises ConfigError."""
     if arguments.config:
-        return read_file(arguments.config, arguments.overrides)
+        return read_file(arguments.config, arguments.overrides, arguments.config_dir)
     return read_words(arguments.overrides, arguments.config_dir)
 
 

@@ -4,8 +4,8 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.data.tokenizer import FILE_NAME
-from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
+from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
@@ -34,38 +34,37 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import choose_backend
-from lightning_llm.record.files import mark_failed
 from lightning_llm.record.loggers import LoggerSink
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.provenance import code_hash, versions
 from lightning_llm.record.rank_liveness import (
-    RankHeartbeat,
     RankSilentError,
     clear_beats,
-    say_silent,
-    silent_ranks,
 )
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
-from lightning_llm.record.state import mlflow_facts
+from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.resume_history import earlier_parts
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
+from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
-from lightning_llm.train.module import LanguageModule
 
 
 def run(plan: Plan, start: Start | None = None) -> int:
     """Train from `start`, or as all ranks decide together; return 0, 128 + the signal that ended the run, or 1.
 
-    1: a step was not finite, spikes.policy ended the run, its folder could not be written any more, or a rank hangs.
+    1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
+    more, or a rank hangs.
 
-    Any other failure is raised: its traceback is the message, and the run's folder says "failed".
+    Raises:
+        CallbackFailedError: on ranks other than the first, for the launcher to know.
+        Exception: any other failure: its traceback is the message, and the run's folder says "failed".
     """
     folder = plan.config.run.dir
     claims: list[FileLock] = []
@@ -92,6 +91,12 @@ def run(plan: Plan, start: Start | None = None) -> int:
     except StorageError as error:
         further = f"once the folder can be written again, {how_to_go_on(folder)}"
         say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
+        return 1
+    except CallbackFailedError as error:
+        if not is_first_rank():
+            raise
+        say(f"error: {error}", sys.stderr)
+        say(how_to_go_on(folder), sys.stderr)
         return 1
     except RankSilentError:
         return 1
@@ -153,7 +158,7 @@ def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
-    for line in [*notes(rank.plan), *resume_lines(config, start)]:
+    for line in [*([] if is_among_jobs() else notes(rank.plan)), *resume_lines(config, start)]:
         say(line)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:
@@ -166,7 +171,7 @@ def fit(rank: Rank, start: Start) -> None:
     module = build_module(rank.plan, corpus)
     sinks = tracking_sinks(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
-    with watched_ranks(config, module):
+    with watched_ranks(config, module), failures_marked(config, rank.callbacks):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
@@ -175,7 +180,7 @@ def fit(rank: Rank, start: Start) -> None:
 def say_where(config: Config) -> None:
     """Print where the run lies, and how to look at it."""
     say(f"run    {config.run.dir}")
-    if config.logger.name == "mlflow":
+    if config.logger.name == "mlflow" and not is_among_jobs():
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             say(line)
@@ -256,51 +261,6 @@ def quiet_lightning() -> None:
     """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
-
-
-@contextmanager
-def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
-    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
-
-    A run that fails leaves the signs in its folder.
-
-    Raises:
-        RankSilentError: the run failed because other ranks are silent.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield
-        return
-    timeout = config.parallel.timeout_seconds
-    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
-    heartbeat.start()
-    try:
-        yield
-    except Exception as error:
-        name_silent_ranks(config, error)
-        raise
-    except BaseException:  # a signal
-        heartbeat.stop()
-        raise
-    heartbeat.stop()
-
-
-def name_silent_ranks(config: Config, error: Exception) -> None:
-    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
-
-    Raises:
-        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
-    """
-    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
-    silent = silent_ranks(folder, timeout)
-    if not silent:
-        return
-    text = say_silent(silent, timeout)
-    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        mark_failed(folder, text)
-    for each in silent:
-        each.end_if_stopped()
-    raise RankSilentError(text) from error
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.tokenizer import FILE_NAME
 from lightning_llm.record.run_tokenizer import tokenizer_problem
+from lightning_llm.record.state import is_among_jobs
 from lightning_llm.run.start import Start
 from lightning_llm.train.checkpoint.manifest import UNSEALED, passed_over_lines
 
 
 def resume_lines(config: Config, start: Start) -> list[str]:
     """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
-    if config.resume is None:
+    if config.resume is None or (start.checkpoint is None and is_among_jobs()):  # which all ask to go on
         return []
     if start.checkpoint is None:
         return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]

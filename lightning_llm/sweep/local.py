@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_llm.config.config_dir import config_dir_words
 from lightning_llm.config.file import write_config
-from lightning_llm.record.state import SETTLED, state_of
+from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.sweep.claims import Outcome, claimed
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
@@ -101,7 +101,9 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
     if devices:
         environment[VISIBLE] = ",".join(devices)
     output: Any = None
-    if at_once > 1:
+    if at_once == 1:
+        environment[JOB_VARIABLE] = str(job.number)
+    else:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
         log = job.folder.parent / "logs" / f"{job.number}.log"
         log.parent.mkdir(exist_ok=True)

@@ -11,6 +11,7 @@ from lightning_llm.config.compose import read_sweep, typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
 from lightning_llm.record.mlflow.sync import catch_up
@@ -53,6 +54,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         whole = _open(define(*composed))
     todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
     launcher = todo[0].config.launcher
+    for line in dict.fromkeys(line for job in todo for line in notes(plan_of(job.config))):
+        print(line, flush=True)
     progress = Progress(len(todo), queued=launcher.name == "slurm")
     with signals_passed_on() as relay:
         if launcher.name == "slurm":

@@ -1,4 +1,4 @@
-"""Text that a model wrote, made safe and short enough to show: it may hold any byte, escape sequences included."""
+"""Text from elsewhere (a model's, an exception's), made safe and short enough to show: it may hold any byte."""
 
 import re
 import unicodedata
@@ -27,3 +27,9 @@ def excerpt(text: str, max_lines: int = 40, max_columns: int = 400) -> tuple[str
     lines = _BLANK_LINES.sub("\n\n", escaped(text).strip("\n")).splitlines()
     shown = [line if len(line) <= max_columns else f"{line[:max_columns]} ..." for line in lines[:max_lines]]
     return "\n".join(shown), max(0, len(lines) - max_lines)
+
+
+def one_line(text: str, max_columns: int = 600) -> str:
+    """Return `text` escaped, in one line of at most `max_columns`."""
+    line = " ".join(escaped(text).split())
+    return line if len(line) <= max_columns else f"{line[:max_columns]} ..."

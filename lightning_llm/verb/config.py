@@ -19,7 +19,8 @@ from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.run.checked_plan import read_arguments
+from lightning_llm.plan.resolve import Resolution
+from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 
 MISSING = "(none)"
 """In the place of a value where there is none."""
@@ -31,19 +32,24 @@ def config(arguments: argparse.Namespace) -> int:
     """Print the config that the arguments compose; with --diff or --group, what the module says. Return 0.
 
     Raises:
-        ConfigError: with all that is wrong with the words or the file; rules between keys are `plan`'s to check.
+        ConfigError: with all that is wrong with the words or the file; where that is only between keys, which `train`
+            would refuse, the config is printed all the same.
     """
     if arguments.group is not None:
         return _print_groups(arguments)
-    found = read_arguments(arguments).checked()
+    reading = read_arguments(arguments)
+    found = reading.checked()
     if arguments.diff:
-        return _print_difference(arguments, found)
-    text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
-    print(text)
+        _print_difference(arguments, found)
+    else:
+        text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
+        print(text, flush=True)
+    if problems := problems_beyond(Resolution(found)):
+        raise ConfigError(problems)
     return 0
 
 
-def _print_difference(arguments: argparse.Namespace, found: Config) -> int:
+def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
     if arguments.config:
         _, defaults = _plain_tree([], arguments)
         choices = _choices_in(found, arguments.config_dir)
@@ -55,13 +61,12 @@ def _print_difference(arguments: argparse.Namespace, found: Config) -> int:
         words = difference(tree, choices, defaults, lambda overrides: _plain_tree(overrides, arguments)[0])
     if arguments.json:
         print(json.dumps({each.key: {"value": each.value, "default": each.default} for each in words}, indent=1))
-        return 0
+        return
     if found.recipe and not arguments.config:
         print(f"# recipe={found.recipe} and what was typed come to these overrides of the defaults:")
     for each in words:
         shown = "" if each.default is MISSING else f"  # {override_value(each.default)}"
-        print(f"{shlex.quote(each.word)}{shown}")
-    return 0
+        print(f"{shlex.quote(each.word)}{shown}", flush=True)
 
 
 @dataclass(frozen=True)

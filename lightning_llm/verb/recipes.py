@@ -3,11 +3,14 @@
 import argparse
 import json
 
-from lightning_llm.config.recipes import describe, recipe_files
+from lightning_llm.config.recipes import describe, folder_problems, recipe_files
+from lightning_llm.errors import ConfigError
 
 
 def recipes(arguments: argparse.Namespace) -> int:
     """Print every shipped recipe, and those of --config-dir, with its one line."""
+    if arguments.config_dir is not None and (problems := folder_problems(arguments.config_dir)):
+        raise ConfigError(problems)
     catalog = {name: describe(file) for name, file in recipe_files(arguments.config_dir)}
     if arguments.json:
         print(json.dumps(catalog, indent=1))

@@ -17,7 +17,7 @@ from lightning_llm.config.compose import typed_value
 from lightning_llm.config.config_dir import config_dir_words
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import AgreedError, ConfigError, Problem
+from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
@@ -25,6 +25,7 @@ from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import claim, decide_start, resumable_runs
 from lightning_llm.sweep.run import sweep
+from lightning_llm.terminal.text import escaped
 from lightning_llm.train.checkpoint.manifest import content_damage
 
 MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
@@ -107,7 +108,12 @@ def _run_rank(plan: Plan) -> int:
 
     from lightning_llm.run.rank import run
 
-    return int(record(run)(plan) or 0)
+    try:
+        return int(record(run)(plan) or 0)
+    except CallbackFailedError as error:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # srun has started the ranks, and nobody gathers what they say
+            print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 def crowd_note(config: Config, cores: int) -> str | None:
@@ -183,8 +189,10 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
         if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say
             return int(failure.exitcode)
     message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)
+    if all(text.startswith(CallbackFailedError.__name__) for text in (message, summary_of(folder).get("detail", ""))):
+        return 1  # it failed on rank 0 too, which has said so
     why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    detail = f"rank {rank} failed first ({why}): {message.strip().splitlines()[0]}"
+    detail = f"rank {rank} failed first ({why}): {escaped(message.strip().splitlines()[0])}"
     if silent := silent_ranks(folder, timeout_seconds):
         said = str(summary_of(folder).get("detail", ""))
         if said.startswith(f"rank {silent[0].rank} ("):

@@ -137,7 +137,8 @@ class StopAt3(pl.Callback):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(RuntimeError("out of luck"), "failed"), (Told("by a signal"), "stopped")]
+    ("error", "status"),
+    [(RuntimeError("out of luck"), "failed"), (SystemExit(0), "failed"), (Told("by a signal"), "stopped")],
 )
 def test_an_exception_is_failed_and_what_is_none_is_stopped(config: Config, error: BaseException, status: str) -> None:
     with pytest.raises(type(error)):

@@ -1,7 +1,9 @@
 """What is said of a verdict: settings, colours, warnings, the command for more seeds, looks, tables. 8 seconds."""
 
 import csv
+import itertools
 import json
+import math
 import shlex
 import shutil
 
@@ -9,9 +11,12 @@ import pytest
 from run_folders import make_run, make_sweep, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare import figures
+from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.wording import nats
 from lightning_llm.record.reading import read_run
+from lightning_llm.terminal import waiting
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -70,6 +75,56 @@ def test_a_gap_that_is_there_and_may_be_below_the_margin_is_called_worse(tmp_pat
     assert 0 < row["ci"][0] < 0.01 < row["ci"][1]
     assert row["qualified"] == "inconclusive (worse; by more than the margin: open)"
     assert "worse; by more than the margin: open" in row["line"]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "seeds", "reason"),
+    [
+        ({"precision=bf16": 0.0, "precision=mxfp8": 0.005}, 1, "one pair"),
+        ({"precision=bf16": 4.0, "precision=mxfp8": 4.0}, 3, "the baseline has not learned"),
+    ],
+)
+def test_why_there_is_no_verdict_stands_in_its_cell(gaps, seeds, reason, tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", gaps, seeds)
+    assert main(["compare", str(sweep)]) == 0
+    out = capsys.readouterr().out
+    assert f"inconclusive ({reason})" in out
+    assert f"inconclusive ({reason})" in (sweep / "compare" / "report.html").read_text()
+
+
+def test_many_runs_give_a_sign_of_life(tmp_path, monkeypatch, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    clock = itertools.count(step=6.0)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(clock))
+    read_all(sorted(sweep.iterdir()))
+    assert "note   reading 6 runs: 5 so far" in capsys.readouterr().err
+
+
+def test_numbers_that_no_table_has_room_for():
+    words = {3.14159: "3.1416", -1e300: "-1.00e+300", 99999.5: "99999.5000", 123456.0: "1.23e+05", math.inf: "inf"}
+    assert {value: nats(value) for value in words} == words
+    assert (nats(0.5, signed=True), nats(1e6, signed=True)) == ("+0.5000", "+1.00e+06")
+
+
+def test_a_loss_below_zero_takes_its_run_out_and_is_named(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    make_run(sweep / "10", "precision=mxfp8", "seed=7", losses={5: 3.0, 10: -1e300})
+    found = verdicts(capsys, sweep, expect=2)
+    assert "metrics.jsonl has val_loss = -1e+300 at step 10; no cross-entropy is below 0" in found["stderr"]
+    assert found["by_name"]["mxfp8"]["verdict"] == "lossless"
+
+
+@pytest.mark.filterwarnings("error")
+def test_pictures_without_a_pair_that_is_left_warn_of_nothing(tmp_path):
+    for seed in (0, 1, 2):
+        for place, precision in enumerate(("bf16", "mxfp8")):
+            losses = {5: 5.0, 10: math.nan}
+            make_run(tmp_path / f"{seed}-{place}", f"precision={precision}", f"seed={seed}", losses=losses)
+    comparison = compare_runs([read_run(folder) for folder in sorted(tmp_path.iterdir())], Terms())
+    (verdict,) = comparison.verdicts
+    assert not verdict.sound_pairs
+    for draw in (figures.draw_curves, figures.draw_intervals, figures.draw_speed):
+        draw([verdict], "bf16", Terms())
 
 
 def write_sweep(sweep, overrides):

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_llm.__main__ import main
+from lightning_llm.__main__ import VERBS, main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.place import place_problems, tracking_problems
+from lightning_llm.config.schema.aliases import ALIASES, KEY
+from lightning_llm.config.schema.strict import fields_at
 from lightning_llm.config.yaml_source import ConfigDirSource
 from lightning_llm.errors import ConfigError
+from lightning_llm.plan.check import config_problems
 
 BINARY = bytes(range(128, 256)) * 3
 
@@ -94,6 +97,23 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
     ("words", "said"),
     [
         (["recipe="], "recipe: there is no ''"),
+        (["precision=fp8"], "'fp8_delayed_micro_batch', 'fp8_subchannel' or 'fp8_subchannel_fp32scales'?"),
+        (["parallel=fsdp"], "there is no 'fsdp'. Did you mean 'zero3'?"),
+        (["parallel=tp_fsdp"], "Did you mean 'fsdp_tp'?"),
+        (["logger=null"], "logger: there is no 'null'. Did you mean 'none'?"),
+        (["precision=[bf16,mxfp8]"], "precision: is a list, whose files would be merged into one."),
+        (
+            ["trainer.max_steps", "=", "10", "seed:", "3"],
+            "trainer.max_steps = 10: has spaces. Write trainer.max_steps=10.",
+        ),
+        (["checkpoint=none"], "Its keys are checkpoint.every_steps, checkpoint.keep_last."),
+        (["callbacks.progres.every=3"], "or null. Did you mean 'progress'?"),
+        (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
+        (["data.sources.mine.path=/x"], "loader: a value must be given: python, jsonl, text, parquet, huggingface."),
+        (["data=~/my/book.txt"], "A file is read by data=text data.sources.text.path=~/my/book.txt."),
+        (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),
+        (["callbacks.early=EarlyStopping"], "error: 1 problem"),
+        (["+callbacks.early._target_=EarlyStopping"], "Lightning's is lightning.pytorch.callbacks.EarlyStopping."),
         (["recipe=train"], "recipe: there is no 'train'"),
         (["~optim"], "optim: a value must be given"),
         (["~seed"], "Interpolation key 'seed' not found"),
@@ -116,6 +136,9 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["--cfg", "hydra"], "--cfg hydra"),
         (["-cn", "x"], "Write recipe=NAME"),
         (["--unknown"], "unrecognized arguments: --unknown"),
+        (["--learning-rate", "0.1"], "Overrides have no dashes: key=value"),
+        (["--num-layers=3", "--lr=1"], "lr: Did you mean 'optim.learning_rate'?"),
+        (["data.micro_batch_size=4", "data.global_batch_size=6"], "Set data.micro_batch_size=3, or this to"),
     ],
 )
 def test_words(words, said, capsys, tmp_path):
@@ -181,13 +204,83 @@ def test_tracking_addresses(uri, said, config, monkeypatch):
     [
         (["trian"], "there is no verb 'trian'. Did you mean 'train'?"),
         (["recipe=quickstart"], "Write lightning-llm train recipe=quickstart."),
-        ([], "required"),
         (["config", "--group", "precison"], "Did you mean 'precision'?"),
         (["completion", "tcsh"], "choose from"),
+        (["help"], "Write lightning-llm --help."),
+        (["diff", "neither", "nor"], "error: 2 problems"),
     ],
 )
 def test_verbs(words, said, capsys, tmp_path):
     assert said in refused(capsys, tmp_path, *words)
+
+
+def test_without_a_verb_it_lists_them(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert all(f"\n    {verb}" in err for verb in VERBS)
+
+
+def test_what_other_trainers_call_it(capsys, tmp_path):
+    """Every word of the table leads to a key that is there, or says what does the same; none is a key of its group."""
+    for alias, ours in ALIASES.items():
+        if KEY.fullmatch(ours):
+            *above, leaf = ours.split(".")
+            assert leaf in fields_at(above)
+            assert alias not in fields_at(above)
+    words = ("model.num_attention_heads=8", "optim.lr=1", "gradient_accumulation_steps=4", "bf16=true", "max_epochs=3")
+    told = refused(capsys, tmp_path, "plan", *words)
+    for said in (
+        "model.num_attention_heads: unknown key. Did you mean 'model.num_heads'?",
+        "optim.lr: unknown key. Did you mean 'optim.learning_rate'?",
+        "gradient_accumulation_steps: unknown key. Here it is data.global_batch_size over",
+        "bf16: unknown key. Here it is the group precision (precision=bf16).",
+        "max_epochs: unknown key. Did you mean 'trainer.max_steps'?",
+    ):
+        assert said in told
+
+
+STOPPING = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: %s}"
+RATES = "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMonitor}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            [STOPPING % "val_los"],
+            "is 'val_los', which this run does not log. Did you mean 'val_loss'",
+        ),
+        ([STOPPING % "val/loss", "data.validation.fraction=0"], "'loss'?"),
+        ([STOPPING % "val_loss/code", "data.validation.fraction=0"], "data.validation.fraction=0 holds out nothing"),
+        ([STOPPING % "val_loss/cod"], "Did you mean 'val_loss/code'?"),
+        ([STOPPING % "val_loss_high_precision", "precision=bf16"], "which this run does not log"),
+        ([STOPPING % "lr-AdamW/pg1"], "which this run does not log"),
+        ([STOPPING % "val_loss_high_precision", "precision=mxfp8"], None),
+        ([STOPPING % "loss_scale", "precision=fp16"], None),
+        ([STOPPING % "lr-AdamW/pg1", RATES], None),
+        ([STOPPING % "mine", "+callbacks.own={_target_: own_callbacks.Remembers}"], None),
+    ],
+)
+def test_what_early_stopping_waits_for_must_be_logged(words, said):
+    found = {problem.key: str(problem) for problem in config_problems(compose_config(words), to_train=False)}
+    assert said in found["callbacks.stop.monitor"] if said else "callbacks.stop.monitor" not in found
+
+
+def test_a_config_dir_that_nobody_would_read(capsys, tmp_path):
+    folder = tmp_path / "my"
+    (folder / "recipe").mkdir(parents=True)
+    (folder / "recipe" / "mine.yml").write_text("seed: 1\n")
+    for verb in (["recipes"], ["config", "recipe=mine"], ["plan"]):
+        told = refused(capsys, tmp_path, *verb, "--config-dir", folder)
+        assert f"{folder / 'recipe' / 'mine.yml'} is not read. Rename it to mine.yaml." in told
+    (folder / "recipe" / "mine.yml").rename(folder / "recipe" / "mine.yaml")
+    told = refused(capsys, tmp_path, "config", "recipe=mine", "--config-dir", folder / "recipe")
+    assert f"is a group's own folder. Name the one it lies in: --config-dir {folder}." in told
+    (folder / "recipe").rename(folder / "recipes")
+    told = refused(capsys, tmp_path, "config", "recipe=mine", "--config-dir", folder / "recipes")
+    assert f"lies in no group's folder. Move it, to {folder / 'recipes' / 'recipe' / 'mine.yaml'} say." in told
 
 
 FILES = {
@@ -217,6 +310,11 @@ FILES = {
 
 
 COMPOSED = {
+    "group": (
+        "model: llama_tiny\n",
+        "model: is 'llama_tiny', and must be a mapping. A recipe",
+    ),
+    "no_override": ("defaults:\n  - precision: mxfp8\n", "write `- override /precision: mxfp8`"),
     "list": FILES["list"],
     "itself": ("defaults:\n  - itself\n", "name each other in a circle"),
     "no_option": ("defaults:\n  - override /precision: fp33\n", "there is no 'fp33'. Did you mean 'fp32'?"),

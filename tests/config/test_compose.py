@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, compose_sweep, load_config
+from lightning_llm.config.compose import compose_config, compose_sweep, load_config, read_file
 from lightning_llm.config.file import write_config
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.errors import ConfigError
@@ -159,13 +159,34 @@ def test_config_yaml_round_trips_and_takes_value_overrides(tmp_path):
     again = load_config(tmp_path / "config.yaml", ["seed=4", f"run.dir={tmp_path / 'again'}"])
     assert again.seed == 4
     assert again.model_dump(exclude={"seed", "run"}) == config.model_dump(exclude={"seed", "run"})
-    with pytest.raises(ConfigError, match="whole group"):
-        load_config(tmp_path / "config.yaml", ["precision=fp32"])
     (tmp_path / "typo.yaml").write_text(yaml.safe_dump({**config.model_dump(), "sead": 1}))
     with pytest.raises(ConfigError, match="'seed'"):
         load_config(tmp_path / "typo.yaml", [])
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "missing.yaml", [])
+
+
+def test_groups_of_a_config_file_can_be_exchanged(tmp_path):
+    file = tmp_path / "config.yaml"
+    config = compose_config(["recipe=quickstart", "trainer.compile=true", "run.name=x", "optim.beta1=0.5"])
+    write_config(config, file)
+    words = ["parallel.dp_shard=2", "parallel=zero3", "precision=mxfp4_sr", "model=llama_60m"]  # groups come first
+    again = read_file(file, words).checked()
+    fresh = compose_config(["recipe=quickstart", "trainer.compile=true", "run.name=x", "optim.beta1=0.5", *words])
+    assert again.parallel == fresh.parallel
+    assert (again.parallel.dp_shard, again.parallel.compile) == (2, True)
+    assert (again.precision, again.model, again.optim) == (fresh.precision, compose_config(words).model, config.optim)
+    assert again.data.tokenizer.vocab_size == again.model.vocab_size != config.model.vocab_size
+    own = tmp_path / "own"
+    (own / "parallel").mkdir(parents=True)
+    (own / "parallel" / "mine.yaml").write_text("name: mine\nzero_stage: 2\ndp_shard: 4\n")
+    assert read_file(file, ["parallel=mine"], own).checked().parallel.zero_stage == 2
+    for words, said in (
+        (["precision=fp33"], "Did you mean 'fp32'"),
+        (["recipe=other"], "what the file was"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_file(file, words)
 
 
 def test_a_sweep_is_the_product_and_its_problems_are_said_once():

@@ -58,13 +58,25 @@ def test_what_is_printed_repeats_the_run(capsys, tmp_path):
     ],
     ids=["recipe", "typed"],
 )  # fmt: skip
-def test_the_difference_makes_the_same_config_of_the_defaults(words, capsys):
+def test_the_difference_makes_the_same_config_of_the_defaults(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "it's (1).jsonl").touch()
     lines = printed(capsys, *words, "--diff").splitlines()
     difference = [shlex.split(line, comments=True)[0] for line in lines if not line.startswith("#")]
     composed, again = compose_config(words), compose_config(difference)
     assert again.model_dump(exclude=PLACE) == composed.model_dump(exclude=PLACE)
     assert len(difference) <= 20  # a group's file is one word, not its keys
     assert not printed(capsys, "--diff")
+
+
+@pytest.mark.parametrize("option", ["--json", "--diff"])
+def test_what_train_would_refuse_is_said_beside_the_config(option, capsys):
+    assert main(["config", option, "model.num_heads=5", "parallel=tp", "data.micro_batch_size=3"]) == 2
+    out, err = capsys.readouterr()
+    assert "num_heads" in out
+    assert "model.hidden_size: " in err
+    assert "data.global_batch_size: " in err
 
 
 def test_the_difference_of_a_runs_own_file(capsys, tmp_path):

@@ -59,9 +59,35 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         "data.tokenizer.vocab_size",
         "data.validation.fraction",
     ]
-    assert "must be a multiple of 6. Nearest: 6" in text
+    assert "must be a multiple of 6; nearest: 6" in text
     assert "400 tokens do not fit model.vocab_size=300" in text
     assert str(tmp_path / "nothing.jsonl") in text
+
+
+@pytest.mark.parametrize(
+    ("loader", "name", "content", "named"),
+    [
+        ("jsonl", "a.txt", "Once upon", "data=text"),
+        ("jsonl", "a.txt", '\ufeff {"text": "Once"}', None),
+        ("jsonl", "a.parquet", "PAR1", "data=parquet"),
+        ("text", "a.jsonl", "{}", "data=jsonl"),
+        ("text", "a.json", "{}", None),
+        ("text", "a.py", "pass", None),
+        ("parquet", "a.JSONL.gz", "x", "data=jsonl"),
+    ],
+)
+def test_files_of_another_format(tmp_path: Path, loader: str, name: str, content: str, named: str | None) -> None:
+    (tmp_path / name).write_text(content)
+    source = {"loader": loader, "path": str(tmp_path / name)}
+    names, text = keys_and_text(data_config(tmp_path, {"mine": source}))
+    assert names == (["data.sources.mine.path"] if named else [])
+    assert named is None or f"Set {named} data.sources.{named[5:]}.path={tmp_path / name}." in text
+
+
+def test_a_smaller_micro_batch_is_what_to_try_first(tmp_path: Path) -> None:
+    keys = {"global_batch_size": 12, "micro_batch_size": 8}
+    _, text = keys_and_text(data_config(tmp_path, {"code": CODE}, **keys), world=2)
+    assert "Set data.micro_batch_size=6, or this to a multiple of 16; nearest: 16." in text
 
 
 @pytest.mark.parametrize(("world", "fits"), [(1, True), (2, True), (3, False), (4, True), (8, False)])

@@ -81,6 +81,18 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("first_too", [True, False])
+def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path, capsys):
+    text = "CallbackFailedError: callbacks.own failed: \x1b[31m"
+    detail = text if first_too else "RuntimeError: connection closed by peer"
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
+    failure = SimpleNamespace(exitcode=1, message={"message": text})
+    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (1, failure)), tmp_path, 600.0) == 1
+    said = r"rank 1 failed first (exit code 1): CallbackFailedError: callbacks.own failed: \x1b[31m"
+    assert capsys.readouterr().err == ("" if first_too else f"error: {said}\n")
+    assert json.loads((tmp_path / "summary.json").read_text())["detail"] == (text if first_too else said)
+
+
 def test_the_silence_of_an_earlier_start_is_not_this_ones(tmp_path, monkeypatch, small_run, capsys):
     """Where ranks fail before they have a folder, no sign of a rank is theirs."""
     config = compose_config(small_run(tmp_path, "trainer.devices=2", "parallel=ddp", "parallel.timeout_seconds=10"))

@@ -21,9 +21,10 @@ from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.config.compose import compose_config, compose_sweep, typed_value
 from lightning_llm.config.file import write_config
-from lightning_llm.config.identity import config_hash
+from lightning_llm.config.identity import config_hash, training_hash
 from lightning_llm.errors import ConfigError
 from lightning_llm.record import liveness as heartbeat
+from lightning_llm.record import sweep_definition as definition
 from lightning_llm.record.files import write_json
 from lightning_llm.record.provenance import has_ended, process_mark
 from lightning_llm.record.reading import read_run
@@ -91,7 +92,7 @@ def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) ->
     assert sweep_of(tmp_path, "seed=1,0").folder == first.folder  # the order is not what it is
     assert sweep_of(tmp_path, "seed=0,1", "logger=none", "launcher.at_once=2").folder == first.folder
     assert sweep_of(tmp_path, "seed=0,1,2").folder != first.folder
-    assert [job.key for job in first.jobs] == [config_hash(job.config) for job in first.jobs]
+    assert [job.key for job in first.jobs] == [training_hash(job.config) for job in first.jobs]
     assert [job.folder for job in first.jobs] == [first.folder / "0", first.folder / "1"]
     assert first.axes == {"seed": ["0", "1"]}
 
@@ -177,7 +178,30 @@ def test_jobs_that_differ_in_what_no_config_hash_holds_keep_apart(tmp_path: Path
     assert again.folder == first.folder
     assert [(job.number, job.config.precision.backend) for job in again.jobs] == [(1, "auto"), (0, "emulated")]
     plain = sweep_of(tmp_path, *words, "precision.backend=emulated", "seed=0,1")
-    assert [job.key for job in plain.jobs] == [config_hash(job.config) for job in plain.jobs]
+    assert [job.key for job in plain.jobs] == [training_hash(job.config) for job in plain.jobs]
+
+
+def test_observers_make_no_other_sweep_and_one_of_an_earlier_version_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["precision=bf16,fp32"]
+    averaged = "+callbacks.ema={_target_: lightning.pytorch.callbacks.EMAWeightAveraging}"
+    observed = [(), ("callbacks=none",), ("callbacks.progress=null", "callbacks.sample.prompt=x")]
+    assert len({sweep_of(tmp_path, *words, *more).hash for more in observed}) == 1
+    assert sweep_of(tmp_path, *words, averaged).hash != sweep_of(tmp_path, *words).hash
+    shown = sweep_of(tmp_path, "callbacks=none,default").jobs
+    assert len({training_hash(job.config) for job in shown}) == 1
+    assert len({job.key for job in shown}) == 2
+    with monkeypatch.context() as earlier:
+        earlier.setattr(definition, "training_hash", config_hash)
+        earlier.setattr(definition, "UNHASHED", ())
+        before = sweep_of(tmp_path, *words)
+        write(before)
+    again = sweep_of(tmp_path, *words)
+    assert (again.folder, again.hash) == (before.folder, before.hash)
+    assert [(job.number, job.key) for job in again.jobs] == [(job.number, job.key) for job in before.jobs]
+    grown = sweep_of(tmp_path, "precision=bf16,fp16", name=before.folder.name)
+    assert [job.number for job in grown.jobs] == [0, 2]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
     folders = job_folders(tmp_path)
     assert [folder.name for folder in folders] == ["0", "1"]
     assert f"2 of 2 jobs finished, in {folders[0].parent}" in told
+    assert (told.count("plan   "), told.count("resume none"), told.count("curves ")) == (2, 0, 1)
     assert told.index("job    1/2 0 seed=3") < told.index("job    2/2 1 seed=4")
     for folder in folders:
         assert status(folder) == "finished"

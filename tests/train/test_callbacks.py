@@ -5,13 +5,16 @@ import shutil
 import signal
 from pathlib import Path
 
+import own_callbacks
 import pytest
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config
+from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.schema.metrics import metric_names
 from lightning_llm.run.rank import run
 
+MISBEHAVES = "+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {}}}"
 STOP = "callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val_loss, "
 STOPPED = ["schedule.total_steps=9", "trainer.max_steps=9", f"+{STOP}patience: 1, min_delta: 9}}"]
 
@@ -45,6 +48,11 @@ def test_callbacks_find_the_records_numbers(stopped):
     assert [each["own/validations"] for each in records if "val_loss" in each] == [1, 2]
 
 
+def test_the_names_that_a_monitor_is_held_against_are_those_that_callbacks_find(stopped):
+    config = load_config(stopped / "run" / "config.yaml", [])
+    assert {*metric_names(config), "own/remembered", "own/validations"} == own_callbacks.Remembers.names
+
+
 def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path, small_run, capsys):
     shutil.copytree(stopped / "run", tmp_path / "run")
     own = "+callbacks.own={_target_: own_callbacks.Remembers}"
@@ -63,24 +71,37 @@ def test_a_run_that_a_callback_ended_does_not_go_on_by_itself(stopped, tmp_path,
     assert curve(tmp_path / "run") == curve(tmp_path / "whole" / "run")
 
 
+def test_state_that_cannot_be_kept_is_said_before_the_first_step(tmp_path, small_run, capsys):
+    assert main(["train", *small_run(tmp_path, MISBEHAVES.format("state"))]) == 2
+    assert "the state of Misbehaves cannot be kept in a checkpoint" in capsys.readouterr().err
+    assert not read_metrics(tmp_path / "run")
+
+
 @pytest.mark.parametrize(
-    ("what", "code", "said"),
+    ("what", "hook", "said"),
     [
-        ("state", 2, "the state of Misbehaves cannot be kept in a checkpoint"),
-        ("checkpoint", None, "trainer.save_checkpoint writes what resume cannot read. Set checkpoint.every_steps"),
-        ("name", None, "a callback logs 'loss', a key of the run's own records"),
+        ("checkpoint", "on_train_batch_end", "RuntimeError: trainer.save_checkpoint writes what resume cannot read."),
+        ("colours", "on_train_batch_end", r"ValueError: \x1b[31mred and more"),
+        ("exit", "on_exception", "RuntimeError: and its on_exception fails, too"),
+        ("interrupt", "on_train_batch_end", "KeyboardInterrupt: "),
     ],
 )
-def test_what_cannot_work_is_said(what, code, said, tmp_path, small_run, capsys):
-    words = small_run(tmp_path, f"+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {what}}}")
-    if code is not None:
-        assert main(["train", *words]) == code
-        assert said in capsys.readouterr().err
-        assert not read_metrics(tmp_path / "run")
-    else:
-        with pytest.raises((RuntimeError, ValueError), match=said.split(".")[0]):
-            main(["train", *words])
-        assert said in summary(tmp_path)["detail"]
+def test_a_callback_that_fails_is_named_in_one_line(what, hook, said, tmp_path, small_run, capfd):
+    words = small_run(tmp_path, MISBEHAVES.format(what), "trainer.max_steps=1", "data.validation.fraction=0")
+    assert main(["train", *words]) == 1
+    told = capfd.readouterr().err.splitlines()
+    (line,) = [each for each in told if each.startswith("error: ")]
+    assert line.startswith(
+        f"error: callbacks.own (own_callbacks.Misbehaves) failed in {hook} ({own_callbacks.__file__}:"
+    )
+    assert said in line
+    assert "\x1b" not in line
+    assert "Traceback" not in " ".join(told)
+    whole = tmp_path / "run" / "traceback.txt"
+    assert str(whole) in line
+    assert whole.read_text().startswith("Traceback (most recent call last)")
+    assert summary(tmp_path)["status"] == "failed"
+    assert said in summary(tmp_path)["detail"]
 
 
 def test_timer_counts_over_resumes(tmp_path, small_run):

@@ -41,6 +41,8 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
     assert process.returncode == code, told
     assert f"stopped by {number.name}, state saved at step" in told
     assert "resume=auto" in told
+    assert told.count(f"{number.name}: stopping after this step, which is saved") == 1
+    assert ("Ctrl-C again: end at once, with nothing saved" in told) == (number == signal.SIGINT)
     assert "Traceback" not in told
     assert json.loads((stopped / "summary.json").read_text())["status"] == "stopped"
     stopped_at = read_metrics(stopped)[-1]["step"]

@@ -1,5 +1,6 @@
 """What Lightning's users know by another name, or know and cannot have here: the key that does the same."""
 
+LIGHTNING_CALLBACKS = "lightning.pytorch.callbacks"
 CALLBACK = "lightning.pytorch.callbacks.callback.Callback"
 
 _CHECKPOINT = "checkpoint.every_steps and checkpoint.keep_last say when the whole state is saved"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.aliases import known_elsewhere
 from lightning_llm.config.schema.lightning_words import TRAINER_KEYS
 from lightning_llm.config.schema.partial import sound_part
 from lightning_llm.config.schema.targets import check_target
@@ -59,14 +60,17 @@ def read_config(
         location = tuple(str(part) for part in details["loc"])
         if any(location[: len(path)] == path for path in broken):
             continue
-        problems.append(_problem(details))
+        if not (to_build and location[0] == "callbacks" and len(location) > 1):  # of which more is said below
+            problems.append(_problem(details))
         if details["type"] == "extra_forbidden":
             _take_out(rest, details["loc"])
         else:
             paths.add(location)
     callbacks = values.get("callbacks")
-    for name, node in (callbacks if to_build and isinstance(callbacks, dict) else {}).items():
-        problems += check_target(f"callbacks.{name}", node)
+    callbacks = callbacks if to_build and isinstance(callbacks, dict) else {}
+    for name, node in callbacks.items():
+        others = [other for other, each in callbacks.items() if isinstance(each, dict) and "_target_" in each]
+        problems += check_target(f"callbacks.{name}", node, others)
     return Reading(sound_part(rest, paths) if config is None or paths else config, tuple(problems))
 
 
@@ -82,6 +86,8 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "extra_forbidden":
         if location[0] == "trainer" and (ours := TRAINER_KEYS.get(location[-1])):
             return Problem(key, f"is an argument of Lightning's Trainer; here {ours} does it.")
+        if alias := known_elsewhere(location[-1]):
+            return Problem(key, f"unknown key.{alias}")
         siblings = _keys_at(location[:-1])
         hint = did_you_mean(location[-1], siblings)
         elsewhere = [each for each in _all_keys(Config) if each.rpartition(".")[2] == location[-1]]
@@ -89,13 +95,19 @@ def _problem(details: Any) -> Problem:
             hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
         return Problem(key, f"unknown key.{hint}")
     if details["type"] == "missing":
-        return Problem(key, "a value must be given.")
+        choices = choices_at(key)
+        which = f": {', '.join(choices)}" if choices else ""
+        return Problem(key, f"a value must be given{which}.")
     if details["type"] == "value_error":  # a rule of ours, which says all that is to be said
         return Problem(key, details["msg"].removeprefix("Value error, ") + ".")
     what = details["msg"].removeprefix("Input should be ")
     given = details["input"]
     if isinstance(given, dict | list):
         return Problem(key, f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}.")
+    if details["type"].startswith("int") and isinstance(given, float) and given.is_integer():
+        return Problem(key, f"is {given!r}, must be {what}. Write {int(given)}.")
+    if details["type"] == "tuple_type":
+        return Problem(key, f"is {given!r}, must be a list: {key}=[{given}].")
     quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
     return Problem(key, f"is {given!r}, must be {what}.{quotes}")
 

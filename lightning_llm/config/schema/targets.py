@@ -7,11 +7,11 @@ Lightning, seconds of import that a typo should not cost; so classes and signatu
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_llm.config.schema.class_source import SourceClass, find_class, lineage, names_in
-from lightning_llm.config.schema.lightning_words import CALLBACK, REFUSED_CALLBACKS
+from lightning_llm.config.schema.lightning_words import CALLBACK, LIGHTNING_CALLBACKS, REFUSED_CALLBACKS
 from lightning_llm.errors import Problem, did_you_mean
 
 _SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
@@ -23,12 +23,17 @@ _SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_target(key: str, node: Any) -> list[Problem]:
-    """Return what is wrong with a `{_target_: package.module.Class, argument: value, ...}` node at `key`."""
+def check_target(key: str, node: Any, others: Iterable[str] = ()) -> list[Problem]:
+    """Return what is wrong with a `{_target_: package.module.Class, argument: value, ...}` node at `key`.
+
+    `others`: names of callbacks that `key` could be meant for.
+    """
     if node is None:
         return []
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
-        return [Problem(key, "must be a mapping with _target_: the dotted path of a callback's class, or null.")]
+        meant = did_you_mean(key.rpartition(".")[2], others)
+        text = "must be a mapping with _target_: the dotted path of a callback's class, or null."
+        return [Problem(key, text + (meant if "Did you mean" in meant else ""))]
     hidden = [*_hidden_keys(node, key)]
     if hidden:
         return [Problem(each, "may not stand here: only the callback itself names a class.") for each in hidden]
@@ -89,6 +94,8 @@ def _no_module(target: str) -> str:
     module = target.rpartition(".")[0]
     if module.partition(".")[0] == "config_dir":
         return f"there is no '{module}': give --config-dir DIR, the folder whose callbacks/*.py it names."
+    if not module and target in names_in(LIGHTNING_CALLBACKS):
+        return f"is '{target}', and must be package.module.Class. Lightning's is {LIGHTNING_CALLBACKS}.{target}."
     hint = "Check its spelling, or install what holds it. A class of your own: --config-dir DIR (docs/callbacks.md)"
     return f"there is no module '{module}'. {hint}." if module else f"is '{target}', and must be package.module.Class."
 

@@ -1,5 +1,6 @@
 """When a run saves itself: every so many steps, at its end, and when it is told to stop."""
 
+import os
 import signal
 import sys
 from collections.abc import Collection
@@ -77,9 +78,11 @@ class Checkpointing(pl.Callback):
         self.validate_every = validate_every
         self.saved_step: int | None = None
         self._asked = 0
+        self._speaks = self._alone = False
         self._strategy: TrainStrategy | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._speaks, self._alone = trainer.is_global_zero, trainer.world_size == 1
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
@@ -130,9 +133,20 @@ class Checkpointing(pl.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked == signal.SIGINT == number:
             raise StoppedBySignal(number, self.saved_step)
+        if not self._asked and self._speaks and (self._alone or number == signal.SIGINT):
+            # not by print, whose buffer may be in use by what the signal has interrupted
+            os.write(2, f"{self._what_follows(number)}\n".encode())
         self._asked = self._asked or number
         if self._strategy is not None:
             self._strategy.ask_to_stop(self._asked)
+
+    def _what_follows(self, number: int) -> str:
+        """Return what to say at once: a launcher of several ranks hears Ctrl-C itself, and has SIGTERMs of its own."""
+        text = f"{signal.Signals(number).name}: stopping after this step, which is saved"
+        if number != signal.SIGINT or not self._alone:
+            return text
+        saved = "nothing saved" if self.saved_step is None else f"the state of step {self.saved_step} saved"
+        return f"{text}; Ctrl-C again: end at once, with {saved}"
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         number = trainer.strategy.stop_signal

@@ -1,0 +1,91 @@
+"""What other trainers call things -> what they are called here: Hugging Face, Megatron-LM, nanoGPT, DeepSpeed."""
+
+import re
+
+from lightning_llm.config.schema.lightning_words import TRAINER_KEYS
+
+_PRECISION = "the group precision (precision=bf16)"
+_PARALLEL = "the group parallel (parallel=zero3; lightning-llm config --group parallel lists them)"
+_ACCUMULATION = "data.global_batch_size over data.micro_batch_size and the data-parallel ranks (it follows from them)"
+
+_WORDS = {
+    "model.num_layers": "num_hidden_layers n_layer n_layers",
+    "model.hidden_size": "n_embd d_model embed_dim embedding_dim",
+    "model.num_heads": "num_attention_heads n_head n_heads",
+    "model.num_kv_heads": "num_key_value_heads num_query_groups n_kv_heads kv_heads",
+    "model.head_dim": "kv_channels",
+    "model.ffn_hidden_size": "intermediate_size n_inner d_ff ffn_dim",
+    "model.max_sequence_length": "max_position_embeddings n_positions n_ctx max_seq_len",
+    "model.norm": "normalization norm_type",
+    "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_epsilon",
+    "model.rope_theta": "rotary_base rope_base",
+    "model.activation": "hidden_act activation_function",
+    "model.bias": "attention_bias mlp_bias add_bias_linear",
+    "model.tie_embeddings": "tie_word_embeddings",
+    "model.init_std": "initializer_range init_method_std",
+    "data.sequence_length": "seq_length seq_len block_size context_length max_seq_length",
+    "data.micro_batch_size": "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu",
+    "data.global_batch_size": "train_batch_size total_batch_size",
+    "data.num_workers": "dataloader_num_workers",
+    "data.tokenizer.path": "tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_model",
+    "optim.learning_rate": "lr max_lr",
+    "optim.weight_decay": "wd",
+    "optim.beta1": "adam_beta1",
+    "optim.beta2": "adam_beta2",
+    "optim.eps": "adam_epsilon adam_eps",
+    "optim.gradient_clip_norm": "max_grad_norm clip_grad grad_clip max_norm",
+    "schedule.warmup_steps": "warmup num_warmup_steps lr_warmup_iters lr_warmup_steps warmup_iters",
+    "schedule.total_steps": "lr_decay_iters lr_decay_steps",
+    "schedule.final_factor": "min_lr min_lr_ratio",
+    "trainer.max_steps": "train_iters max_iters num_train_steps train_steps max_train_steps num_iterations iterations",
+    "trainer.validate_every_steps": "eval_steps eval_interval eval_every val_interval eval_iters",
+    "trainer.devices": "gpus num_gpus n_gpus ngpus nproc_per_node num_devices",
+    "trainer.accelerator": "device use_cpu",
+    "trainer.compile": "torch_compile",
+    "checkpoint.every_steps": "save_steps save_interval save_every",
+    "checkpoint.keep_last": "save_total_limit",
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel tp_size",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel pp_size",
+    "parallel.cp": "context_parallel_size context_parallel cp_size",
+    "parallel.activation_checkpoint": "gradient_checkpointing activation_checkpointing recompute recompute_granularity",
+    "run.name": "run_name experiment_id",
+    "run.root": "output_dir out_dir save_dir",
+    "resume": "resume_from_checkpoint resume_from",
+    "seed": "random_seed",
+    _PRECISION: "bf16 fp16 fp32 fp8 mixed_precision dtype torch_dtype amp",
+    _PARALLEL: "fsdp fsdp_config deepspeed zero ddp use_fsdp",
+    _ACCUMULATION: "gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulation_steps",
+    "data.global_batch_size (sequences per step) and data.micro_batch_size (per rank and forward)": "batch_size bs",
+    "trainer.max_steps (runs are counted in steps)": "num_train_epochs epochs num_epochs",
+    "schedule.warmup_steps (in steps)": "warmup_ratio warmup_fraction lr_warmup_fraction",
+    "the group schedule (schedule=cosine)": "lr_scheduler lr_scheduler_type lr_decay_style scheduler",
+    "the group optim (optim=adamw)": "optimizer optimizer_type",
+    "the group data (data=jsonl data.sources.jsonl.path=FILE)": "dataset dataset_name train_file data_path",
+    "the group logger (logger=wandb)": "report_to wandb wandb_project tensorboard_dir",
+    "metrics.jsonl, which has every step": "logging_steps log_interval log_every",
+}
+ALIASES = {alias: ours for ours, aliases in _WORDS.items() for alias in aliases.split()}
+KEY = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)*")
+
+
+VALUES = {
+    "data": {"json": "jsonl", "ndjson": "jsonl", "txt": "text", "hf": "huggingface", "datasets": "huggingface"},
+    "logger": {"tb": "tensorboard", "null": "none", "None": "none"},
+    "callbacks": {"null": "none", "None": "none"},
+    "optim": {"adam": "adamw", "AdamW": "adamw", "adamw_torch": "adamw"},
+    "parallel": {"fsdp": "zero3", "fsdp2": "zero3", "full_shard": "zero3", "deepspeed": "zero3", "none": "single"},
+    "precision": {
+        "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16_true", "float16": "fp16", "16-mixed": "fp16",
+        "half": "fp16", "float32": "fp32", "32-true": "fp32", "32": "fp32", "16": "fp16",
+    },
+}  # fmt: skip
+"""{group: {what others call a value of it: ours}}."""
+
+
+def known_elsewhere(word: str) -> str | None:
+    """Return " Did you mean 'key'?" or " Here ... does it." for a key of another trainer; None for any other word."""
+    word = word.lower().replace("-", "_")
+    ours = ALIASES.get(word) or TRAINER_KEYS.get(word)
+    if ours is None:
+        return None
+    return f" Did you mean '{ours}'?" if KEY.fullmatch(ours) else f" Here it is {ours}."

@@ -1,0 +1,81 @@
+"""A run watched from within: signs of life of its ranks, ranks that are silent, callbacks that fail."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import CallbackFailedError
+from lightning_llm.record.files import mark_failed, summary_of
+from lightning_llm.record.rank_liveness import (
+    RankHeartbeat,
+    RankSilentError,
+    say_silent,
+    silent_ranks,
+)
+from lightning_llm.run.watch import failures_marked, watched_ranks
+from lightning_llm.train.callback_failure import callback_failures
+from lightning_llm.train.module import LanguageModule
+
+
+@contextmanager
+def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
+    """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
+
+    A run that fails leaves the signs in its folder.
+
+    Raises:
+        RankSilentError: the run failed because other ranks are silent.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    timeout = config.parallel.timeout_seconds
+    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
+    heartbeat.start()
+    try:
+        yield
+    except Exception as error:
+        name_silent_ranks(config, error)
+        raise
+    except BaseException:  # a signal
+        heartbeat.stop()
+        raise
+    heartbeat.stop()
+
+
+@contextmanager
+def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterator[None]:
+    """Have the summary say which of the callbacks `chosen` failed, where one ended the run."""
+    folder, rank = Path(config.run.dir), dist.get_rank() if dist.is_initialized() else 0
+    try:
+        with callback_failures(chosen, folder, rank):
+            yield
+    except CallbackFailedError as error:
+        # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
+        if rank == 0 and summary_of(folder).get("status") in ("running", "failed"):
+            mark_failed(folder, f"{type(error).__name__}: {error}")
+        raise
+
+
+def name_silent_ranks(config: Config, error: Exception) -> None:
+    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
+
+    Raises:
+        RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
+    """
+    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
+    silent = silent_ranks(folder, timeout)
+    if not silent:
+        return
+    text = say_silent(silent, timeout)
+    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        mark_failed(folder, text)
+    for each in silent:
+        each.end_if_stopped()
+    raise RankSilentError(text) from error
