@@ -17,7 +17,6 @@ from lightning_llm.record.rank_liveness import (
     say_silent,
     silent_ranks,
 )
-from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.train.callback_failure import callback_failures
 from lightning_llm.train.module import LanguageModule
 
