@@ -44,7 +44,6 @@ from lightning_llm.train.checkpoint.retention import replace
 from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors
 from lightning_llm.train.health.spikes import SpikeState
 from lightning_llm.train.module import LanguageModule
-from lightning_llm.train.precision_plugin import TrainPrecision
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 UNREADABLE = (
@@ -60,9 +59,7 @@ UNREADABLE = (
 """What comes of reading what is not as it was written, where nothing was there to verify it by."""
 
 
-def save(
-    folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision, config_hash: str
-) -> None:
+def save(folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, config_hash: str) -> None:
     """Write `folder`/step=N; it appears under that name only when every rank's bytes are on disk. Collective.
 
     `folder` is the run's `checkpoints` folder, seen by all ranks; `config_hash` is the run's identity.
@@ -97,19 +94,28 @@ def save(
         delayed = _union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantisation.state(model).items()}))
         with _on_all_ranks(failed, OSError):
             if first:
-                loss_scale = asdict(precision.state) if precision.state else None
-                counters = {"step": step, "skipped_steps": module.skipped_steps, "spikes": asdict(module.spikes.state)}
-                progress = {**counters, "loss_scale": loss_scale, "optimizer": scalars}
                 content = {
                     PRECISION: safetensors_bytes({name: tensor.contiguous() for name, tensor in delayed.items()}),
                     CALLBACKS: encoded_callbacks,
-                    PROGRESS: json.dumps(progress, indent=1).encode(),
+                    PROGRESS: json.dumps(_progress(module, scalars), indent=1).encode(),
                 }
                 _finish(partial, folder / f"step={step}", content, writer.files, config_hash)
     except StorageError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)  # what it took of a full disk is given back
         raise
+
+
+def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return what `PROGRESS` says; `optimizer` holds its state's numbers, by name."""
+    loss_scale = module.scaler.state
+    return {
+        "step": module.state.completed_steps,
+        "skipped_steps": module.state.skipped_steps,
+        "spikes": asdict(module.spikes.state),
+        "loss_scale": asdict(loss_scale) if loss_scale else None,
+        "optimizer": optimizer,
+    }
 
 
 def _finish(
@@ -132,25 +138,21 @@ def _finish(
     _sync(final.parent)
 
 
-def restore(
-    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
-) -> int:
-    """Load the checkpoint into all that trains, in place; return the number of completed steps. Collective.
+def restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
+    """Load the checkpoint into all that trains, in place. Collective.
 
     Raises:
         ConfigError: on every rank, where it could not be loaded on one; or a parameter is missing, unknown or of
             another shape.
     """
     try:
-        return _restore(checkpoint, module, optimizer, precision)
+        _restore(checkpoint, module, optimizer)
     except StorageError as error:
         text = f"{error}. Nothing was changed: resume from another of the run's checkpoints by its path."
         raise AgreedError(Problem("resume", text)) from error
 
 
-def _restore(
-    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
-) -> int:
+def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
     model, progress = module.model, checkpoint.progress
     step, failed = checkpoint.step, f"{checkpoint.folder} could not be loaded"
     with _on_all_ranks(failed, *UNREADABLE):
@@ -182,12 +184,11 @@ def _restore(
     with _on_all_ranks(failed, *UNREADABLE):
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
-        module.skipped_steps = progress["skipped_steps"]
+        module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
         module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
-        if precision.state is not None and progress.get("loss_scale") is not None:
-            precision.state = LossScale(**progress["loss_scale"])
+        if module.scaler.state is not None and progress.get("loss_scale") is not None:
+            module.scaler.state = LossScale(**progress["loss_scale"])
     restore_callbacks(module.trainer, saved_callbacks, callbacks, averages)
-    return step
 
 
 def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor]:
