@@ -176,7 +176,7 @@ class QuantisationHealth(pl.Callback):
         if self._tensors and trainer.is_global_zero:
             self._write_table(pl_module)
         if isinstance(exception, NonFiniteError) and self._batch is not None:
-            exception.origin = find_origin(pl_module, trainer.strategy, self._batch)
+            exception.origin = find_origin(pl_module.train_step, self._batch)
 
     def _write_table(self, pl_module: Any) -> str:
         text = table(self._tensors, self._step, self.worst)

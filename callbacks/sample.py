@@ -58,14 +58,13 @@ class Sample(pl.Callback):
         tokens = [int(token) for token in tokenizer.encode_batch([self.prompt])[0]] or [tokenizer.end_of_document]
         device = trainer.strategy.root_device
         prompt_tokens = torch.tensor([tokens], dtype=torch.int64, device=device)  # [1, T]
-        with trainer.precision_plugin.val_step_context():
-            generated = generate(
-                model,
-                prompt_tokens,
-                max_new_tokens=self.max_new_tokens,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                generator=torch.Generator(device=device).manual_seed(self.seed),
-            )  # [1, T + max_new_tokens]
+        generated = generate(
+            model,
+            prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            generator=torch.Generator(device=device).manual_seed(self.seed),
+        )  # [1, T + max_new_tokens]
         tokens = generated[0].tolist()
         return tokenizer.decode(tokens if self.prompt else tokens[1:])

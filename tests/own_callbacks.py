@@ -1,6 +1,7 @@
 """Callbacks as a user writes them, for runs whose config names them."""
 
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -76,3 +77,25 @@ class Bars(pl.callbacks.TQDMProgressBar):
 
 def _raise(text: str) -> None:
     raise ValueError(text)
+
+
+class HookOrder(pl.Callback):
+    """Keeps every hook of the training loop, with `trainer.global_step` and whether there are gradients."""
+
+    seen: ClassVar[list[tuple[str, int, bool]]] = []
+
+
+def _kept(name: str) -> Callable[..., None]:
+    def hook(self: HookOrder, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        gradients = any(parameter.grad is not None for parameter in pl_module.parameters())
+        HookOrder.seen.append((name, trainer.global_step, gradients))
+
+    return hook
+
+
+for _name in (
+    "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
+    "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
+    "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+):  # fmt: skip
+    setattr(HookOrder, _name, _kept(_name))

@@ -6,6 +6,8 @@ The model knows no ranks and no number formats: it offers blocks, and a role per
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,10 @@ from lightning_llm.model.rope import rope_tables
 
 class Block(nn.Module):
     """One pre-norm layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+
+    auxiliary_losses: Mapping[str, Tensor] = MappingProxyType({})
+    """What the last forward pass adds to the loss, by name: scalars, means over its tokens, weighted. A dense block has
+    none; one that routes sets them in `forward`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -126,6 +132,14 @@ class Decoder(nn.Module):
         else:
             raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
         return mask_padding(logits, self.config.vocab_size, self.first_id)
+
+    def auxiliary_losses(self) -> dict[str, Tensor]:
+        """Return what the blocks' last forward pass adds to the loss: scalars by name, summed over blocks."""
+        total: dict[str, Tensor] = {}
+        for block in self.layers.values():
+            terms: Any = block.auxiliary_losses  # torch declares it a tensor or a module
+            total |= {name: total[name] + term if name in total else term for name, term in terms.items()}
+        return total
 
     @property
     def blocks(self) -> Mapping[str, nn.Module]:

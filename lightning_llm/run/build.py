@@ -23,7 +23,6 @@ from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.module import LanguageModule
-from lightning_llm.train.precision_plugin import TrainPrecision
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.strategy import TrainStrategy
 
@@ -92,7 +91,6 @@ def build_trainer(
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        plugins=[TrainPrecision(config.precision)],
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
         callbacks=_callbacks(plan, chosen, folder, start),

@@ -19,18 +19,18 @@ class OverflowIn(pl.Callback):
     """Multiplies the loss of one global micro-batch by infinity, wherever it is computed."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        begin, forward = pl_module.quantisation.begin_micro_batch, pl_module.training_step
+        begin, loss_sum = pl_module.quantisation.begin_micro_batch, pl_module.train_step.loss_sum
         current: list[int] = []
 
         def noted(model: Any, step: int, index: int) -> None:
             current[:] = [step, index]
             begin(model, step, index)
 
-        def overflowing(*batch: Any) -> Any:
-            loss = forward(*batch)
+        def overflowing(*logits_and_labels: Any) -> Any:
+            loss = loss_sum(*logits_and_labels)
             return loss * float("inf") if current == [STEP, MICRO_BATCH] else loss
 
-        pl_module.quantisation.begin_micro_batch, pl_module.training_step = noted, overflowing
+        pl_module.quantisation.begin_micro_batch, pl_module.train_step.loss_sum = noted, overflowing
 
 
 class FirstAmaxes(pl.Callback):

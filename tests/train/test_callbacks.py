@@ -5,13 +5,18 @@ import shutil
 import signal
 from pathlib import Path
 
+import lightning.pytorch as pl
 import own_callbacks
 import pytest
+import torch
+from own_callbacks import HookOrder
+from planted import infinite_gradient
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config, load_config
 from lightning_llm.config.schema.metrics import metric_names
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.rank import run
 
 MISBEHAVES = "+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {}}}"
@@ -116,3 +121,38 @@ def test_a_run_from_python_gives_its_signal_handlers_back(tmp_path, small_run):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     assert run(compose_config(small_run(tmp_path, "trainer.max_steps=1", "data.validation.fraction=0"))) == 0
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+class AutomaticallyOptimized(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_hooks_come_as_in_automatic_optimization_and_a_skipped_step_counts(tmp_path, small_run, monkeypatch):
+    """Gradients, too, are there where Lightning has them, but for on_before_backward: many backward passes have run."""
+    monkeypatch.setattr(HookOrder, "seen", [])
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=6, max_epochs=-1, val_check_interval=3, check_val_every_n_epoch=None, logger=False,
+        num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[HookOrder()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    batches = torch.utils.data.DataLoader(torch.ones(20, 2))
+    trainer.fit(AutomaticallyOptimized(), batches, batches)
+    theirs, HookOrder.seen = HookOrder.seen, []
+    monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda n: n == 2 * 4))
+    words = small_run(tmp_path, "+callbacks.order={_target_: own_callbacks.HookOrder}", "spikes.policy=skip")
+    assert main(["train", *words]) == 0
+    assert [each["step"] for each in read_metrics(tmp_path / "run") if each.get("skipped")] == [5]
+    assert [(name, step) for name, step, _ in HookOrder.seen] == [(name, step) for name, step, _ in theirs]
+    differ = {ours[0] for ours, its in zip(HookOrder.seen, theirs, strict=True) if ours != its}
+    assert differ <= {"on_before_backward"}

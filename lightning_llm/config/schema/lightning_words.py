@@ -25,7 +25,7 @@ REFUSED_CALLBACKS = {
     "ModelPruning": _ALL_TRAIN,
     "BasePredictionWriter": "there is nothing to predict in training",
 }
-"""Lightning's callbacks that would fight the strategy, which owns the step, the checkpoints and the terminal."""
+"""Lightning's callbacks that would fight what has the step, the checkpoints and the terminal here."""
 
 TRAINER_KEYS = {
     "accelerator": "trainer.accelerator",

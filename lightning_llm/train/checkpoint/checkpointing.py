@@ -158,7 +158,7 @@ class Checkpointing(pl.Callback):
         step = pl_module.completed_steps
         if step == self.saved_step:
             return
-        save(self.folder, pl_module, trainer.optimizers[0], trainer.precision_plugin, self.run, self.config_hash)
+        save(self.folder, pl_module, trainer.optimizers[0], self.run, self.config_hash)
         self.saved_step = step
         if trainer.is_global_zero:
             try:

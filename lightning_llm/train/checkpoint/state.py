@@ -45,7 +45,6 @@ from lightning_llm.train.checkpoint.retention import replace
 from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors, unpickling_problem
 from lightning_llm.train.health.spikes import SpikeState
 from lightning_llm.train.module import LanguageModule
-from lightning_llm.train.precision_plugin import TrainPrecision
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 UNREADABLE = (
@@ -62,12 +61,7 @@ UNREADABLE = (
 
 
 def save(
-    folder: Path,
-    module: LanguageModule,
-    optimizer: torch.optim.Optimizer,
-    precision: TrainPrecision,
-    run: RunIdentity,
-    config_hash: str,
+    folder: Path, module: LanguageModule, optimizer: torch.optim.Optimizer, run: RunIdentity, config_hash: str
 ) -> None:
     """Write `folder`/step=N; it appears under that name only when every rank's bytes are on disk. Collective.
 
@@ -103,13 +97,10 @@ def save(
         delayed = _union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantisation.state(model).items()}))
         with _on_all_ranks(failed, OSError):
             if first:
-                loss_scale = asdict(precision.state) if precision.state else None
-                counters = {"step": step, "skipped_steps": module.skipped_steps, "spikes": asdict(module.spikes.state)}
-                progress = {**counters, "loss_scale": loss_scale, "optimizer": scalars}
                 content = {
                     PRECISION: safetensors_bytes({name: tensor.contiguous() for name, tensor in delayed.items()}),
                     CALLBACKS: encoded_callbacks,
-                    PROGRESS: json.dumps(progress, indent=1).encode(),
+                    PROGRESS: json.dumps(_progress(module, scalars), indent=1).encode(),
                 }
                 missing = sorted(name for name in writer.files if not (partial / TENSORS / name).is_file())
                 if missing:
@@ -126,6 +117,18 @@ def save(
 def _not_shared(partial: Path, missing: list[str]) -> str:
     text = f"{partial.parent} is not one folder for all ranks ({', '.join(missing)} of others are not seen here)"
     return f"the checkpoint is not whole: {text}. Set run.root to storage that all nodes share."
+
+
+def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return what `PROGRESS` says; `optimizer` holds its state's numbers, by name."""
+    loss_scale = module.scaler.state
+    return {
+        "step": module.state.completed_steps,
+        "skipped_steps": module.state.skipped_steps,
+        "spikes": asdict(module.spikes.state),
+        "loss_scale": asdict(loss_scale) if loss_scale else None,
+        "optimizer": optimizer,
+    }
 
 
 def _write_rest(
@@ -148,25 +151,21 @@ def _write_rest(
         _sync(path)
 
 
-def restore(
-    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
-) -> int:
-    """Load the checkpoint into all that trains, in place; return the number of completed steps. Collective.
+def restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
+    """Load the checkpoint into all that trains, in place. Collective.
 
     Raises:
         ConfigError: on every rank, where it could not be loaded on one; or a parameter is missing, unknown or of
             another shape.
     """
     try:
-        return _restore(checkpoint, module, optimizer, precision)
+        _restore(checkpoint, module, optimizer)
     except StorageError as error:
         text = f"{error}. Nothing was changed: resume from another of the run's checkpoints by its path."
         raise AgreedError(Problem("resume", text)) from error
 
 
-def _restore(
-    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, precision: TrainPrecision
-) -> int:
+def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
     model, progress = module.model, checkpoint.progress
     step, failed = checkpoint.step, f"{checkpoint.folder} could not be loaded"
     with _on_all_ranks(failed, *UNREADABLE):
@@ -198,12 +197,11 @@ def _restore(
     with _on_all_ranks(failed, *UNREADABLE):
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
-        module.skipped_steps = progress["skipped_steps"]
+        module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
         module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
-        if precision.state is not None and progress.get("loss_scale") is not None:
-            precision.state = LossScale(**progress["loss_scale"])
+        if module.scaler.state is not None and progress.get("loss_scale") is not None:
+            module.scaler.state = LossScale(**progress["loss_scale"])
     restore_callbacks(module.trainer, saved_callbacks, callbacks, averages)
-    return step
 
 
 def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor]:

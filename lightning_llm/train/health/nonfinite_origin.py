@@ -5,7 +5,7 @@ again gives the same values. Training itself pays nothing for this.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_llm.data.corpus import Batch
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.train.step import TrainStep
 
 PLACES = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")
 NOWHERE = torch.iinfo(torch.int64).max
@@ -68,24 +70,24 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def find_origin(module: Any, strategy: Any, batch: Any) -> str:
-    """Return a sentence on where the step of `batch` first was not finite, the same on all ranks. Collective.
+def find_origin(step: TrainStep, batch: Batch) -> str:
+    """Return a sentence on where `step` of `batch` first was not finite, the same on all ranks. Collective.
 
     Called after the step has failed, before its update; gradients are those of the repetition afterwards.
     """
-    layout, pipeline = strategy.layout, module.pipeline
-    stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: module.model}
+    layout, pipeline = step.layout, step.pipeline
+    stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: step.model}
     own = [(stage, name, layer) for stage, model in stages.items() for name, layer in linear_layers(model).items()]
     names, before = _of_all_stages([name for _, name, _ in own], layout)
     watch = _Watch(layout.micro_batches(batch.tokens.shape[0]), layout.degrees.pp * layout.config.virtual_stages)
     with _watched(stages, [(stage, layer) for stage, _, layer in own], before, watch):
-        strategy.run_again(batch)
-    first = torch.tensor(watch.first, device=strategy.root_device)
+        step.repeat(batch)
+    first = torch.tensor(watch.first, device=batch.tokens.device)
     found = int(layout.reduce(first, dist.ReduceOp.MIN, "world").item())
     if found != NOWHERE:
         layer, place = divmod(found & ((1 << 22) - 1), len(PLACES))
         return f"It first appeared in {names[layer]}, {PLACES[place]}, of micro-batch {found >> 44} of the step."
-    return _in_gradients(module, strategy)
+    return _in_gradients(step.model, layout, batch.tokens.device)
 
 
 def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:
@@ -94,13 +96,13 @@ def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:
     return [name for part in parts for name in part], sum(map(len, parts[: layout.place.pp]))
 
 
-def _in_gradients(module: Any, strategy: Any) -> str:
+def _in_gradients(model: nn.Module, layout: Layout, device: torch.device) -> str:
     """Return the first parameter whose gradient is not finite though every operand was."""
-    named = list(module.model.named_parameters())
-    names, before = _of_all_stages([name for name, _ in named], strategy.layout)
+    named = list(model.named_parameters())
+    names, before = _of_all_stages([name for name, _ in named], layout)
     bad = [i for i, (_, p) in enumerate(named) if p.grad is not None and not torch.isfinite(local(p.grad)).all()]
-    first = torch.tensor(before + bad[0] if bad else len(names), device=strategy.root_device)
-    index = int(strategy.layout.reduce(first, dist.ReduceOp.MIN, "world").item())
+    first = torch.tensor(before + bad[0] if bad else len(names), device=device)
+    index = int(layout.reduce(first, dist.ReduceOp.MIN, "world").item())
     if index < len(names):
         return f"Every operand of the linear layers was finite; it first appeared in the gradient of {names[index]}."
     return "Every operand of the linear layers and every gradient was finite: it appeared in the logits or in the loss."
@@ -108,7 +110,7 @@ def _in_gradients(module: Any, strategy: Any) -> str:
 
 @contextmanager
 def _watched(
-    stages: dict[int, nn.Module], layers: list[tuple[int, nn.Module]], before: int, watch: _Watch
+    stages: Mapping[int, nn.Module], layers: list[tuple[int, nn.Module]], before: int, watch: _Watch
 ) -> Iterator[None]:
     """Let `watch` see the forward and backward passes of `stages`; their `layers` count from `before`."""
 

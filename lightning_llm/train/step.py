@@ -1,0 +1,190 @@
+"""One optimizer step: from a batch to an update of the weights, whatever the layout and the precision recipe.
+
+`TrainStep.__call__` is the training algorithm, top to bottom. It is handed all that it works with and knows no
+Lightning: `module.py` makes it and calls it once per batch. Another algorithm is another class with this `__call__`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_llm.data.corpus import Batch
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.loss import IGNORED_LABEL
+from lightning_llm.optim.learning_rate import LearningRate
+from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.grad_norm import clip_gradients
+from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.pipeline import Pipeline
+from lightning_llm.train.health.spike_policy import SpikePolicy
+from lightning_llm.train.loss_scaler import LossScaler
+from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.state import TrainState
+
+
+@dataclass
+class TrainStep:
+    """Synchronous training: every rank computes gradients of its micro-batches, their sum moves the weights once."""
+
+    model: Decoder
+    """This rank's part of it."""
+    optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    layout: Layout
+    syncs: list[GradientSync]
+    """One for each pipeline stage of this rank, or of the whole model."""
+    pipeline: Pipeline | None
+    sequence_cut: SequenceCut
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
+    quantisation: Quantisation
+    scaler: LossScaler
+    spikes: SpikePolicy
+    clip_norm: float | None
+    state: TrainState
+    before_zero_grad: Callable[[], None]
+    """Called while the gradients of the step before are still there."""
+    on_gradients: list[Callable[[Tensor], None]]
+    """Called in turn with the step's loss, between reduction and update: gradients are those of the whole step, times
+    the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
+    _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
+    """What `Decoder.auxiliary_losses` has added to the step in progress, by name."""
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Take one step on this rank's micro-batches [A, B, T]; return its mean loss over target tokens, fp32.
+
+        Raises:
+            StepNotMadeError: the loss or the gradient norm is not finite, or spikes.policy ends the run. Weights,
+                moments and counts are those of the step before.
+        """
+        state = self.state
+        rate = self.learning_rate.set(state.updates)
+        self.before_zero_grad()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.quantisation.begin_step(self.model, state.completed_steps)
+
+        losses = self._forward_backward(batch)
+        self._reduce_gradients()
+        loss = self._reduce_losses(losses)
+        record = state.open_record(loss.item(), rate)
+        record.update(self._reduce_auxiliary_losses())
+        for act in self.on_gradients:
+            act(loss)
+
+        parameters = list(self.model.parameters())
+        record.update(self.scaler.describe())
+        overflow = self.scaler.unscale(parameters, self.layout, self.quantisation.take_overflow())
+        clip_norm = None if overflow else self.clip_norm
+        record["grad_norm"] = clip_gradients(parameters, clip_norm, self.layout, self.copied_parameters)
+
+        skipped = self._is_skipped(record, overflow)
+        if skipped:
+            record["skipped"] = True
+        else:
+            self.optimizer.step()
+        self.scaler.update(overflow)
+        self.quantisation.end_step(self.model, self._largest_amax)
+        state.count_step(skipped)
+        return loss
+
+    def repeat(self, batch: Batch) -> None:
+        """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.quantisation.undo_step()
+        self._forward_backward(batch)
+        self._reduce_gradients()
+
+    @property
+    def copied_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of this rank that another pipeline stage holds, too, and counts."""
+        return self.pipeline.copies if self.pipeline else []
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        """Run all micro-batches forward and backward; return the share of each in the step's loss, [A], fp32."""
+        self._auxiliary_losses.clear()
+        targets = (batch.labels != IGNORED_LABEL).sum()
+        targets = self.layout.reduce(targets, dist.ReduceOp.SUM).clamp(min=1)
+        if self.pipeline is None:
+            return self._run_micro_batches(batch, targets)
+        return self._run_pipeline(self.pipeline, batch, targets)
+
+    def _run_micro_batches(self, batch: Batch, targets: Tensor) -> Tensor:
+        """Run one micro-batch after the other, without a pipeline."""
+        (sync,), model, quantisation = self.syncs, self.model, self.quantisation
+        indices, losses = self.layout.micro_batches(len(batch.tokens)), []
+        for turn, index in enumerate(indices):
+            last = turn == len(indices) - 1
+            sync.before_backward(turn, last)
+            quantisation.begin_micro_batch(model, self.state.completed_steps, index)
+            documents = batch.document_ids[turn] if batch.document_ids is not None else None
+            tokens, labels, positions, documents = self.sequence_cut(batch.tokens[turn], batch.labels[turn], documents)
+            loss = self.loss_sum(model(tokens, positions, documents), labels) / targets
+            shares = self._auxiliary_shares(model.auxiliary_losses(), len(indices))
+            (sum(shares, start=loss) * self.scaler.scale).backward()
+            sync.after_backward(turn, last)
+            quantisation.end_micro_batch(model, self._largest_amax)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    def _run_pipeline(self, pipeline: Pipeline, batch: Batch, targets: Tensor) -> Tensor:
+        """Run all micro-batches through the pipeline's schedule."""
+        indices = self.layout.micro_batches(len(batch.tokens))
+
+        def begin(stage: torch.nn.Module, turn: int) -> None:
+            self.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[turn])
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            return self.loss_sum(logits, labels) / targets
+
+        losses = pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, self.scaler.scale)
+        if any(stage.decoder.auxiliary_losses() for stage in pipeline.stages):
+            raise NotImplementedError("a pipeline's schedule takes the gradient of the last stage's loss alone")
+        return losses
+
+    def _auxiliary_shares(self, terms: Mapping[str, Tensor], count: int) -> list[Tensor]:
+        """Return what the model's `terms` of one of `count` micro-batches add to the step's loss: a mean over all."""
+        degrees = self.layout.degrees
+        shares = {name: term / (count * degrees.dp * degrees.cp) for name, term in terms.items()}
+        for name, share in shares.items():
+            self._auxiliary_losses[name] = share.detach() + self._auxiliary_losses.get(name, 0.0)
+        return list(shares.values())
+
+    def _reduce_gradients(self) -> None:
+        """Make each rank's gradients those of the whole step, where backward passes have not done so already."""
+        for sync in self.syncs:
+            sync.finish()
+        if self.pipeline is not None:
+            self.pipeline.finish()
+
+    def _reduce_losses(self, losses: Tensor) -> Tensor:
+        """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
+        losses = self.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
+        self.state.micro_batch_losses = self.layout.gather_micro_batches(losses)
+        return self.state.micro_batch_losses.sum()
+
+    def _is_skipped(self, record: dict[str, Any], overflow: bool) -> bool:
+        """Return whether the update is left out, on all ranks; raises where the run ends instead.
+
+        An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run. At the scale's
+        floor it cannot, and the step is judged as any other; its update is not made either way.
+        """
+        if overflow and self.scaler.can_back_off:
+            return True
+        return self.spikes.judge(record) or overflow
+
+    def _reduce_auxiliary_losses(self) -> dict[str, float]:
+        """Return what auxiliary losses added to the step's, for its record, the same on every rank."""
+        summed = {
+            name: self.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
+            for name, value in self._auxiliary_losses.items()
+        }
+        return {f"auxiliary/{name}": value.item() for name, value in summed.items()}
+
+    def _largest_amax(self, amax: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks that hold the same layers."""
+        return self.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "cp", "tp")
