@@ -2,9 +2,11 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
+from cpu_seconds import CpuSeconds
 from hypothesis import settings
 
 settings.register_profile("shared machine", deadline=None)  # where one example may wait longer than all others
@@ -12,12 +14,43 @@ settings.load_profile("shared machine")
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he"]
 
+SLOWEST = (
+    "parallel/test_equal_layouts.py", "parallel/test_model_parallel.py", "parallel/test_equal_pipelines.py",
+    "train/test_precision_runs.py", "sweep/test_sweep.py", "launch/test_ranks.py", "config/test_compose.py",
+    "parallel/test_shard_operands.py", "callbacks/test_mlflow.py",
+)  # fmt: skip
+"""Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
+
+All tests together have 12 minutes on two cores: some 1,400 CPU seconds. A file is one worker's, and the last to begin
+must be a cheap one. What keeps a new test cheap: a run of the CLI in this process (`main([...])`, seconds less than a
+new interpreter, which imports for 9), ranks from `parallel/rank_group.py`, `small_run` with as few steps as the claim
+takes, eager casts, and cases that cover pairs of values (`parallel/layout_matrix.py`) with the rest marked `full`.
+"""
 SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files of few tests that take long: of two workers, one would be left with them at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in SLOW_FOLDERS)
+    """Begin with the files that take long: of two workers, one would be left with them at the end."""
+
+    def turn(item: pytest.Item) -> int:
+        name = f"{item.path.parent.name}/{item.path.name}"
+        if name in SLOWEST:
+            return SLOWEST.index(name)
+        return len(SLOWEST) + (item.path.parent.name not in SLOW_FOLDERS)
+
+    items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave loss.png out, 0.2 CPU seconds of every run, but where what writes a run's folder is tested."""
+    run_folder = sys.modules.get("lightning_llm.callbacks.run_folder")
+    if run_folder is not None and request.path.parent.name != "callbacks":
+        monkeypatch.setattr(run_folder, "draw_losses", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_llm.config.composition import Composer
+from lightning_llm.config.composition import Composer, shipped_composer
 from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.config.recipes import folder_problems, group_names, register_recipes
@@ -202,7 +202,7 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
     if config_dir:  # its files may be others than last time; what is shipped stays
         forget_options()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        yield Composer([search_override(config_dir)] if config_dir else [])
+        yield Composer([search_override(config_dir)]) if config_dir else shipped_composer()
 
 
 def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
@@ -221,12 +221,12 @@ def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[s
             )
             raise ConfigError(Problem("recipe", text))
     try:
-        tree = composer.compose([each for each in typed if not each.is_sweep_override()])
+        composed = composer.compose([each for each in typed if not each.is_sweep_override()])
     except COMPOSITION_ERRORS:
         return [], []  # the same composition follows for each job, and says there what is wrong
-    params = tree.hydra.sweeper.get("params") or {}
     keys = {each.key_or_group for each in typed}
-    return [f"{key}={value}" for key, value in params.items() if key not in keys], list(_also(tree))
+    params = [f"{key}={value}" for key, value in composed.sweep_params.items() if key not in keys]
+    return params, list(_also(composed.tree))
 
 
 def _also(tree: DictConfig) -> Sequence[str]:
@@ -262,7 +262,7 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
 
 def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, dict[str, str]]:
     """Return what Hydra composes, less its own node, and the file chosen for each group."""
-    tree, choices = composer.tree(parsed)
+    tree, choices, _ = composer.compose(parsed)
     with open_dict(tree):
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)

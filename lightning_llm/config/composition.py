@@ -6,6 +6,8 @@ single values. Hydra applies those to the merged files, last, in the order they 
 
 import pickle
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 from hydra import compose
 from hydra.core.override_parser.types import Override
@@ -18,22 +20,31 @@ from lightning_llm.config.overrides import forced
 FORCED = "++"
 
 
+class Composed(NamedTuple):
+    """What the chosen files and the overrides make, nothing resolved or checked; the caller's own."""
+
+    tree: DictConfig
+    """Less Hydra's own node; `recipe` is the chosen one's name."""
+    choices: dict[str, str]
+    """The file chosen for each group."""
+    sweep_params: dict[str, Any]
+    """The recipe's `hydra.sweeper.params`."""
+
+
 class Composer:
-    """Composes trees over one search path, inside an initialised Hydra. A tree that was returned is the caller's."""
+    """Composes trees over one search path, inside an initialised Hydra. What it composed once it keeps."""
 
     def __init__(self, search: Sequence[str]):
         self.search = list(search)
         self._bases: dict[tuple[str, ...], bytes] = {}  # pickled: seven times as fast to copy as by deepcopy
 
-    def tree(self, parsed: Sequence[Override]) -> tuple[DictConfig, dict[str, str]]:
-        """Return what Hydra composes of the overrides, less its own node, and the file chosen for each group.
-
-        `recipe` is the chosen one's name.
+    def compose(self, parsed: Sequence[Override]) -> Composed:
+        """Return what Hydra composes of the overrides.
 
         Raises:
             HydraException, OmegaConfBaseException: as Hydra does.
         """
-        words = self._forced(parsed)
+        words = [forced(each, self.search) for each in parsed]
         values = [each for each, word in zip(parsed, words, strict=True) if word.startswith(FORCED)]
         if any(each.is_delete() or isinstance(each.value(), dict) for each in parsed):
             return self._composed(words)  # of a group or of its values, and then the order counts
@@ -41,24 +52,24 @@ class Composer:
         try:
             if base not in self._bases:
                 self._bases[base] = pickle.dumps(self._composed(list(base)))
-            tree, choices = pickle.loads(self._bases[base])
+            composed: Composed = pickle.loads(self._bases[base])
             for each in values:
-                OmegaConf.update(tree, each.key_or_group, each.value(), force_add=True)
+                OmegaConf.update(composed.tree, each.key_or_group, each.value(), force_add=True)
         except (HydraException, OmegaConfBaseException):
             return self._composed(words)  # for Hydra's own words on what is wrong
-        return tree, choices
+        return composed
 
-    def compose(self, parsed: Sequence[Override]) -> DictConfig:
-        """Return what Hydra composes of the overrides, its own node included. Raises what `tree` does."""
-        return compose("config", overrides=[*self.search, *self._forced(parsed)], return_hydra_config=True)
-
-    def _forced(self, parsed: Sequence[Override]) -> list[str]:
-        return [forced(each, self.search) for each in parsed]
-
-    def _composed(self, words: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    def _composed(self, words: list[str]) -> Composed:
         tree = compose("config", overrides=[*self.search, *words], return_hydra_config=True)
         choices = dict(tree.hydra.runtime.choices)
+        params = dict(tree.hydra.sweeper.get("params") or {})
         with open_dict(tree):
             tree.recipe = choices.get("recipe")
             del tree["hydra"]
-        return tree, choices
+        return Composed(tree, choices, params)
+
+
+@cache
+def shipped_composer() -> Composer:
+    """Return the one composer of the shipped groups and recipes, whose files stay as they are while a process lives."""
+    return Composer([])

@@ -31,7 +31,7 @@ def fill_named_casts(tree: DictConfig, composer: Composer) -> None:
         if name not in (options := group_options("precision", composer.search)):
             problems.append(Problem(key, f"there is no '{name}'.{did_you_mean(name, options)}"))
             continue
-        recipe, _ = composer.tree(parse_overrides([f"precision={name}"]))
+        recipe = composer.compose(parse_overrides([f"precision={name}"])).tree
         other: Any = OmegaConf.to_container(recipe.precision, resolve=True)
         found = [Problem(key, text) for text in _not_to_take(other, tree.precision.get("compute_dtype"))]
         problems += found

@@ -1,5 +1,6 @@
 """Several ranks, started as a user starts them: by one flag, by torchrun on two nodes; stopped, failing, in the way."""
 
+import io
 import json
 import os
 import signal
@@ -7,9 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from rank_group import forkserver
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
@@ -27,6 +31,27 @@ def start(words: list[str], program: tuple[str, ...] = (), **more: str) -> subpr
     command = [sys.executable, *program, "-m", "lightning_llm", "train", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=pipe, stderr=pipe, text=True)
+
+
+def as_a_rank(words: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """Return the exit code, stdout and stderr of one rank that torchrun started by `variables`."""
+    os.environ.update(variables)
+    with redirect_stdout(io.StringIO()) as told, redirect_stderr(io.StringIO()) as complained:
+        code = main(["train", *words])
+    return code, told.getvalue(), complained.getvalue()
+
+
+def train_ranks(ranks: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int, str, str]]:
+    """Return what each of `ranks` (words, torchrun's variables) came to, side by side in processes of their own."""
+    with ProcessPoolExecutor(len(ranks), mp_context=forkserver, max_tasks_per_child=1) as pool:
+        started = [pool.submit(as_a_rank, words, variables) for words, variables in ranks]
+        return [each.result(timeout=120) for each in started]
+
+
+def torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables by which torchrun tells a rank of one machine which it is."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    return {name: str(value) for name, value in (told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}).items()}
 
 
 def alone(small_run, folder: Path, steps: int, *more: str) -> Path:
@@ -67,13 +92,12 @@ def test_two_ranks_by_one_flag_stop_on_a_signal_and_go_on_alone_to_the_same_bits
 
 
 def test_four_ranks_share_weights_and_layers(small_run, tmp_path):
-    """A layout whose ranks have groups of their own, started by one flag; its losses are near those of one rank."""
-    heads = "model.num_kv_heads=2"
-    words = small_run(tmp_path / "four", *TIMES, heads, "trainer.max_steps=2", "parallel=pp_tp", "trainer.devices=4")
-    with start(words) as process:
-        told, complained = process.communicate(timeout=120)
-    assert process.returncode == 0, complained
-    assert told.count("plan ") == 1, "more than one rank spoke"
+    """A layout whose ranks have groups of their own, started by torchrun; its losses are near those of one rank."""
+    heads, port = "model.num_kv_heads=2", free_port()
+    words = small_run(tmp_path / "four", *TIMES, heads, "trainer.max_steps=2", "parallel=pp_tp")
+    codes, told, complained = zip(*train_ranks([(words, torchrun(rank, 4, port)) for rank in range(4)]), strict=True)
+    assert codes == (0, 0, 0, 0), complained
+    assert ["plan " in each for each in told] == [True, False, False, False]
     ours, whole = (
         [record["loss"] for record in read_metrics(folder) if "loss" in record]
         for folder in (tmp_path / "four" / "run", alone(small_run, tmp_path / "one", 2, heads))
@@ -139,20 +163,14 @@ def test_torchrun_on_two_nodes_is_recognised(small_run, tmp_path):
 
 def test_a_missing_peer_and_a_taken_port_are_said(small_run, tmp_path):
     words = [*TIMES, "parallel=ddp", "trainer.max_steps=300", "parallel.timeout_seconds=3"]
-    torchrun = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     taken = socket.socket()
     taken.bind(("0.0.0.0", 0))
     taken.listen()
     ports = {"missing": free_port(), "taken": taken.getsockname()[1]}
-    found = {}
-    runs = {
-        case: start(small_run(tmp_path / case, *words), RANK="0", LOCAL_RANK="0", MASTER_PORT=str(port), **torchrun)
-        for case, port in ports.items()
-    }
-    for case, process in runs.items():
-        found[case] = process.communicate(timeout=90)[1]
-        assert process.returncode == 2, found[case]
+    ended = train_ranks([(small_run(tmp_path / case, *words), torchrun(0, 2, port)) for case, port in ports.items()])
     taken.close()
-    assert "not all of 2 ranks came to 127.0.0.1" in found["missing"]
-    assert "Is the port taken? Set MASTER_PORT to another." in found["taken"]
+    (missing, _, no_peer), (in_the_way, _, no_port) = ended
+    assert (missing, in_the_way) == (2, 2), ended
+    assert "not all of 2 ranks came to 127.0.0.1" in no_peer
+    assert "Is the port taken? Set MASTER_PORT to another." in no_port
     assert not (tmp_path / "missing" / "run").exists()

@@ -9,7 +9,7 @@ from traced_run import Trace
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest relative differences: of losses and norms over 6 steps, of gradients in two steps, of parameters.
+    """Largest relative differences: of losses and norms over at most 6 steps, of gradients in two steps, of parameters.
 
     `first`: of gradients in the first step where its losses are equal to `SAME_START`, so that no cast of the forward
     pass fell the other way: what differs then is the backward pass.

@@ -5,11 +5,20 @@ so that the tree of gradient sums fits. Only a tied embedding's gradient, whose 
 Emulated recipes run few steps of the smallest model that their rotations fit.
 """
 
-import os
-
 import pytest
 from curve_limits import exceeded, limits_of, off
-from layout_matrix import CUT_STAGES, PIPELINED, PRECISIONS, Case, cases_on, covering, degrees_of, fewest_ranks
+from layout_matrix import (
+    CLOSE_STEPS,
+    CUT_STAGES,
+    PIPELINED,
+    PRECISIONS,
+    Case,
+    cases_on,
+    covering,
+    degrees_of,
+    fewest_ranks,
+    length_of,
+)
 from traced_run import difference, traced_run
 
 LAYERS = 5
@@ -44,10 +53,8 @@ ALL = [case for case in cases_on((2, 4, 8), PIPELINED, PRECISIONS) if stages_fit
 FULL = [case for case in covering(ALL, strength=3) if case not in COVERING]
 
 
-SHAPE = [f"model.num_layers={LAYERS}", f"trainer.max_steps={os.environ.get('LAYOUT_STEPS', 6)}"]
-"""20 steps in `make test-full`."""
-CLOSE = [f"model.num_layers={LAYERS}", "trainer.max_steps=6"]
-"""Where sums are in another order, which grows with the steps."""
+SHAPE = [f"model.num_layers={LAYERS}", *length_of("mxfp4_sr")]
+CLOSE = [f"model.num_layers={LAYERS}", f"trainer.max_steps={CLOSE_STEPS}"]
 
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)

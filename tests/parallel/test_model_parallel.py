@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
-from layout_matrix import CUT, covering, fewest_ranks
+from layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks
 from traced_run import Trace, traced_run
 
 from lightning_llm.config.compose import compose_config
@@ -80,8 +80,8 @@ class Case:
 
     def shape(self) -> list[str]:
         precision = [f"precision={self.precision}", "precision.casts=eager"]
-        if self.precision == "fp32":  # what grows from casts and 16 bits is bounded over 6 steps alone
-            precision.append(f"trainer.max_steps={os.environ.get('LAYOUT_STEPS', 6)}")
+        if self.precision == "fp32":  # what grows from casts and 16 bits is bounded over few steps alone
+            precision.append(f"trainer.max_steps={os.environ.get('LAYOUT_STEPS', CLOSE_STEPS)}")
         if self.precision in CASTS:
             precision.append("precision.compute_dtype=fp32")
         return [
@@ -117,7 +117,8 @@ def run(small_run, tmp_path_factory, ranks):
                 tmp_path_factory.mktemp("run"), "data.micro_batch_size=2", "data.global_batch_size=4",
                 "model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=64",
                 "model.ffn_hidden_size=256", "model.num_layers=2", "data.sequence_length=64",
-                "checkpoint.every_steps=null", "optim.gradient_clip_norm=0.5", *words,
+                "checkpoint.every_steps=null", "optim.gradient_clip_norm=0.5",
+                f"trainer.max_steps={CLOSE_STEPS}", f"trainer.validate_every_steps={(CLOSE_STEPS + 1) // 2}", *words,
             )
         )  # fmt: skip
         trace = ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))

@@ -5,7 +5,6 @@ run: what ranks were given is put together and quantised as a whole.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +27,10 @@ from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan, _Call
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
+from tests.precision.recipes import RECIPES as ALL_RECIPES
+from tests.precision.recipes import load
 
-RECIPES = sorted(
-    file.stem
-    for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml")
-    if compose_config([f"precision={file.stem}"]).precision.quantises
-)
+RECIPES = [name for name in ALL_RECIPES if load(name).quantises]
 MIX = 'precision.modules.casts=[{names: ["*.o_proj"], recipe: mxfp4_sr}]'
 BATCH = 2
 BY_DEFINITION = {

@@ -219,11 +219,11 @@ def losses(name, steps):
     swap_linears(made, recipe, LAYERS, "cpu", "eager")
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(WIDTH, 16, generator=generator) / WIDTH**0.5
-    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=5e-3)
     seen = []
     for step in range(steps):
         set_step_key(made, StepKey(0, step, 0))
-        x = torch.randn(128, WIDTH, generator=generator)
+        x = torch.randn(64, WIDTH, generator=generator)
         loss = (made(x, dtype) - x @ target).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -235,12 +235,12 @@ def losses(name, steps):
 
 @pytest.fixture(scope="module")
 def exact_losses():
-    return losses("fp32", 30)
+    return losses("fp32", 14)
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp32"])
 def test_every_recipe_trains_and_none_has_fp32s_bits(name, exact_losses):
-    seen = losses(name, 30)
+    seen = losses(name, 14)
     assert all(torch.isfinite(torch.tensor(seen)))
-    assert sum(seen[-5:]) < 0.8 * sum(seen[:5])
+    assert sum(seen[-5:]) < 0.5 * sum(seen[:5])
     assert seen != exact_losses

@@ -1,8 +1,19 @@
+from types import SimpleNamespace
+
 import pytest
+from forked_jobs import ForkedJob
 from short_jobs import start_short_jobs
+
+from lightning_llm.sweep import local
 
 
 @pytest.fixture
 def short_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that take half a second and fail for seed 2, in place of training."""
     start_short_jobs(monkeypatch)
+
+
+@pytest.fixture
+def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that train, each some seconds cheaper."""
+    monkeypatch.setattr(local, "subprocess", SimpleNamespace(Popen=ForkedJob))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from lightning_llm.config import composition
-from lightning_llm.config.compose import compose_sweep
-from lightning_llm.config.composition import Composer
+from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.composition import Composed, Composer
 from lightning_llm.config.overrides import forced
 from lightning_llm.errors import ConfigError
 
@@ -27,10 +27,10 @@ GROUPS = ["recipe=quickstart", "precision=mxfp8", "schedule=cosine", "callbacks=
 words = st.lists(st.sampled_from(VALUES) | st.sampled_from(GROUPS), max_size=4, unique=True)
 
 
-def outcome(words: list[str], tree: Callable[..., DictConfig] = Composer.tree) -> list:
+def outcome(words: list[str], compose: Callable[..., Composed] = Composer.compose) -> list:
     """Return the composed jobs, or all that is wrong."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Composer, "tree", tree)
+        patch.setattr(Composer, "compose", compose)
         try:
             jobs = compose_sweep(["run.name=not_the_time", *words])
         except ConfigError as error:
@@ -38,7 +38,7 @@ def outcome(words: list[str], tree: Callable[..., DictConfig] = Composer.tree) -
     return [(chosen, config.model_dump()) for chosen, config in jobs]
 
 
-def composed_whole(self: Composer, parsed: list[Override]) -> DictConfig:
+def composed_whole(self: Composer, parsed: list[Override]) -> Composed:
     return self._composed([forced(each, self.search) for each in parsed])
 
 
@@ -61,8 +61,9 @@ def test_many_more_jobs_are_what_hydra_composes_one_by_one(words: list[str], swe
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return the overrides of each composition by Hydra from now on."""
+    """Return the overrides of each composition by Hydra from now on, of which none is kept yet."""
     made, real = [], composition.compose
+    composition.shipped_composer.cache_clear()
 
     def counted(*args: str, overrides: list[str], **more: bool) -> DictConfig:
         made.append(overrides)
@@ -86,3 +87,19 @@ def test_a_recipe_that_a_rule_names_is_composed_once_for_all_jobs(made: list[lis
     assert made == [["precision=mxfp8"], ["precision=mxfp8_ocp"]]
     (casts,) = {config.precision.modules.casts for _, config in jobs}
     assert casts[0].fprop.x == compose_sweep(["precision=mxfp8_ocp"])[0][1].precision.fprop.x
+
+
+def test_what_is_shipped_is_composed_once_in_a_process(made: list[list[str]]) -> None:
+    words = ["precision=mxfp8", "run.name=mine"]
+    first = compose_config([*words, "seed=1"])
+    first.logger.tags["of"] = "the first"
+    second = compose_config([*words, "seed=2"])
+    assert made == [["precision=mxfp8"]]
+    assert (first.seed, second.seed, "of" in second.logger.tags) == (1, 2, False)
+
+
+def test_files_of_a_config_dir_are_read_each_time(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    for seed in (1, 2):
+        (tmp_path / "recipe" / "mine.yaml").write_text(f"seed: {seed}\n")
+        assert compose_config(["recipe=mine"], tmp_path).seed == seed

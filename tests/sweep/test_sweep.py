@@ -1,4 +1,4 @@
-"""`train -m` with its real child processes, all checked before the first. 60 seconds."""
+"""`train -m` with children that train, all checked before the first."""
 
 import getpass
 import json
@@ -29,6 +29,7 @@ def status(folder: Path) -> str:
     return json.loads((folder / "summary.json").read_text())["status"]
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, small_run, capfd):
     words = [*small_run(tmp_path, "trainer.max_steps=1", "schedule.name=constant", "seed=3,4"), "logger=mlflow"]
     assert main(["train", "-m", *words]) == 0
@@ -90,6 +91,7 @@ def test_eight_jobs_at_once_on_a_fresh_database_are_all_recorded(tmp_path, small
     assert {run.info.status for run in runs} == {"FINISHED"}
 
 
+@pytest.mark.usefixtures("forked_jobs")
 def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_run, capfd):
     words = small_run(tmp_path, "trainer.max_steps=3", "optim.gradient_clip_norm=null", "optim.learning_rate=1e30,1e-3")
     assert main(["train", "-m", *words]) == 0

@@ -1,0 +1,37 @@
+"""Jobs of a sweep that train in processes forked from one that has imported all, in place of new interpreters."""
+
+import os
+import sys
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+from rank_group import forkserver
+
+from lightning_llm.__main__ import main
+
+
+class ForkedJob:
+    """What `sweep.local` takes of `subprocess.Popen`, for a command that is `lightning-llm WORDS`."""
+
+    def __init__(self, command: list[str], process_group: int, env: dict[str, str], stdout: Any, stderr: Any):
+        assert command[:3] == [sys.executable, "-m", "lightning_llm"]
+        assert process_group == 0
+        streams = [DupFd(number if file is None else file.fileno()) for number, file in ((1, stdout), (2, stderr))]
+        self._process = forkserver.Process(target=_run, args=(command[3:], env, streams))
+        self._process.start()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        self._process.join()
+        return int(self._process.exitcode)
+
+
+def _run(words: list[str], environment: dict[str, str], streams: list[Any]) -> None:
+    os.setpgid(0, 0)
+    for number, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream.detach(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.exit(main(words))

@@ -1,0 +1,153 @@
+"""What has become of a job, by what its folder and its process say, and who may run it."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from short_jobs import sweep_of
+
+from lightning_llm.config.file import write_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.record import liveness as heartbeat
+from lightning_llm.record.files import write_json
+from lightning_llm.record.provenance import has_ended, process_mark
+from lightning_llm.record.reading import read_run
+from lightning_llm.record.state import detail_of, state_of
+from lightning_llm.record.sweep_definition import Job
+from lightning_llm.run.start import Start, decide_start
+from lightning_llm.sweep.claims import allow_open_files, claimed
+
+
+def test_processes_are_told_apart_from_those_that_took_their_number() -> None:
+    mine = process_mark()
+    host, number, started = mine.split()
+    assert not has_ended(mine)
+    assert has_ended(f"{host} {number} {float(started) - 100:.0f}")
+    assert not has_ended(f"elsewhere {number} {started}")  # nobody here can tell
+    assert not has_ended("")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        mark = f"{host} {child.pid} {started}"
+        child.communicate(b"\n")
+    assert has_ended(mark)
+
+
+def summary(job: Job, status: str, process: str = "") -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "summary.json").write_text(json.dumps({"status": status, "process": process, "detail": ""}))
+
+
+def test_a_run_whose_process_died_is_stopped(tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    assert state_of(job.folder) == "new"
+    summary(job, "running", process_mark())
+    assert state_of(job.folder) == "running"
+    host, number, _ = process_mark().split()
+    summary(job, "running", f"{host} {number} 1")
+    assert state_of(job.folder) == "stopped"
+    summary(job, "failed")
+    assert state_of(job.folder) == "failed"
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"status": "fin', b"null", b"\xff\xfe"])
+def test_a_damaged_summary_is_a_stopped_run_that_says_so(damage: bytes, tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    job.folder.mkdir(parents=True)
+    file = job.folder / "summary.json"
+    file.write_bytes(damage)
+    assert state_of(job.folder) == "stopped"
+    assert detail_of(job.folder).startswith(f"{file} is damaged: ")
+    write_config(job.config, job.folder / "config.yaml")
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match=rf"run\.dir: {re.escape(str(file))} is damaged.*remove that file"):
+            decide_start(job.config.model_copy(update={"resume": resume}))
+    file.unlink()
+    assert decide_start(job.config.model_copy(update={"resume": "auto"})) == Start()
+
+
+def silent(folder: Path, seconds: float) -> None:
+    """Let nothing have been heard of the run for `seconds`."""
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - seconds, time.time() - seconds))
+
+
+def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 100.0)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    again = job.config.model_copy(update={"resume": "auto"})
+    summary(job, "running", "node17 4242 1700000000")
+    write_config(job.config, job.folder / "config.yaml")
+    silent(job.folder, 90)
+    assert state_of(job.folder) == "running"
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(job.config)  # which wants a folder without a run, whatever becomes of that one
+
+    silent(job.folder, 90)
+    sign = threading.Timer(0.7, os.utime, [job.folder / "summary.json"])
+    sign.start()
+    with pytest.raises(ConfigError, match="being trained right now, by process 4242 of the machine node17"):
+        decide_start(again)
+    sign.join()
+    silent(job.folder, 99)  # as where a killed job is started again on another node, at once
+    assert decide_start(again) == Start()
+    assert "waiting for a sign of it, 1 s at most" in capsys.readouterr().out
+    assert state_of(job.folder) == "stopped"
+    silent(job.folder, 1e6)
+    summary(job, "running", process_mark())  # of this machine, its number says more than its silence
+    silent(job.folder, 1e6)
+    assert state_of(job.folder) == "running"
+
+
+@pytest.mark.parametrize(
+    ("policy", "event", "state"),
+    [
+        ("stop", "divergence", "diverged"),
+        ("stop", "non_finite", "diverged"),
+        ("skip", "spike", "diverged"),
+        ("stop", "spike", "failed"),
+        ("stop", "shift", "failed"),
+    ],
+)
+def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
+    policy: str, event: str, state: str, tmp_path: Path
+) -> None:
+    (job,) = sweep_of(tmp_path, f"spikes.policy={policy}").jobs
+    job.folder.mkdir(parents=True)
+    write_config(job.config, job.folder / "config.yaml")
+    records = [{"step": 1, "loss": 5.0}, {"step": 2, "loss": 9.0, "event": event, "event_action": "stop"}]
+    (job.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    write_json(job.folder / "summary.json", {"status": "failed", "detail": "SpikeStop: step 2 is out of the ordinary"})
+    assert state_of(job.folder) == state
+    assert read_run(job.folder).lost_its_loss == (state == "diverged")
+
+
+def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    with claimed(job) as mine, claimed(job) as also:
+        assert (mine, also) == (True, False)
+    with claimed(job) as again:
+        assert again
+
+
+def test_more_claims_than_open_files_are_allowed(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, before[1]))
+    try:
+        allow_open_files(200)
+        with ExitStack() as claims:
+            assert all(claims.enter_context(claimed(replace(job, number=number))) for number in range(200))
+        with pytest.raises(ConfigError, match="open files, and this machine allows"):
+            allow_open_files(before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
