@@ -18,6 +18,7 @@ LAYERS = {
         "integrity",
         "keyed_hash",
         "redact",
+        "registry",
         "schema",
         "terminal_text",
         "waiting",

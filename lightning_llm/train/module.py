@@ -13,7 +13,6 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceCut
@@ -22,6 +21,7 @@ from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.plan.units import micro_batches_per_rank
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
@@ -98,7 +98,9 @@ class LanguageModule(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         hints = self.config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
-        return build_optimizer(self.model.named_parameters(), self.config.optim.model_copy(update=hints))
+        optim, layout = self.config.optim.model_copy(update=hints), self.trainer.strategy.layout
+        optimizer: torch.optim.Optimizer = optim.build(self.model.named_parameters(), WholeMatrices(layout))
+        return optimizer
 
     def on_fit_start(self) -> None:
         if self.trainer.is_global_zero and (line := self.quantisation.describe()):
@@ -121,11 +123,10 @@ class LanguageModule(pl.LightningModule):
         layout = self.trainer.strategy.layout
         return WholeLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
-    def learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
+    def learning_rate_factor(self) -> float:
+        """Return by what the next update multiplies every peak learning rate."""
         updates = self.completed_steps - self.skipped_steps
-        factor = learning_rate_factor(self.config.schedule, updates, self.config.trainer.max_steps)
-        return self.config.optim.learning_rate * factor
+        return learning_rate_factor(self.config.schedule, updates, self.config.trainer.max_steps)
 
     def open_step_record(self, loss: float, learning_rate: float) -> None:
         """Start the record of the step in progress; `loss` is the mean over the step's target tokens."""

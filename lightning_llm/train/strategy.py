@@ -31,6 +31,7 @@ class TrainStrategy(ModelParallelStrategy):
         self.layout = layout
         self.resume_from = resume_from
         self._asked_to_stop = self._agreed_to_stop = 0
+        self._peak_rates: list[float] = []
         self._device = device
         self.cluster_environment = environment
 
@@ -61,6 +62,7 @@ class TrainStrategy(ModelParallelStrategy):
             raise RuntimeError("the Trainer connects an accelerator before it sets the strategy up")
         self.accelerator.setup(trainer)
         self.setup_optimizers(trainer)
+        self._peak_rates = [group["lr"] for group in self.optimizers[0].param_groups]  # a checkpoint has the last ones
         initialise_state(self.optimizers[0])
         if self.resume_from is not None:
             module = self.lightning_module
@@ -70,13 +72,13 @@ class TrainStrategy(ModelParallelStrategy):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Run forward and backward of every micro-batch; return the mean loss over the step's target tokens, fp32."""
         module, optimizer = self.lightning_module, self.optimizers[0]
-        learning_rate = module.learning_rate()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        factor = module.learning_rate_factor()
+        for group, peak in zip(optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * factor
         optimizer.zero_grad(set_to_none=True)
         module.quantisation.begin_step(module.model, module.completed_steps)
         loss = self._accumulate(batch)
-        module.open_step_record(loss.item(), learning_rate)
+        module.open_step_record(loss.item(), module.config.optim.learning_rate * factor)
         return {"loss": loss}
 
     def _accumulate(self, batch: Batch) -> Tensor:
