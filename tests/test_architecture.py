@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "hardware", "integrity", "keyed_hash", "terminal"),
+    ("errors", "hardware", "integrity", "keyed_hash", "registry", "terminal"),
     ("config",),
     ("model", "precision", "data", "optim"),
     ("plan",),

@@ -14,6 +14,7 @@ from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
+from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -25,13 +26,13 @@ def compare(arguments: argparse.Namespace) -> int:
 
     What is sound is printed and written either way.
     """
-    terms = _terms(arguments)
+    terms, best_of = _terms(arguments), _best_of(arguments)
     found = find_runs(arguments.runs)
     runs, problems = read_all(found.folders)
     lost, without_kin = lost_jobs(found.sweeps, runs)
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
-        comparison = compare_runs(runs, terms, arguments.baseline)
+        comparison = compare_runs(runs, terms, arguments.baseline, best_of)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
@@ -71,6 +72,17 @@ def _terms(arguments: argparse.Namespace) -> Terms:
     if problems:
         raise ConfigError(problems)
     return Terms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
+
+
+def _best_of(arguments: argparse.Namespace) -> BestOf | None:
+    if arguments.best_of is None:
+        if arguments.choose_by is not None:
+            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
+        return None
+    words = [] if arguments.choose_by is None else arguments.choose_by.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(Problem("--choose-by", f"is '{arguments.choose_by}', must be seeds, such as 0 or 0,1."))
+    return BestOf(arguments.best_of, tuple(sorted({int(word) for word in words})))
 
 
 def _print(comparison: Comparison) -> None:

@@ -16,6 +16,7 @@ from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
+from lightning_llm.compare.selection import BestOf, Selection, select_best
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -38,6 +39,7 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     advice: Advice | None = None
     looks: list[Look] = field(default_factory=list)
+    selection: Selection | None = None
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -59,6 +61,7 @@ class Comparison:
             "verdicts": [verdict_data(verdict) for verdict in self.verdicts],
             "baselines": [baseline.as_data() for baseline in self.baselines],
             "aa": [floor.as_data(family) for family, floor in self.floors],
+            "selection": self.selection.as_data() if self.selection else None,
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
@@ -90,8 +93,12 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     return runs, problems
 
 
-def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None) -> Comparison:
+def compare_runs(
+    runs: Sequence[Run], terms: Terms, baseline: str | None = None, best_of: BestOf | None = None
+) -> Comparison:
     """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
+
+    `best_of`: each recipe at its best value of a key, by seeds that are not judged.
 
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
@@ -105,11 +112,16 @@ def compare_runs(runs: Sequence[Run], terms: Terms, baseline: str | None = None)
         text = f"no run has a validation of '{terms.metric}'. These runs' validations have: {known}."
         raise ConfigError([*problems, Problem("--metric", text)])
     usable, notes = _newest_of_same(usable)
+    selection = None
     try:
-        factor = choose_factor(usable, baseline)
+        if best_of is not None:
+            selection = select_best(usable, unfinished, best_of, terms)
+            usable, unfinished = selection.runs, selection.unfinished
+            notes += selection.lines()
+        factor = choose_factor(usable, baseline, best_of.key if best_of else None)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    comparison = Comparison(factor, terms, usable, problems=problems, notes=notes)
+    comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
     comparison.families, unpaired = pair_runs(usable, factor, unfinished)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:

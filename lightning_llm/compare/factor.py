@@ -48,8 +48,10 @@ class Factor:
         return self.labels[self.baseline]
 
 
-def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
+def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | None = None) -> Factor:
     """Return the factor over `runs`; `asked` is "group=level", "dotted.key=value" or a level alone.
+
+    `chosen`: a key of which each recipe has a value of its own, which then is part of the factor, whatever its group.
 
     Raises:
         ConfigError: the runs do not differ, or no run has the baseline's level.
@@ -57,7 +59,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     name, equals, wanted = (asked or "").partition("=")  # the first: a level's own name may hold others
     if not equals:
         name, wanted = "", name
-    varying = varying_keys(runs)
+    found = varying_keys(runs)
+    varying = [key for key in found if key != chosen] or found
     note = ""
     if not name:
         name, note = _most_likely(varying)
@@ -71,6 +74,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None) -> Factor:
     keys = (
         (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
     )
+    if not single and chosen in found and chosen not in keys:
+        keys += (str(chosen),)
     levels = list(dict.fromkeys(_level(run, keys) for run in runs))
     if len(levels) < 2:
         same = name if asked or varying else "config, but for the seed"

@@ -5,7 +5,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lightning_llm.config.schema.data import DataConfig, SourceConfig, TokenizerConfig
+from lightning_llm.config.schema.data import SUFFIXES, DataConfig, SourceConfig, TokenizerConfig, loader_of
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.addressing import SMALLEST_SHARE
 from lightning_llm.data.cache import (
@@ -16,7 +16,7 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.source import SUFFIXES, Source, loader_of, matching_files
+from lightning_llm.data.source import Source, matching_files
 from lightning_llm.data.tokenizer import (
     BYTES_VOCAB_SIZE,
     END_OF_DOCUMENT_NAMES,

@@ -12,16 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_llm.config.schema.data import SourceConfig
+from lightning_llm.config.schema.data import SUFFIXES, SourceConfig
 from lightning_llm.data import python_library
 from lightning_llm.errors import ConfigError, Problem
-
-SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
-    "text": (".txt", ".md", ".txt.gz", ".md.gz"),
-    "parquet": (".parquet",),
-}
-
 
 ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that some editors write."""
@@ -49,11 +42,6 @@ def document(text: str, family: str | None = None) -> Document:
 def content_key(text: str) -> int:
     """Return 64 bits of the text's BLAKE2b: equal texts have equal keys, on every machine, whatever the seed."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def loader_of(name: str) -> str | None:
-    """Return the loader that a file of this name is meant for; None where it could be any."""
-    return next((loader for loader, endings in SUFFIXES.items() if name.lower().endswith(endings)), None)
 
 
 def matching_files(loader: str, path: str) -> list[Path]:

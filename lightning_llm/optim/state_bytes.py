@@ -1,17 +1,17 @@
 """Bytes of what training keeps of every parameter, by formula: neither torch nor a model is needed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_llm.config.schema.optim import OptimConfig, ParameterShard
 from lightning_llm.config.schema.precision import PrecisionConfig
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-MOMENTS = 2
-"""Tensors that AdamW keeps of each parameter, in the parameter's shape and dtype."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by kind. AdamW's step counts, one number per tensor, and delayed scaling's histories are left out."""
+    """Bytes by kind. Step counts, one number per tensor, and delayed scaling's histories are left out."""
 
     parameters: int
     gradients: int
@@ -23,11 +23,12 @@ class StateBytes:
         return self.parameters + self.optimizer
 
 
-def state_bytes(parameters: int, recipe: PrecisionConfig) -> StateBytes:
-    """Return the bytes of the state of so many `parameters`, padding included, that trains under `recipe`."""
-    master = DTYPE_BYTES[recipe.master_dtype]
+def state_bytes(shards: Iterable[ParameterShard], optim: OptimConfig, recipe: PrecisionConfig) -> StateBytes:
+    """Return the bytes of the state of `shards`, padding included, that train by `optim` under `recipe`."""
+    master, held = DTYPE_BYTES[recipe.master_dtype], list(shards)
+    elements = sum(shard.elements for shard in held)
     return StateBytes(
-        parameters=master * parameters,
-        gradients=DTYPE_BYTES[recipe.main_grad_dtype] * parameters,
-        optimizer=MOMENTS * master * parameters,
+        parameters=master * elements,
+        gradients=DTYPE_BYTES[recipe.main_grad_dtype] * elements,
+        optimizer=sum(optim.state_bytes(shard, master) for shard in held),
     )

@@ -1,7 +1,7 @@
 """One rank's place in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Layout:
     mesh: DeviceMesh | None = None
     shared_mesh: DeviceMesh | None = None
     """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
+    made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
+    """Groups that not every run needs, by name, once they are asked for."""
 
     @classmethod
     def of(cls, config: ParallelConfig, degrees: Degrees, device: torch.device) -> "Layout":
@@ -81,6 +83,21 @@ class Layout:
             axis = "dp_replicate"
         return None if self.mesh is None or getattr(self.degrees, axis) == 1 else self.mesh.get_group(axis)
 
+    def sharing_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that hold together one copy of this stage's parameters, None if it is one rank.
+
+        Collective where it is called first: ranks that shard over two axes have no such group yet.
+        """
+        axes = [axis for axis in ("fsdp", "tp") if self.group(axis) is not None and (axis == "tp" or self.shards)]
+        if self.mesh is None or len(axes) < 2:
+            return self.group(axes[0]) if axes else None
+        if "sharing" not in self.made_later:
+            names = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis in ("dp_shard", "cp", "tp"))
+            group = flattened(self.mesh, names, "sharing").get_group()
+            set_timeout(group, self.config.timeout_seconds)
+            self.made_later["sharing"] = group
+        return self.made_later["sharing"]
+
     def own_groups(self) -> list[dist.ProcessGroup]:
         """Return every group that this layout made, each once."""
         if self.mesh is None:
@@ -88,6 +105,7 @@ class Layout:
         names = [*(self.mesh.mesh_dim_names or ()), "dp", "fsdp"]
         groups = {id(group): group for name in names if (group := self.group(name)) is not None}
         groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
+        groups |= {id(group): group for group in self.made_later.values()}
         return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def micro_batches(self, count: int) -> list[int]:

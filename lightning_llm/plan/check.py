@@ -14,13 +14,13 @@ from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import data_rules
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import block_linears, linear_inputs, linear_names, linear_widths
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.degrees import Degrees, layout_problems
 from lightning_llm.plan.divisibility import cut_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
+from lightning_llm.plan.units import units_of
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
     layers_of_casts,
@@ -92,7 +92,7 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     if not os.access(folder, os.W_OK):
         text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
         return [Problem("run.dir", text)]
-    each = state_bytes(count_parameters(config.model, padded=True).total, config.precision).checkpoint
+    each = state_bytes(units_of(config.model).shards(1), config.optim, config.precision).checkpoint
     kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
     if each * kept <= free:

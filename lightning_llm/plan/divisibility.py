@@ -45,6 +45,7 @@ def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     yield from _weight_problems(config.model, degrees.tp)
     yield from _sequence_problems(config, degrees)
     yield from _block_problems(config, degrees)
+    yield from _optimizer_problems(config, degrees.tp)
 
 
 def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
@@ -99,6 +100,14 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
             f"{cut.passing(size)}."
         )
         yield Problem(f"parallel.{cut.axis}", text)
+
+
+def _optimizer_problems(config: Config, tp: int) -> Iterator[Problem]:
+    """Yield where the optimizer's state cannot be cut as the rows of row-parallel weights are."""
+    names = {linear.in_features: linear.name for linear in block_linears(config.model) if linear.role == "row"}
+    for columns, name in names.items():
+        if problem := config.optim.shard_problem(columns, tp):
+            yield Problem("parallel.tp", f"is {tp}, and cuts the rows of {name} into parts {problem}, or tp=1.")
 
 
 def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:

@@ -29,6 +29,7 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
     Weights travel in the compute dtype (embeddings and root in the master's), gradients in precision.main_grad_dtype.
     In a pipeline these are the bytes of the ranks that `memory_bytes` is of, and `send` is what goes to the stages
     beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
+    Matrices that the optimizer needs whole travel once to one of the ranks that share them, and back.
     Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
     """
     by_kind = dict.fromkeys(KINDS, 0)
@@ -78,6 +79,8 @@ def _sent(config: Config, degrees: Degrees) -> Sent:
         sent["all_gather", "dp_replicate"] += once
     else:
         sent["all_reduce", "dp_replicate"] += 2 * once
+    sharing, exchanged = ranks * degrees.tp, sum(map(config.optim.exchanged_bytes, units.shards(ranks)))
+    sent["all_to_all", f"{SHARDS} tp" if ranks > 1 else "tp"] += 2 * exchanged * (sharing - 1) // sharing
     if degrees.tp > 1:
         _add_tensor_parallel(sent, config, degrees, parts, turns)
     if degrees.cp > 1:

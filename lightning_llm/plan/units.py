@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
+from lightning_llm.config.schema.optim import ParameterShard, Role
 from lightning_llm.model.linear_names import block_linears
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import CUT_AXES
@@ -14,14 +15,23 @@ Shapes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are one group of FSDP2; `cast` says whether they are gathered in the compute dtype."""
+    """Parameters that are one group of FSDP2; `cast` says whether they are gathered in the compute dtype.
+
+    `matrices` is the role of those that are more than a vector.
+    """
 
     shapes: Shapes
     cast: bool
+    matrices: Role
 
     def shard(self, ranks: int) -> int:
         """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
-        return sum(-(-rows // ranks) * width for rows, width in self.shapes)
+        return sum(shard.elements for shard in self.shards(ranks))
+
+    def shards(self, ranks: int) -> Iterator[ParameterShard]:
+        """Yield what each of `ranks` holds of every parameter, padding included."""
+        for rows, width in self.shapes:
+            yield ParameterShard(-(-rows // ranks), width, self.matrices if width > 1 else "vector")
 
     def whole(self, ranks: int) -> int:
         """Return the elements of all shards together, padding included."""
@@ -42,6 +52,11 @@ class Units:
         """Yield every group, each block by itself."""
         yield from [self.block] * self.num_blocks
         yield from (self.head, self.embedding, self.root)
+
+    def shards(self, ranks: int) -> Iterator[ParameterShard]:
+        """Yield what each of `ranks` holds of every parameter of the model."""
+        for unit in self.each():
+            yield from unit.shards(ranks)
 
     def shard(self, ranks: int) -> int:
         """Return the elements of the model on each of `ranks`."""
@@ -69,11 +84,11 @@ def units_of(
     tied = table if model.tie_embeddings and (first or last) else ()
     positions = [(model.max_sequence_length, hidden)] if model.position == "learned" and first else []
     return Units(
-        block=Unit((*linears, *biases, *norm, *norm), cast=True),
+        block=Unit((*linears, *biases, *norm, *norm), cast=True, matrices="hidden"),
         num_blocks=model.num_layers if blocks is None else blocks,
-        head=Unit(table if last and not model.tie_embeddings else (), cast=True),
-        embedding=Unit(table if first and not model.tie_embeddings else (), cast=False),
-        root=Unit((*(norm if last else []), *positions, *tied), cast=False),
+        head=Unit(table if last and not model.tie_embeddings else (), cast=True, matrices="head"),
+        embedding=Unit(table if first and not model.tie_embeddings else (), cast=False, matrices="embedding"),
+        root=Unit((*(norm if last else []), *positions, *tied), cast=False, matrices="embedding"),
     )
 
 

@@ -15,13 +15,13 @@ from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceCut
 from lightning_llm.parallel.gathered_logits import WholeLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.plan.units import micro_batches_per_rank
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
@@ -105,12 +105,13 @@ class LanguageModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.config
         hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
-        optimizer = build_optimizer(self.model.named_parameters(), config.optim.model_copy(update=hints))
+        optim, layout = config.optim.model_copy(update=hints), self.trainer.strategy.layout
+        optimizer: torch.optim.Optimizer = optim.build(self.model.named_parameters(), WholeMatrices(layout))
         self.train_step = TrainStep(
             model=self.model,
             optimizer=optimizer,
             learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
-            layout=self.trainer.strategy.layout,
+            layout=layout,
             syncs=self.gradient_syncs,
             pipeline=self.pipeline,
             sequence_cut=self.sequence_cut,

@@ -12,11 +12,11 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.config.schema.run import Hardware
 from lightning_llm.hardware import describe_device
-from lightning_llm.model.flops import count_parameters
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts, plan_line, render
 from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.units import units_of
 from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decide
@@ -140,7 +140,7 @@ def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkey
     assert {kind: estimate[kind] for kind in held} == held
     folder = tmp_path / "run" / "checkpoints" / "step=3"
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    state = state_bytes(count_parameters(config.model, padded=True).total, config.precision)
+    state = state_bytes(units_of(config.model).shards(1), config.optim, config.precision)
     assert written == pytest.approx(state.checkpoint, rel=0.1)  # headers and step counts
 
 

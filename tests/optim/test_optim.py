@@ -1,7 +1,7 @@
-"""Decay groups, the schedules at their landmarks, and clipping against torch in float64."""
+"""The registered optimizers against references, decay groups, the schedules at their landmarks, and clipping."""
 
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -9,12 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from lightning_llm.config.schema import OptimConfig, ParallelConfig, ScheduleConfig
-from lightning_llm.optim.optimizer import build_optimizer, decay_groups, initialise_state
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import OptimConfig, ParallelConfig
+from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
+from lightning_llm.errors import ConfigError
+from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
+from lightning_llm.optim.matrices import on_one_rank
+from lightning_llm.optim.muon import orthogonalised
+from lightning_llm.optim.optimizer import decay_groups, initialise_state
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import Degrees
 
 ALONE = Layout(ParallelConfig(name="single"), Degrees())
@@ -27,7 +35,7 @@ PARAMETERS = [
 
 
 def config(**values: object) -> OptimConfig:
-    return OptimConfig(name="adamw", learning_rate=0.1, **values)
+    return OPTIMIZERS["adamw"](learning_rate=0.1, **values)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +58,8 @@ def test_the_update_is_adamw_in_float64():
     start = torch.randn(3, 5, generator=generator)
     gradients = [torch.randn(3, 5, generator=generator) for _ in range(4)]
     parameter = nn.Parameter(start.clone())
-    optimizer = build_optimizer(
-        [("layers.0.x.weight", parameter)], config(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
-    )
+    settings = config(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
+    optimizer = settings.build([("layers.0.x.weight", parameter)], on_one_rank)
     expected, first, second = start.double(), torch.zeros(3, 5).double(), torch.zeros(3, 5).double()
     for t, gradient in enumerate(gradients, 1):
         parameter.grad = gradient.clone()
@@ -66,7 +73,7 @@ def test_the_update_is_adamw_in_float64():
 
 def test_schedules_at_their_landmarks():
     def factors(name: str) -> list[float]:
-        schedule = ScheduleConfig(name=name, warmup_steps=4, decay_fraction=0.25, final_factor=0.1)
+        schedule = SCHEDULES[name](warmup_steps=4, decay_fraction=0.25, final_factor=0.1)
         return [learning_rate_factor(schedule, updates, 20) for updates in range(25)]
 
     for name in ("constant", "cosine", "wsd"):
@@ -87,9 +94,7 @@ def test_schedules_at_their_landmarks():
     fraction=st.floats(0, 1),
 )
 def test_schedules_rise_then_never_rise_again(name, warmup, total, final, fraction):
-    schedule = ScheduleConfig(
-        name=name, warmup_steps=warmup, total_steps=total, decay_fraction=fraction, final_factor=final
-    )
+    schedule = SCHEDULES[name](warmup_steps=warmup, total_steps=total, decay_fraction=fraction, final_factor=final)
     factors = [learning_rate_factor(schedule, updates, 10**6) for updates in range(total + 5)]
     assert all(0 <= factor <= 1 for factor in factors)
     assert all(b >= a for a, b in pairwise(factors[:warmup]))
@@ -119,22 +124,169 @@ def test_clipping_leaves_what_is_within_untouched_bit_for_bit():
     assert torch.equal(parameter.grad, before)
 
 
-def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing():
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+SHAPES = {
+    "embedding.weight": (32, 24),
+    "layers.0.attention.q_proj.weight": (24, 24),
+    "layers.0.feed_forward.up_proj.weight": (40, 24),
+    "layers.0.feed_forward.down_proj.weight": (24, 40),
+    "layers.0.feed_forward.up_proj.bias": (40,),
+    "layers.0.attention_norm.weight": (24,),
+    "head.weight": (32, 24),
+}
 
-    def weights(looked_at: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        if looked_at:
+
+def trained(make, dtype=torch.float32, steps=4, look=False):
+    """Return the parameters of SHAPES after `steps` of the optimizers that `make` returns for them."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Module()
+    for name, shape in SHAPES.items():
+        values = torch.randn(shape, generator=generator).mul(0.02).to(dtype)
+        model.register_parameter(name.replace(".", "/"), nn.Parameter(values))
+    named = [(name.replace("/", "."), parameter) for name, parameter in model.named_parameters()]
+    optimizers = make(named)
+    if look:
+        for optimizer in optimizers:
+            before = [dict(group) for group in optimizer.param_groups]
             initialise_state(optimizer)
-            assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
-            assert optimizer.param_groups[0]["lr"] == 0.1
+            assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in before]
             get_optimizer_state_dict(model, optimizer)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().sum().backward()
+    for _ in range(steps):
+        for _, parameter in named:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).mul(1e-2).to(dtype)
+        for optimizer in optimizers:
             optimizer.step()
-        return model.weight.detach()
+    return {name: parameter.detach() for name, parameter in named}
 
-    assert torch.equal(weights(looked_at=True), weights(looked_at=False))
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "torch SGD", "torch Adagrad", "torch Muon"])
+def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing(name):
+    def make(named):
+        if name in OPTIMIZERS:
+            return [OPTIMIZERS[name](learning_rate=0.1).build(named, on_one_rank)]
+        each = [parameter for _, parameter in named if parameter.ndim == 2 or name != "torch Muon"]
+        kind = getattr(torch.optim, name.split()[1])
+        return [kind(each, lr=0.1, **({"momentum": 0.9} if name == "torch SGD" else {}))]
+
+    one, other = trained(make, look=True), trained(make)
+    assert all(torch.equal(one[name], other[name]) for name in SHAPES)
+
+
+MUON = [
+    ({}, {"adjust_lr_fn": "match_rms_adamw"}, torch.float32),
+    ({"adjust_learning_rate": "original", "nesterov": False}, {"nesterov": False}, torch.float32),
+    ({"newton_schulz_steps": 3, "momentum": 0.4}, {"ns_steps": 3, "momentum": 0.4}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("keys", "arguments", "dtype"), MUON)
+def test_muon_is_torchs_to_the_bit_and_adamw_updates_the_rest(keys, arguments, dtype):
+    def torchs(named):
+        hidden = [each for name, each in named if name.startswith("layers") and each.ndim == 2]
+        decayed = [each for name, each in named if name.startswith("head")]
+        others = [each for _, each in named if not any(each is one for one in (*hidden, *decayed))]
+        muon = {"adjust_lr_fn": "match_rms_adamw"} if "adjust_learning_rate" not in keys else {}
+        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+        return [
+            torch.optim.Muon(hidden, lr=0.01, weight_decay=0.3, **muon | arguments),
+            torch.optim.AdamW(groups, lr=0.002, betas=(0.9, 0.95), eps=1e-8, fused=True),
+        ]
+
+    settings = OPTIMIZERS["muon"](learning_rate=0.01, adamw_learning_rate=0.002, weight_decay=0.3, **keys)
+    ours, theirs = trained(lambda named: [settings.build(named, on_one_rank)], dtype), trained(torchs, dtype)
+    assert [name for name in SHAPES if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_muons_updates_are_nearly_orthogonal():
+    singular = torch.linalg.svdvals(orthogonalised(torch.randn(40, 24).bfloat16(), 5).float())
+    assert 0.6 < singular.min() < singular.max() < 1.3
+
+
+def codes_in_numpy(values, block, signed):
+    """Return what a moment becomes when it is kept, as float64: each number of a block by the nearest code."""
+    table = np.array(dynamic_map(signed))
+    kept = np.zeros_like(values)
+    for row, column in product(range(values.shape[0]), range(0, values.shape[1], block)):
+        part = values[row, column : column + block]
+        scale = abs(part).max()
+        nearest = abs(part[:, None] / (scale or 1.0) - table[None]).argmin(axis=1)
+        kept[row, column : column + block] = table[nearest] * scale
+    return kept
+
+
+def test_8_bit_adamw_is_adamw_in_float64_whose_moments_are_rounded_after_each_step():
+    settings = OPTIMIZERS["adamw8bit"](learning_rate=0.01, weight_decay=0.3, block_size=16)
+    generator = torch.Generator().manual_seed(3)
+    parameter = nn.Parameter(torch.randn(24, 40, generator=generator) * 0.02)
+    optimizer = settings.build([("layers.0.feed_forward.down_proj.weight", parameter)], on_one_rank)
+    weight, first, second = parameter.detach().double().numpy().copy(), np.zeros((24, 40)), np.zeros((24, 40))
+    for count in range(1, 5):
+        gradient = torch.randn(24, 40, generator=generator) * torch.logspace(-4, 0, 40)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        first = 0.9 * first + 0.1 * gradient.double().numpy()
+        second = 0.95 * second + 0.05 * gradient.double().numpy() ** 2
+        weight *= 1 - 0.01 * 0.3
+        weight -= 0.01 * first / (1 - 0.9**count) / (np.sqrt(second / (1 - 0.95**count)) + 1e-8)
+        first, second = codes_in_numpy(first, 16, True), codes_in_numpy(second, 16, False)
+        np.testing.assert_allclose(parameter.detach().numpy(), weight, rtol=1e-5, atol=2e-6)
+    state = optimizer.state[parameter]
+    assert {key: (value.dtype, tuple(value.shape)) for key, value in state.items() if key != "step"} == {
+        "exp_avg_codes": (torch.uint8, (24, 40)),
+        "exp_avg_scales": (torch.float32, (24, 3)),
+        "exp_avg_sq_codes": (torch.uint8, (24, 40)),
+        "exp_avg_sq_scales": (torch.float32, (24, 3)),
+    }
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_dynamic_code(signed):
+    """Its 256 values: the paper's example, ends, and a precision that is relative over six decades."""
+    table = dynamic_map(signed)
+    assert len(set(table)) == 256
+    assert table == sorted(table)
+    assert (max(table), min(table)) == (1.0, pytest.approx(-0.9929688) if signed else 0.0)
+    positive = [value for value in table if value > 0]
+    assert positive[0] == pytest.approx(5.5e-7 if signed else 3.25e-7)
+    large = [value for value in positive if value > 0.1]
+    assert len(large) == (65 if signed else 129)
+    assert max(b - a for a, b in pairwise(large)) <= 0.9 / (64 if signed else 128) + 1e-12
+
+
+@given(rows=st.integers(0, 5), columns=st.integers(1, 40), block=st.integers(1, 17), data=st.data())
+def test_8_bit_blocks_are_the_same_in_any_shard_of_rows(rows, columns, block, data):
+    signed, cut = data.draw(st.booleans()), data.draw(st.integers(0, 5))
+    numbers = st.floats(-1e6, 1e6, width=32) if signed else st.floats(0, 1e6, width=32)
+    values = data.draw(st.lists(numbers, min_size=rows * columns, max_size=rows * columns))
+    whole = torch.tensor(values, dtype=torch.float32).view(rows, columns)
+    codes, scales = quantised(whole, block, signed)
+    shards = [quantised(shard, block, signed) for shard in (whole[:cut], whole[cut:])]
+    assert torch.equal(torch.cat([shard[0] for shard in shards]), codes)
+    assert torch.equal(torch.cat([shard[1] for shard in shards]), scales)
+    read = dequantised(codes, scales, block, signed)
+    assert (read - whole).abs().le(scales.repeat_interleave(block, 1)[:, :columns] * 0.0071).all()
+    assert read[whole == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_wrong_keys_of_an_optimizer_get_their_suggestions(name):
+    keys = OPTIMIZERS[name].model_fields.keys() - {"name"}
+    with pytest.raises(ConfigError) as error:
+        compose_config([f"optim={name}", *(f"+optim.{key}x=1" for key in keys)])
+    found = {problem.key: problem.text for problem in error.value.problems}
+    assert found == {f"optim.{key}x": f"unknown key. Did you mean '{key}'?" for key in keys}
+
+
+def test_an_optimizer_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"optim\.name: there is no optimizer 'muno'\. Did you mean 'muon'"):
+        compose_config(["optim.name=muno"])
+    with pytest.raises(ConfigError, match=r"optim\.momentum: unknown key"):
+        compose_config(["+optim.momentum=0.5"])  # of another kind
+
+
+def test_rows_that_tensor_parallel_ranks_would_cut_within_a_block_are_refused():
+    words = ["optim=adamw8bit", "parallel=tp", "parallel.tp=2", "trainer.devices=2", "model=llama_8b"]
+    check_config(compose_config(words))
+    with pytest.raises(
+        ConfigError, match=r"no multiple of optim.block_size=4096: .*Set optim.block_size=2048, or tp=1"
+    ):
+        check_config(compose_config([*words, "optim.block_size=4096"]))

@@ -17,6 +17,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config, load_config
 from lightning_llm.config.schema.metrics import metric_names
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.rank import run
 
 MISBEHAVES = "+callbacks.own={{_target_: own_callbacks.Misbehaves, what: {}}}"
@@ -119,7 +120,7 @@ def test_timer_counts_over_resumes(tmp_path, small_run):
 
 def test_a_run_from_python_gives_its_signal_handlers_back(tmp_path, small_run):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    assert run(compose_config(small_run(tmp_path, "trainer.max_steps=1", "data.validation.fraction=0"))) == 0
+    assert run(plan_of(compose_config(small_run(tmp_path, "trainer.max_steps=1", "data.validation.fraction=0")))) == 0
     assert {number: signal.getsignal(number) for number in before} == before
 
 

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_llm.config.schema import OptimConfig, ParallelConfig, PrecisionConfig, ScheduleConfig, SpikesConfig
+from lightning_llm.config.schema import ParallelConfig, PrecisionConfig, SpikesConfig
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
 from lightning_llm.config.schema.precision import LossScalingConfig
 from lightning_llm.data.corpus import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.optim.optimizer import build_optimizer
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.context import SequenceCut
@@ -35,8 +35,8 @@ MODEL = ModelConfig(
     name="tiny", vocab_size=32, num_layers=2, hidden_size=16, num_heads=2, num_kv_heads=1, ffn_hidden_size=32,
     max_sequence_length=8,
 )  # fmt: skip
-OPTIM = OptimConfig(name="adamw", learning_rate=0.02)
-SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2)
+OPTIM = OPTIMIZERS["adamw"](name="adamw", learning_rate=0.02)
+SCHEDULE = SCHEDULES["cosine"](name="cosine", warmup_steps=2)
 MAX_STEPS, MICRO_BATCHES = 6, 3
 SCALING = LossScalingConfig(init_scale=1024.0, growth_interval=3, hysteresis=1)
 
@@ -45,7 +45,7 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
     """Return the step of one rank that trains `model` alone."""
     layout = Layout(ParallelConfig(name="single"), Degrees())
     precision = PrecisionConfig(name="fp32", compute_dtype="fp32")
-    optimizer = changes.pop("optimizer", None) or build_optimizer(model.named_parameters(), OPTIM)
+    optimizer = changes.pop("optimizer", None) or OPTIM.build(model.named_parameters(), None)
     parts = {
         "model": model,
         "optimizer": optimizer,

@@ -1,11 +1,13 @@
 """The typed schema of every config group. Imports neither torch nor Hydra, so that a config error costs no start-up."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from lightning_llm.config.schema.base import Group, RankCount
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.config.schema.optim import OptimConfig, ScheduleConfig
+from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, OptimConfig, ScheduleConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.config.schema.run import (
     Callbacks,
@@ -25,8 +27,8 @@ class Config(Group):
 
     model: ModelConfig
     data: DataConfig
-    optim: OptimConfig
-    schedule: ScheduleConfig
+    optim: Annotated[OptimConfig, OPTIMIZERS]
+    schedule: Annotated[ScheduleConfig, SCHEDULES]
     precision: PrecisionConfig
     parallel: ParallelConfig
     trainer: TrainerConfig

@@ -6,6 +6,18 @@ from pydantic import Field
 
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
 
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
+    "text": (".txt", ".md", ".txt.gz", ".md.gz"),
+    "parquet": (".parquet",),
+}
+"""Endings of the files that a loader reads."""
+
+
+def loader_of(name: str) -> str | None:
+    """Return the loader that a file of this name is meant for; None where it could be any."""
+    return next((loader for loader, endings in SUFFIXES.items() if name.lower().endswith(endings)), None)
+
 
 class SourceConfig(Group):
     """One source of documents within a mix."""

@@ -1,6 +1,12 @@
-"""`optim` and `schedule`: the update rule, and the learning rate over time."""
+"""`optim` and `schedule`: the update rule, and the learning rate over time. Both are registered kinds, chosen by name.
 
-from typing import Annotated, Literal
+A kind is a subclass of `OptimConfig` or `ScheduleConfig` in a module `lightning_llm/optim/*_spec.py`, or in an
+installed package (docs/extend.md). Its fields are its keys in YAML; planner and training ask its methods.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,32 +18,80 @@ from lightning_llm.config.schema.base import (
     PositiveFloat,
     PositiveInt,
 )
+from lightning_llm.registry import Registry
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Role = Literal["hidden", "embedding", "head", "vector"]
+"""Matrices of the blocks; tables of tokens and positions (a head tied to one, too); the head; norms and biases."""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What one rank holds of a parameter: [rows, columns], of a vector [elements, 1]."""
+
+    rows: int
+    columns: int
+    role: Role
+
+    @property
+    def elements(self) -> int:
+        """Elements of the shard, the padding of its rows included."""
+        return self.rows * self.columns
 
 
 class OptimConfig(Group):
-    """The optimizer."""
+    """What every optimizer has, and what it must say of itself."""
 
-    name: Literal["adamw"]
+    name: str
     learning_rate: PositiveFloat = Field(description="peak learning rate")
-    beta1: Beta = 0.9
-    beta2: Beta = 0.95
-    eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     decay_norms: bool = False
     decay_biases: bool = False
     decay_embeddings: bool = False
     gradient_clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no clipping")
 
+    def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
+        """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each; step counts left out.
+
+        State is sharded as its parameter is.
+        """
+        raise NotImplementedError
+
+    def exchanged_bytes(self, shard: ParameterShard) -> int:
+        """Return the bytes of `shard` as it travels to the rank that takes the whole matrix, 0 where none does."""
+        return 0
+
+    def shard_problem(self, columns: int, parts: int) -> str | None:
+        """Return why rows of `columns` elements cannot be cut into `parts`, as the rest of a sentence; None if so."""
+        return None
+
+    def build(self, parameters: Iterable[tuple[str, Any]], on_whole: Any) -> Any:
+        """Return the torch.optim.Optimizer over (name, nn.Parameter) pairs, the peak rate of each group as its `lr`.
+
+        Parameters, gradients and state are this rank's DTensors where anything is sharded. `on_whole` is an
+        `optim.matrices.OnWhole`: how a rule that needs whole matrices gets them.
+        """
+        raise NotImplementedError
+
 
 class ScheduleConfig(Group):
-    """The learning rate as a factor of its peak, per optimizer step."""
+    """The learning rate as a factor of its peak, per optimizer step.
 
-    name: Literal["constant", "cosine", "wsd"]
+    Every schedule takes the keys of all that are built in, so that a recipe that sets one still composes with another.
+    """
+
+    name: str
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up, absolute")
     total_steps: PositiveInt | None = Field(
         None, description="steps over which the rate decays; null: trainer.max_steps"
     )
     decay_fraction: Fraction = Field(0.2, description="wsd: share of total_steps that decays")
     final_factor: Fraction = Field(0.1, description="cosine, wsd: the factor at total_steps")
+
+    def after_warmup(self, updates: int, total: int) -> float:
+        """Return the factor of the update after `updates` made ones, all of the warm-up among them, of `total`."""
+        raise NotImplementedError
+
+
+OPTIMIZERS: Registry[OptimConfig] = Registry("optimizer", "lightning_llm.optim", key="name")
+SCHEDULES: Registry[ScheduleConfig] = Registry("schedule", "lightning_llm.optim", key="name")

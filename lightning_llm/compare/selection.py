@@ -1,0 +1,130 @@
+"""Each recipe at its own best value of a key, chosen by the losses of some seeds and judged by those of others.
+
+Judged by the seeds that chose it, the recipe with more values to choose from, or with more noise, would look better
+than it is: the best of several is low by luck, too.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.factor import varying_keys
+from lightning_llm.compare.losses import tail_of
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.record.reading import Run
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest."""
+
+    key: str
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
+
+    `words` name the recipe.
+    """
+
+    words: str
+    value: Any
+    losses: dict[Any, float]
+
+    @property
+    def at_the_edge(self) -> bool:
+        """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
+        return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
+
+
+@dataclass
+class Selection:
+    """The choices over `key`, made by `seeds`, and the runs that are left to judge."""
+
+    key: str
+    seeds: tuple[int, ...]
+    choices: list[Choice] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    unfinished: list[Run] = field(default_factory=list)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `compare.json` holds of it."""
+        choices = [{"recipe": each.words, "value": each.value, "losses": each.losses} for each in self.choices]
+        return {"key": self.key, "seeds": list(self.seeds), "choices": choices}
+
+    def lines(self) -> list[str]:
+        """Return what there is to say of it, a sentence each."""
+        name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
+        found = [f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over the other seeds."]
+        for each in self.choices:
+            losses = ", ".join(f"{value:g}: {loss:.4f}" for value, loss in sorted(each.losses.items()))
+            edge = f" It is the last of the grid: try {name} beyond it, too." if each.at_the_edge else ""
+            found.append(f"{each.words}: {name}={each.value:g} of {losses}.{edge}")
+        return found
+
+
+def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
+    """Return the best value of `asked.key` for each combination of all else that varies, and the runs to judge.
+
+    Raises:
+        ConfigError: the key does not vary, holds no numbers, a recipe lacks a choosing seed, or no other seed is left.
+    """
+    varying = varying_keys([*runs, *unfinished])
+    if asked.key not in varying:
+        text = f"'{asked.key}' does not vary over these runs.{did_you_mean(asked.key, varying)}"
+        raise ConfigError(Problem("--best-of", text))
+    values = {run.config.get(asked.key) for run in runs}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise ConfigError(Problem("--best-of", f"'{asked.key}' holds no numbers; the factor is what is compared by."))
+    seeds = asked.seeds or (min(run.seed for run in runs),)
+    others = [key for key in varying if key != asked.key]
+    selection = Selection(asked.key, seeds)
+    tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
+    finished, recipes = {id(run) for run in runs}, dict[str, list[Run]]()
+    for run in [*runs, *unfinished]:
+        recipes.setdefault(_identity(run, others), []).append(run)
+    problems = []
+    for recipe in recipes.values():
+        losses: dict[Any, float] = {}
+        for value in sorted({run.config[asked.key] for run in recipe if id(run) in finished}):
+            found = {run.seed: run for run in recipe if run.config[asked.key] == value and id(run) in finished}
+            if missing := sorted(set(seeds) - found.keys()):
+                text = f"has no finished run of {_words(recipe[0], others)} at {value:g} and seed {missing[0]}. "
+                problems.append(Problem(f"--best-of {asked.key}", f"{text}Finish it, or give other --choose-by seeds."))
+                continue
+            of_seeds = [found[seed] for seed in seeds]
+            lost = tail is None or any(run.lost_its_loss for run in of_seeds)
+            losses[value] = math.inf if lost or tail is None else math.fsum(map(tail.of, of_seeds)) / len(seeds)
+        if not losses:
+            continue
+        best = min(losses, key=lambda value: losses[value])
+        selection.choices.append(Choice(_words(recipe[0], others), best, losses))
+        kept = [run for run in recipe if run.config[asked.key] == best and run.seed not in seeds]
+        selection.runs += [run for run in kept if id(run) in finished]
+        selection.unfinished += [run for run in kept if id(run) not in finished]
+    if not problems and not selection.runs:
+        text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, seeds))}). Run others:"
+        chosen = "; ".join(f"{each.words} {asked.key}={each.value:g}" for each in selection.choices)
+        problems.append(Problem(f"--best-of {asked.key}", f"{text} {chosen}, each with seeds of its own."))
+    if problems:
+        raise ConfigError(problems)
+    return selection
+
+
+def _identity(run: Run, keys: Sequence[str]) -> str:
+    return json.dumps([run.config.get(key) for key in keys], default=str)
+
+
+def _words(run: Run, keys: Sequence[str]) -> str:
+    """Return a recipe by the names of the groups that vary, and by the keys of those that have none."""
+    words = []
+    for group in dict.fromkeys(key.partition(".")[0] for key in keys):
+        name = run.config.get(f"{group}.name")
+        own = [f"{key}={run.config.get(key)}" for key in keys if key.startswith(group)]
+        words += [f"{group}={name}"] if name else own
+    return " ".join(words) or "the recipe"

@@ -1,0 +1,123 @@
+"""AdamW with both moments kept in 8 bits, block by block (Dettmers et al. 2022, arXiv 2110.02861, section 2).
+
+torchao's AdamW8bit is not taken: it counts blocks along each rank's own shard, and keeps small or odd shards in fp32,
+so that bits and state depend on the layout (0.18.0: a [172, 64] matrix gets other bits on two ranks than on one, and
+2.03 or 8 bytes per element), and it runs by torch.compile alone.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_llm.optim.adamw8bit_spec import AdamW8bitConfig
+from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of, local
+
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""The moments by name, and whether their code has a sign."""
+
+
+class AdamW8bit(MatrixOptimizer):
+    """Each step computes in fp32 from both moments as they were kept, and updates with them before they are rounded."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamW8bitConfig):
+        super().__init__(parameters, config, ("hidden", "head"))
+        self.config = config
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return moments of zero: uint8 codes in the parameter's shape, and fp32 scales, one per block of a row."""
+        weight, blocks = local(parameter), -(-parameter.shape[1] // self.config.block_size)
+        own_blocks = -(-weight.shape[1] // self.config.block_size)
+        state: dict[str, Tensor] = {"step": torch.zeros(())}
+        for name, signed in MOMENTS.items():
+            codes = torch.full_like(weight, zero_code(signed), dtype=torch.uint8)
+            scales = weight.new_zeros((weight.shape[0], own_blocks), dtype=torch.float32)
+            state[f"{name}_codes"] = _cut_as(parameter, codes, parameter.shape[1])
+            state[f"{name}_scales"] = _cut_as(parameter, scales, blocks)
+        return state
+
+    def update(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(parameter, group["lr"], group["weight_decay"])
+
+    def _update(self, parameter: nn.Parameter, rate: float, weight_decay: float) -> None:
+        """Take AdamW's step (Loshchilov & Hutter 2019, algorithm 2), each operation rounded once, as on any shard."""
+        state, beta1, beta2 = self.state[parameter], self.config.beta1, self.config.beta2
+        kept = {name: (local(state[f"{name}_codes"]), local(state[f"{name}_scales"])) for name in MOMENTS}
+        first, second = (self._read(*kept[name], signed) for name, signed in MOMENTS.items())
+        weight, gradient = local(parameter), gradient_of(parameter).float()
+        state["step"] += 1
+        count = state["step"].item()
+        first.mul_(beta1).add_(gradient * (1 - beta1))
+        second.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+        denominator = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.config.eps)
+        change = first.div(denominator).mul_(rate / (1 - beta1**count))
+        weight.copy_(weight.float().mul_(1 - rate * weight_decay).sub_(change))
+        for moment, (name, signed) in zip((first, second), MOMENTS.items(), strict=True):
+            codes, scales = quantised(moment, self.config.block_size, signed)
+            kept[name][0].copy_(codes)
+            kept[name][1].copy_(scales)
+
+    def _read(self, codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+        return dequantised(codes, scales, self.config.block_size, signed)
+
+
+def quantised(values: Tensor, block_size: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes [R, C] of fp32 `values` [R, C], and fp32 scales [R, ceil(C / block_size)].
+
+    A block's scale is its largest magnitude; the code is that of the nearest of `dynamic_map`'s values times the scale,
+    of the lower one in the middle of two. What is not finite makes its block's scale so, and with it what is read back.
+    """
+    columns = values.shape[1]
+    blocks = F.pad(values, (0, -columns % block_size)).unflatten(1, (-(-columns // block_size), block_size))
+    scales = blocks.abs().amax(dim=2)
+    scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(2)
+    table = _table(signed, values.device)
+    middles = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
+    return codes.flatten(1)[:, :columns], scales
+
+
+def dequantised(codes: Tensor, scales: Tensor, block_size: int, signed: bool) -> Tensor:
+    """Return fp32 values [R, C] of what `quantised` returned."""
+    values = _table(signed, codes.device)[codes.int()]
+    return values.mul_(scales.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]])
+
+
+def dynamic_map(signed: bool) -> list[float]:
+    """Return the 256 values of the dynamic code, ascending, within [-1, 1] or [0, 1] (section 1.3, and 2.2 unsigned).
+
+    Leading zeros of a code are a decimal exponent of 0 to -6; the bits left after them and an indicator bit count the
+    middles of equal parts of [0.1, 1]. What needs no sign has one bit more there. 0 and 1 are codes of their own.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        parts = 2**exponent if signed else 2 ** (exponent + 1)
+        for part in range(parts):
+            value = (0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (exponent - 6)
+            values += [value, -value] if signed else [value]
+    return sorted(values)
+
+
+def zero_code(signed: bool) -> int:
+    """Return the code of 0."""
+    return dynamic_map(signed).index(0.0)
+
+
+@cache
+def _table(signed: bool, device: torch.device) -> Tensor:
+    return torch.tensor(dynamic_map(signed), dtype=torch.float64).float().to(device)
+
+
+def _cut_as(parameter: nn.Parameter, part: Tensor, columns: int) -> Tensor:
+    """Return `part`, this rank's of a [rows of `parameter`, columns] tensor, as a DTensor cut as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return part
+    shape, stride = torch.Size((parameter.shape[0], columns)), (columns, 1)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,113 @@
+"""The base of optimizers that update matrices by a rule of their own, and every other parameter by AdamW."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_llm.config.schema.optim import Role
+from lightning_llm.optim.adamw_spec import AdamWFields
+from lightning_llm.optim.optimizer import adamw, groups_of, initialise_state, role_of
+
+
+class OnWhole(Protocol):
+    """How a rule that needs whole matrices gets them, whatever the layout."""
+
+    def __call__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        part_of: Callable[[nn.Parameter], Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each of `parameters` and this rank's part of `function` of the whole matrix, in any order.
+
+        `part_of` returns this rank's part of the matrix that belongs to a parameter, cut as that is. `function` takes
+        whole matrices [rows, columns], which it may write to, to others of their shape and dtype, and is run for each
+        on one of the ranks that share it. Collective: every rank must give the same parameters in the same order.
+        """
+        ...
+
+
+def on_one_rank(
+    parameters: Sequence[nn.Parameter],
+    part_of: Callable[[nn.Parameter], Tensor],
+    function: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Be an `OnWhole` where nothing is sharded."""
+    for parameter in parameters:
+        yield parameter, function(part_of(parameter))
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """A rule for the matrices of certain roles, and torch.optim.AdamW for the rest, as one optimizer.
+
+    Parameter groups say by `matrices` which of the two they take. A subclass gives `initial_state` and `update`.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
+        """`roles`: of the matrices, two-dimensional parameters, that the rule updates."""
+        named = list(parameters)
+        mine = [(name, each) for name, each in named if each.ndim == 2 and role_of(name, each.ndim) in roles]
+        names = {name for name, _ in mine}
+        rest = [(name, each) for name, each in named if name not in names]
+        self._adamw = adamw(rest, config, getattr(config, "adamw_learning_rate", None)) if rest else None
+        groups = [{**group, "lr": config.learning_rate, "matrices": True} for group in groups_of(mine, config)]
+        if self._adamw is not None:
+            groups += [{**group, "matrices": False} for group in self._adamw.param_groups]
+        super().__init__(groups, {})
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the state of a matrix before the first step, cut as the parameter is."""
+        raise NotImplementedError
+
+    def update(self, group: dict[str, Any]) -> None:
+        """Update the parameters of `group`, all of which have state, in place."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def initialise_state(self) -> None:
+        """Give every parameter its state as it is before the first step."""
+        for group in self.param_groups:
+            if group["matrices"]:
+                self._add_missing_state(group["params"])
+        if self._adamw is not None:
+            initialise_state(self._rest(self._adamw))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["matrices"]:
+                self._add_missing_state(group["params"])
+                self.update(group)
+        if self._adamw is not None:
+            self._rest(self._adamw).step()
+        return loss
+
+    def _rest(self, optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
+        """Return AdamW over the groups and the state of this optimizer, which loading a checkpoint replaces."""
+        optimizer.param_groups = [group for group in self.param_groups if not group["matrices"]]
+        optimizer.state = self.state
+        return optimizer
+
+    def _add_missing_state(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(self.initial_state(parameter))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: a view of a DTensor's shard, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of the gradient of `parameter`, which has one."""
+    if parameter.grad is None:
+        raise ValueError("the parameter has no gradient")
+    return local(parameter.grad)

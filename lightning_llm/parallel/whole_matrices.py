@@ -1,0 +1,105 @@
+"""Sharded matrices, whole for a moment: each on one of the ranks that share it, who hold its parts before and after."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_llm.optim.matrices import local, on_one_rank
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.torch_private import shard_offset
+
+Place = tuple[slice, ...]
+"""Where a rank's part of a matrix lies in the whole."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A sharded parameter, and where the parts of all ranks of the group lie in it, in the order of the ranks."""
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+
+class WholeMatrices:
+    """Runs a function of whole matrices on matrices that are sharded over ranks; an `optim.matrices.OnWhole`.
+
+    As many matrices at a time as there are ranks go out, each rank gets one whole, and what it makes of it goes back:
+    two all-to-alls of as many bytes as a rank holds, and no rank does another's work. Replicas, which hold the same,
+    do theirs twice. A function that is the same for the same bits gives the same bits under every layout.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self._places: dict[int, tuple[Place, ...]] = {}
+
+    def __call__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        part_of: Callable[[nn.Parameter], Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each of `parameters` and this rank's part of `function` of its matrix (`OnWhole`). Collective."""
+        sharded = [each for each in parameters if isinstance(each, DTensor)]
+        group = self.layout.sharing_group() if sharded else None
+        if group is None:
+            yield from on_one_rank(parameters, part_of, function)
+            return
+        if len(sharded) < len(parameters):
+            raise ValueError("either all parameters are sharded or none is")
+        places = self._places_of(parameters, group)
+        largest_first = sorted(range(len(parameters)), key=lambda index: -parameters[index].numel())  # of like work
+        for first in range(0, len(parameters), group.size()):
+            batch = largest_first[first : first + group.size()]
+            yield from _exchange([_Owned(parameters[i], places[i]) for i in batch], part_of, function, group)
+
+    def _places_of(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[tuple[Place, ...]]:
+        if any(id(each) not in self._places for each in parameters):
+            everyones: list[list[Place]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(everyones, [_place(each) for each in parameters], group=group)
+            by_parameter = zip(*everyones, strict=True)
+            self._places = {id(each): places for each, places in zip(parameters, by_parameter, strict=True)}
+        return [self._places[id(each)] for each in parameters]
+
+
+def _exchange(
+    batch: list[_Owned],
+    part_of: Callable[[nn.Parameter], Tensor],
+    function: Callable[[Tensor], Tensor],
+    group: dist.ProcessGroup,
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Give matrix number n of `batch` to rank n of `group`, and yield this rank's parts of what they make of them."""
+    parts = [part_of(each.parameter) for each in batch]
+    out = [part.numel() for part in parts] + [0] * (group.size() - len(batch))  # elements for each rank
+    own = batch[group.rank()] if group.rank() < len(batch) else None
+    places = own.places if own else ()
+    sizes = [_size(place) for place in places] or [0] * group.size()  # of the parts that this rank puts together
+    received = parts[0].new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat([part.flatten() for part in parts]), sizes, out, group=group)
+    made = received
+    if own is not None:
+        whole = received.new_empty(own.parameter.shape)
+        for place, values in zip(places, received.split(sizes), strict=True):
+            whole[place].copy_(values.view_as(whole[place]))
+        result = function(whole)
+        made = torch.cat([result[place].flatten() for place in places])
+    back = parts[0].new_empty(sum(out))
+    dist.all_to_all_single(back, made, out, sizes, group=group)
+    for each, part, values in zip(batch, parts, back.split(out)[: len(batch)], strict=True):
+        yield each.parameter, values.view_as(part)
+
+
+def _place(parameter: nn.Parameter) -> Place:
+    """Return where this rank's part of a sharded parameter lies in the whole; nowhere, if it has none."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError("the parameter is not sharded")
+    offsets, sizes = shard_offset(parameter), local(parameter).shape
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def _size(place: Place) -> int:
+    return math.prod(each.stop - each.start for each in place)
