@@ -42,7 +42,7 @@ def _group_of(field: FieldInfo, values: Any) -> Any:
     """Return the class of what `field` holds: of a registry's kinds the one that `values` name, if they do."""
     registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
     name = values.get(registry.key) if registry is not None and isinstance(values, Mapping) else None
-    return registry[name] if registry is not None and name in registry else field.annotation
+    return registry[name] if registry is not None and isinstance(name, str) and name in registry else field.annotation
 
 
 def _without(group: type[AnyGroup], values: Mapping[str, Any], left_out: Collection[str]) -> AnyGroup:
