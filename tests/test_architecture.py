@@ -18,6 +18,7 @@ LAYERS = {
         "integrity",
         "keyed_hash",
         "redact",
+        "registry",
         "schema",
         "terminal_text",
         "waiting",
@@ -145,6 +146,12 @@ def test_the_package_list_is_complete():
         parts = file.parent.relative_to(ROOT).parts
         found.add(".".join(parts if parts[0] == "lightning_llm" else ("lightning_llm", *parts)))
     assert listed == found
+
+
+@pytest.mark.parametrize("module", sorted(name for name in modules() if name.endswith("_spec")))
+def test_descriptions_of_kinds_import_no_torch(module):
+    imported = imports_of(modules()[module], module_level=True)
+    assert not [name for name in imported if name.split(".")[0] in ("torch", "lightning", "transformers")]
 
 
 def test_no_vague_names():

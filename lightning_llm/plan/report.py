@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.redact import with_credentials
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
@@ -41,7 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def plan_facts(config: Config) -> dict[str, Any]:
-    """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
+    """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
 
     `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go.
     Raises ConfigError where the degrees do not multiply to the world.
@@ -52,6 +53,7 @@ def plan_facts(config: Config) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
+        "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
         "precision": precision_facts(
             config.precision, native_decision(config), linear_names(config.model), config.model.num_layers
@@ -106,7 +108,7 @@ def notes(config: Config) -> list[str]:
 def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
-        ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
+        ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_pattern(facts['layers'])}"),
         *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),
         (
@@ -125,6 +127,10 @@ def render(facts: dict[str, Any]) -> str:
         ("folder", facts["run_dir"]),
     ]
     return "\n".join(f"{name:<17} {text}" for name, text in rows)
+
+
+def _pattern(layers: list[str]) -> str:
+    return "" if layers == list(DEFAULT_LAYERS) else f", layers [{', '.join(layers)}] repeated"
 
 
 def _backend(facts: dict[str, Any]) -> str:

@@ -10,9 +10,19 @@ class BrokenKeyError(Exception):
 
 
 class Group(BaseModel):
-    """One config group: frozen, typed strictly (no "3" for 3), finite, and any key it does not name is an error."""
+    """One config group: frozen, typed strictly (no "3" for 3), finite, and any key it does not name is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
+    Its schema is built when the first is read, when all kinds that it may hold are registered.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        defer_build=True,
+    )
 
     if not TYPE_CHECKING:
 

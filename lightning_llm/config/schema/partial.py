@@ -4,10 +4,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError, Group
 from lightning_llm.errors import Problem
+from lightning_llm.registry import Registry
 
 AnyGroup = TypeVar("AnyGroup", bound=Group)
 
@@ -23,7 +25,7 @@ def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -
     try:
         for name, field in Config.model_fields.items():
             inner = {path[1] for path in broken if len(path) > 1 and path[0] == name}
-            group = field.annotation
+            group = _group_of(field, values.get(name))
             if inner and name not in whole and isinstance(group, type) and issubclass(group, Group):
                 groups[name] = _without(group, values.get(name) or {}, inner)
             elif inner:
@@ -34,6 +36,14 @@ def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -
         return None
     read.__dict__.update(groups)
     return read
+
+
+def _group_of(field: FieldInfo, values: Any) -> Any:
+    """Return the class of what `field` holds: of a registry's kinds the one that `values` name, if they do."""
+    registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
+    if registry is None or not isinstance(values, Mapping) or values.get(registry.key) not in registry:
+        return field.annotation
+    return registry[values[registry.key]]
 
 
 def _without(group: type[AnyGroup], values: Mapping[str, Any], left_out: Collection[str]) -> AnyGroup:

@@ -1,10 +1,12 @@
 """A plain mapping -> `Config`, or everything that is wrong with it in the words of the one who wrote it."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
 from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -13,6 +15,9 @@ from lightning_llm.config.schema.lightning_words import TRAINER_KEYS
 from lightning_llm.config.schema.partial import sound_part
 from lightning_llm.config.schema.targets import check_target
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.registry import NameIn, Registry
+
+AnyMark = TypeVar("AnyMark")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def read_config(
     paths = {*broken, *((group,) for group in stand_ins)}
     rest = deepcopy(dict(values))
     for details in errors:
+        details = {**details, "loc": _keys_of(details["loc"]), "group": _group_at(details["loc"][:-1])}
         location = tuple(str(part) for part in details["loc"])
         if any(location[: len(path)] == path for path in broken):
             continue
@@ -77,12 +83,13 @@ def _take_out(values: Any, location: Sequence[Any]) -> None:
 
 
 def _problem(details: Any) -> Problem:
+    """Return one of pydantic's errors in words; `loc` are keys as they are written, `group` what the key stands in."""
     location = [str(part) for part in details["loc"]]
     key = ".".join(location)
     if details["type"] == "extra_forbidden":
         if location[0] == "trainer" and (ours := TRAINER_KEYS.get(location[-1])):
             return Problem(key, f"is an argument of Lightning's Trainer; here {ours} does it.")
-        siblings = _keys_at(location[:-1])
+        siblings = list(details["group"].model_fields) if details["group"] else []
         hint = did_you_mean(location[-1], siblings)
         elsewhere = [each for each in _all_keys(Config) if each.rpartition(".")[2] == location[-1]]
         if elsewhere and "Did you mean" not in hint:
@@ -90,8 +97,11 @@ def _problem(details: Any) -> Problem:
         return Problem(key, f"unknown key.{hint}")
     if details["type"] == "missing":
         return Problem(key, "a value must be given.")
+    if details["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
+        return _no_kind(location, details)
     if details["type"] == "value_error":  # a rule of ours, which says all that is to be said
-        return Problem(key, details["msg"].removeprefix("Value error, ") + ".")
+        text = details["msg"].removeprefix("Value error, ")
+        return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
     what = details["msg"].removeprefix("Input should be ")
     given = details["input"]
     if isinstance(given, dict | list):
@@ -100,16 +110,29 @@ def _problem(details: Any) -> Problem:
     return Problem(key, f"is {given!r}, must be {what}.{quotes}")
 
 
+def _no_kind(location: list[str], details: Any) -> Problem:
+    """Return the problem of a value at `location` that should be one of a registry's kinds, and names none of them."""
+    registry = _registry_in(_annotation_at(location))
+    if registry is None:  # pydantic said that there is one
+        raise TypeError(f"{'.'.join(location)} has no registry")
+    if details["type"] == "model_attributes_type":
+        known = ", ".join(registry)
+        return Problem(".".join(location), f"is {details['input']!r}, must be a mapping with {registry.key}: {known}.")
+    key = ".".join([*location, registry.key])
+    if details["type"] == "union_tag_not_found":
+        return Problem(key, f"a value must be given. Known here: {', '.join(registry)}.")
+    return Problem(key, registry.unknown(details["ctx"]["tag"]))
+
+
 def takes_text(key: str) -> bool:
     """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
-    return str in _alternatives(_annotation_at(key.split(".")))
+    return str in map(_plain, _alternatives(_annotation_at(key.split("."))))
 
 
 def fields_at(location: list[str]) -> dict[str, bool]:
     """Return the keys of the group at `location`, and whether something lies below each."""
-    group = _group_of(_annotation_at(location))
-    fields = group.model_fields if group else {}
-    return {name: _has_keys(field.annotation) for name, field in fields.items()}
+    groups = _groups_of(_annotation_at(location))
+    return {name: _has_keys(declared) for group in groups for name, declared in _declared(group).items()}
 
 
 def choices_at(key: str) -> list[str]:
@@ -117,37 +140,88 @@ def choices_at(key: str) -> list[str]:
     options = _alternatives(_annotation_at(key.split(".")))
     found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
     found += [value for each in options if each is bool for value in ("true", "false")]
+    found += [name for each in options for mark in _marks(each, NameIn) for name in mark.registry]
     return [*map(str, found), *(["null"] if found and type(None) in options else [])]
 
 
+def _declared(group: type[BaseModel]) -> dict[str, Any]:
+    """Return the declared type of each key of `group`, with what pydantic keeps of it beside the field's annotation."""
+    return {
+        name: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        for name, field in group.model_fields.items()
+    }
+
+
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that "X" or "X | None" is made of."""
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    """Return the types that "X" or "X | None" is made of; what marks "X | None" as a whole, marks X."""
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        return tuple(Annotated[(each, *marks)] for each in _alternatives(inner)) if _is_union(inner) else (annotation,)
+    return get_args(annotation) if _is_union(annotation) else (annotation,)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _marks(annotation: Any, kind: type[AnyMark]) -> list[AnyMark]:
+    """Return what `Annotated` adds to the type, of class `kind`."""
+    added = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return [each for each in added if isinstance(each, kind)]
+
+
+def _registry_in(annotation: Any) -> Registry[Any] | None:
+    return next((mark for each in _alternatives(annotation) for mark in _marks(each, Registry)), None)
 
 
 def _has_keys(annotation: Any) -> bool:
-    return _group_of(annotation) is not None or get_origin(annotation) is dict
+    return bool(_groups_of(annotation)) or get_origin(annotation) is dict
 
 
-def _keys_at(location: list[str]) -> list[str]:
-    group = _group_of(_annotation_at(location))
-    return list(group.model_fields) if group else []
+def _keys_of(location: Sequence[Any]) -> tuple[Any, ...]:
+    """Return pydantic's `location` less the names of kinds in it, which stand behind the keys that hold them."""
+    return _walk(location)[0]
+
+
+def _group_at(location: Sequence[Any]) -> type[BaseModel] | None:
+    """Return the schema class at pydantic's `location`, that of a kind where one is named."""
+    return next(iter(_groups_of(_walk(location)[1])), None)
+
+
+def _walk(location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    keys: list[Any] = []
+    annotation: Any = Config
+    for part in location:
+        registry = _registry_in(annotation)
+        if registry is not None and part in registry:
+            annotation = registry[part]
+            continue
+        keys.append(part)
+        annotation = _below(annotation, str(part))
+    return tuple(keys), annotation
 
 
 def _annotation_at(location: list[str]) -> Any:
-    """Return the declared type of what lies at `location`, None where nothing can lie there."""
+    """Return the declared type of what lies at the keys `location`, None where nothing can lie there."""
     annotation: Any = Config
     for part in location:
-        group = _group_of(annotation)
-        if group is not None and part in group.model_fields:
-            annotation = group.model_fields[part].annotation
-        elif get_origin(annotation) is dict:
-            annotation = get_args(annotation)[1]
-        elif part.isdigit() and (item := _item_of(annotation)) is not None:
-            annotation = item
-        else:
-            return None
+        annotation = _below(annotation, part)
     return annotation
+
+
+def _below(annotation: Any, part: str) -> Any:
+    """Return the declared type of what lies at the key or index `part` of a value of type `annotation`, or None."""
+    declared = [fields[part] for group in _groups_of(annotation) if part in (fields := _declared(group))]
+    if declared:
+        return reduce(operator.or_, declared)  # of several kinds each may have the key
+    mapping = next((each for each in map(_plain, _alternatives(annotation)) if get_origin(each) is dict), None)
+    if mapping is not None:
+        return get_args(mapping)[1]
+    return _item_of(annotation) if part.isdigit() else None
 
 
 def _item_of(annotation: Any) -> Any:
@@ -159,15 +233,17 @@ def _item_of(annotation: Any) -> Any:
     return None
 
 
-def _group_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the schema class in `annotation` ("X" or "X | None"), if there is one."""
-    return next(
-        (each for each in _alternatives(annotation) if isinstance(each, type) and issubclass(each, BaseModel)), None
-    )
+def _groups_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the schema classes in `annotation`: that of "X" or "X | None", all kinds' of a registry."""
+    registry = _registry_in(annotation)
+    if registry is not None:
+        return [registry[name] for name in registry]
+    plain = map(_plain, _alternatives(annotation))
+    return [each for each in plain if isinstance(each, type) and issubclass(each, BaseModel)]
 
 
 def _all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, field in group.model_fields.items():
+    for name, declared in _declared(group).items():
         yield prefix + name
-        if child := _group_of(field.annotation):
+        for child in _groups_of(declared):
             yield from _all_keys(child, f"{prefix}{name}.")
