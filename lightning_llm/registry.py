@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic import BaseModel, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -74,6 +74,18 @@ class Registry(Generic[Kind]):
     def __len__(self) -> int:
         return len(self._all())
 
+    def default(self, name: str) -> Kind:
+        """Return the kind called `name` with its defaults. Raises ValueError, in words, where that cannot be."""
+        if name not in self:
+            raise ValueError(self.unknown(name))
+        try:
+            return self[name]()
+        except ValidationError as error:
+            keys = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
+            raise ValueError(
+                f"{self.noun} '{name}' has no default for {keys}, and its name alone stands here"
+            ) from error
+
     def unknown(self, name: object) -> str:
         """Return the sentence that says that no kind is called `name`, with the nearest or with all names."""
         return f"there is no {self.noun} {name!r}.{did_you_mean(str(name), self)}"
@@ -104,8 +116,7 @@ class NameIn:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, name: str) -> str:
-        if name not in self.registry:
-            raise ValueError(self.registry.unknown(name))
+        self.registry.default(name)
         return name
 
 

@@ -124,6 +124,12 @@ def test_the_package_list_is_complete():
     assert listed == found
 
 
+@pytest.mark.parametrize("module", sorted(name for name in modules() if name.endswith("_spec")))
+def test_descriptions_of_kinds_import_no_torch(module):
+    imported = imports_of(modules()[module], module_level=True)
+    assert not [name for name in imported if name.split(".")[0] in ("torch", "lightning", "transformers")]
+
+
 def test_no_vague_names():
     assert not [module for module in modules() if FORBIDDEN_NAMES & set(module.split("."))]
 

@@ -1,4 +1,4 @@
-"""The one decoder: embedding -> blocks -> norm -> head; Llama and GPT are points of its config.
+"""The one decoder: embedding -> blocks as `model.layers` says -> norm -> head; Llama and GPT are points of its config.
 
 Letters: B sequences, T tokens, D hidden_size, V padded vocabulary. Parameters are fp32 masters, cast where they are
 used; activations, the residual stream included, are in `compute_dtype` from the embedding to the logits. No autocast.
@@ -14,31 +14,44 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.attention import Attention, document_mask
-from lightning_llm.model.feed_forward import build_feed_forward
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.norm import build_norm
+from lightning_llm.model.mixer.attention import document_mask, window_mask
 from lightning_llm.model.rope import rope_tables
+from lightning_llm.model.spec import block_parts, mixer_of, norm_of
 
 
 class Block(nn.Module):
-    """One pre-norm layer: `x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+    """One layer: `x + mixer(norm(x))`, then `x + feed_forward(norm(x))`; with post_norms each is normed before the sum.
+
+    The mixer is called `attention`, whatever its kind.
+    """
 
     auxiliary_losses: Mapping[str, Tensor] = MappingProxyType({})
     """What the last forward pass adds to the loss, by name: scalars, means over its tokens, weighted. A dense block has
     none; one that routes sets them in `forward`."""
 
-    def __init__(self, config: ModelConfig):
+    attention_norm: nn.Module
+    attention: nn.Module
+    attention_post_norm: nn.Module
+    feed_forward_norm: nn.Module
+    feed_forward: nn.Module
+    feed_forward_post_norm: nn.Module
+
+    def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.attention_norm = build_norm(config)
-        self.attention = Attention(config)
-        self.feed_forward_norm = build_norm(config)
-        self.feed_forward = build_feed_forward(config)
+        self.post_norms = config.block_at(index).post_norms
+        self.window = mixer_of(config, index).window_tokens(config)
+        for name, part in block_parts(config, index).items():
+            module: Any = part.build(config)
+            module.roles = part.roles(config)  # by child module, see `Decoder.roles`
+            self.add_module(name, module)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as in `Attention.forward`."""
-        x = x + self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
-        return x + self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
+        mixed = self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
+        x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
+        mapped = self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
+        return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
 
 
 class TokenEmbedding(nn.Embedding):
@@ -71,8 +84,8 @@ class Decoder(nn.Module):
         self.position_embedding: nn.Embedding | None = None
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.hidden_size)
-        self.layers = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
-        self.norm: nn.Module | None = build_norm(config)
+        self.layers = nn.ModuleDict({str(index): Block(config, index) for index in range(config.num_layers)})
+        self.norm: nn.Module | None = norm_of(config).build(config)
         self.head: nn.Module | None = None
         if not config.tie_embeddings:
             self.head = Linear(config.hidden_size, config.padded_vocab_size, bias=False)
@@ -104,21 +117,27 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=tokens.device)  # [T]
         rope = rope_tables(self.config, positions) if self.config.position == "rope" else None  # 2 x [.., T, 1, K/2]
-        mask = self.attention_mask(positions, document_ids)  # [B, 1, T, T]
+        blocks: list[Any] = list(self.layers.values())
+        windows = {block.window for block in blocks}
+        masks = {window: self.attention_mask(positions, document_ids, window) for window in windows}  # [B, 1, T, T]
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
-        for block in self.layers.values():
-            x = block(x, rope, mask)  # [B, T, D]
+        for block in blocks:
+            x = block(x, rope, masks[block.window])  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
 
-    def attention_mask(self, positions: Tensor, document_ids: Tensor | None) -> Tensor | None:
+    def attention_mask(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
         """Return what `Attention.forward` takes as mask: None for plain causal attention."""
-        return None if document_ids is None else document_mask(document_ids)  # [B, 1, T, T]
+        if document_ids is None:
+            return window_mask(positions.shape[-1], window, positions.device)  # [1, 1, T, T]
+        return document_mask(document_ids, window)  # [B, 1, T, T]
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, plus those of `positions` where learned."""
+        """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, scaled, plus those of `positions` if learned."""
         if self.embedding is None:
             raise ValueError("this stage holds no embedding: it takes hidden states [B, T, D], not tokens")
         x = self.embedding(tokens)  # [B, T, D]
+        if self.config.embedding_scale == "sqrt_hidden_size":
+            x = x * self.config.hidden_size**0.5  # [B, T, D]
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)  # [B, T, D]
         return x.to(self.compute_dtype)
@@ -131,6 +150,8 @@ class Decoder(nn.Module):
             logits = self.embedding.project(x)  # [B, T, V]
         else:
             raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
+        if (cap := self.config.logit_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap  # [B, T, V]
         return mask_padding(logits, self.config.vocab_size, self.first_id)
 
     def auxiliary_losses(self) -> dict[str, Tensor]:
@@ -150,7 +171,8 @@ class Decoder(nn.Module):
         """Return how each module that holds parameters may be sharded over a tensor-parallel group, by full name.
 
         "column": rows of the weight (outputs) are split, "row": its columns (inputs), "vocabulary": rows are token
-        ids, "replicate": every rank holds it whole.
+        ids, "replicate": every rank holds it whole, "per_head": every rank holds it whole and applies it to its own
+        heads, so that its gradient there is a part of a sum.
         """
         roles = {
             "embedding": "vocabulary",

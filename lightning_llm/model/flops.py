@@ -3,10 +3,11 @@
 Letters: L layers, D hidden_size, H query heads, G key/value heads, K head dimension, F ffn_hidden_size, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.spec import block_parameters, block_parts, for_layers, norm_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class ParameterCount:
     head: int
     linear: int  # weights of the linears inside the blocks
     bias: int
-    norm: int
+    norm: int  # and other parameters of the blocks that are no linear's
 
     @property
     def total(self) -> int:
@@ -34,17 +35,26 @@ class ParameterCount:
 def count_parameters(config: ModelConfig, padded: bool = False) -> ParameterCount:
     """Return the parameter count: of the true vocabulary (what papers publish), or `padded` as held in memory."""
     rows = config.padded_vocab_size if padded else config.vocab_size
-    hidden, layers = config.hidden_size, config.num_layers
-    linears = block_linears(config)
-    vectors_per_norm = 2 if config.norm == "layernorm" and config.bias else 1
+    hidden, layers = config.hidden_size, range(config.num_layers)
+    linear, bias, own = map(sum, zip(*for_layers(config, layers, lambda index: _in_block(config, index)), strict=True))
     return ParameterCount(
         embedding=rows * hidden,
         position_embedding=config.max_sequence_length * hidden if config.position == "learned" else 0,
         head=0 if config.tie_embeddings else rows * hidden,
-        linear=layers * sum(each.in_features * each.out_features for each in linears),
-        bias=layers * sum(each.out_features for each in linears) if config.bias else 0,
-        norm=(2 * layers + 1) * hidden * vectors_per_norm,
+        linear=linear,
+        bias=bias,
+        norm=own + hidden * len(norm_of(config).vectors(config)),
     )
+
+
+def _in_block(config: ModelConfig, index: int) -> tuple[int, int, int]:
+    """Return the elements of block `index`: of its linears' weights, of their biases, and of all else."""
+    parts = block_parts(config, index).values()
+    linears = [linear for part in parts for linear in part.linears(config)]
+    weights = sum(linear.elements for linear in linears)
+    biases = sum(linear.outputs.length for linear in linears if linear.bias)
+    every = sum(math.prod(parameter.shape) for parameter in block_parameters(config, index))
+    return weights, biases, every - weights - biases
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
@@ -52,9 +62,14 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
 
     Chowdhery et al. 2022 (PaLM, arXiv:2204.02311) appendix B. N are the weights that multiply each token: the linears
     of the blocks and the head (tied or not) over the true vocabulary; the embedding look-ups, biases and norms are
-    left out, and so is padding. The second term is q k^T and the product with v over all T = `sequence_length` keys:
-    the causal half is not taken off, as the paper and most reports of MFU do. Recomputation never counts.
+    left out, and so is padding. The second term is what mixers compute beside their linears; of attention q k^T and
+    the product with v over all T = `sequence_length` keys: the causal half is not taken off, as the paper and most
+    reports of MFU do, but what lies outside a window is. Recomputation never counts.
     """
     matmul_weights = count_parameters(config).linear + config.vocab_size * config.hidden_size
-    attention = 12 * config.num_layers * config.num_heads * config.attention_head_dim * sequence_length
-    return 6 * matmul_weights + attention
+    layers = range(config.num_layers)
+    return 6 * matmul_weights + sum(for_layers(config, layers, lambda at: _mixing(config, at, sequence_length)))
+
+
+def _mixing(config: ModelConfig, index: int, sequence_length: int) -> int:
+    return sum(part.flops_per_token(config, sequence_length) for part in block_parts(config, index).values())

@@ -1,125 +1,51 @@
-"""Weights and configs to and from Hugging Face's layout: LlamaForCausalLM and GPT2LMHeadModel.
+"""Weights and configs to and from Hugging Face's layout, by the architectures of `model.interop`.
 
-Which of the two a config is follows from its switches; other mixtures (say RoPE with LayerNorm) have no counterpart
-and raise ConfigError. Tensors are views where the layouts agree. Padding rows of the vocabulary are cut on export and
-come back as zeros on import (their logits are masked, so their values never matter).
+Which of them a config is follows from its blocks and switches; other mixtures (say RoPE with LayerNorm) have no
+counterpart and raise ConfigError. Tensors are views where the layouts agree. Padding rows of the vocabulary are cut on
+export and come back as zeros on import (their logits are masked, so their values never matter).
 """
 
+import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_llm.config.schema.model import ModelConfig, RopeScaling
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig, RopeScaling
 from lightning_llm.errors import ConfigError, Problem
-
-_LLAMA_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate_proj": "mlp.gate_proj",
-    "feed_forward.up_proj": "mlp.up_proj",
-    "feed_forward.down_proj": "mlp.down_proj",
-}
-_LLAMA_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_GPT2_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.o_proj": "attn.c_proj",
-    "feed_forward_norm": "ln_2",
-    "feed_forward.up_proj": "mlp.c_fc",
-    "feed_forward.down_proj": "mlp.c_proj",
-}
-_GPT2_ENDS = {
-    "embedding": "transformer.wte",
-    "position_embedding": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_GPT2_FUSED = "attn.c_attn"  # q, k and v side by side; GPT2's Conv1D keeps weights as [inputs, outputs]
-_QUERY_KEY_VALUE = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+from lightning_llm.model import interop
+from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.linear_names import linears_of
+from lightning_llm.model.spec import block_parameters, norm_of
 
 
-def architecture(config: ModelConfig) -> Literal["llama", "gpt2"]:
+@cache
+def _architectures() -> list[Architecture]:
+    modules = [importlib.import_module(f"{interop.__name__}.{m.name}") for m in pkgutil.iter_modules(interop.__path__)]
+    return [module.ARCHITECTURE for module in modules if hasattr(module, "ARCHITECTURE")]
+
+
+def architecture(config: ModelConfig) -> Architecture:
     """Return which Hugging Face architecture computes what `config` does. Raises ConfigError where none does."""
-    switches = (config.norm, config.position, config.activation)
-    square = (
-        config.num_kv_heads == config.num_heads and config.attention_head_dim * config.num_heads == config.hidden_size
-    )
-    if switches == ("rmsnorm", "rope", "swiglu") and not config.bias:
-        return "llama"
-    if switches == ("layernorm", "learned", "gelu") and config.bias and square:
-        return "gpt2"
+    for each in _architectures():
+        if each.fits(config):
+            return each
     raise ConfigError(
         Problem(
             "model",
             f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
-            f"activation={config.activation}, bias={config.bias}. Known are Llama (rmsnorm, rope, swiglu, no bias) and "
-            "GPT2 (layernorm, learned, gelu, bias, as many key/value heads as query heads, head_dim null).",
+            f"activation={config.activation}, bias={config.bias}, layers={list(config.layers or DEFAULT_LAYERS)}. "
+            f"Known are {'; '.join(each.shape for each in _architectures())}.",
         )
     )
 
 
 def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     """Return the content of `config.json` for the exported model."""
-    return _llama_config(config) if architecture(config) == "llama" else _gpt2_config(config)
-
-
-def _llama_config(config: ModelConfig) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_frequency_factor,
-            "high_freq_factor": config.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_sequence_length,
-        }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.attention_head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_sequence_length,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.init_std,
-        # transformers 5 reads theta inside the rope entry, 4 beside it.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
-
-
-def _gpt2_config(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_sequence_length,
-        "n_embd": config.hidden_size,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": config.ffn_hidden_size,
-        "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu",
-        "layer_norm_epsilon": config.norm_eps,
-        "initializer_range": config.init_std,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "tie_word_embeddings": config.tie_embeddings,
-    }
+    return architecture(config).entries(config)
 
 
 def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
@@ -193,19 +119,15 @@ def to_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str
 
     A tied head is no entry of its own, as in the safetensors files of tied models.
     """
-    llama = architecture(config) == "llama"
     result: dict[str, Tensor] = {}
     for ours, theirs, transposed in _pairs(config):
         tensor = state[ours]
         if ours in {"embedding.weight", "head.weight"}:
             tensor = tensor[: config.vocab_size]
         result[theirs] = tensor.t() if transposed else tensor
-    if not llama:
-        for index in range(config.num_layers):
-            for kind in ("weight", "bias"):
-                parts = [state[f"layers.{index}.{name}.{kind}"] for name in _QUERY_KEY_VALUE]
-                fused = torch.cat(parts)  # [3 D, D] or [3 D]
-                result[f"transformer.h.{index}.{_GPT2_FUSED}.{kind}"] = fused.t() if kind == "weight" else fused
+    for several, theirs, transposed in _fused(config):
+        fused = torch.cat([state[ours] for ours in several])  # [3 D, D] or [3 D]
+        result[theirs] = fused.t() if transposed else fused
     return {name: tensor.contiguous() for name, tensor in result.items()}
 
 
@@ -218,28 +140,35 @@ def from_huggingface(state: Mapping[str, Tensor], config: ModelConfig) -> dict[s
             padding = config.padded_vocab_size - tensor.shape[0]
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, padding))  # [V, D]
         result[ours] = tensor
-    if architecture(config) == "gpt2":
-        for index in range(config.num_layers):
-            for kind in ("weight", "bias"):
-                fused = state[f"transformer.h.{index}.{_GPT2_FUSED}.{kind}"]  # [D, 3 D] or [3 D]
-                parts = (fused.t() if kind == "weight" else fused).chunk(3)  # 3 x [D, D] or [D]
-                result |= {f"layers.{index}.{n}.{kind}": part for n, part in zip(_QUERY_KEY_VALUE, parts, strict=True)}
+    for several, theirs, transposed in _fused(config):
+        fused = state[theirs].t() if transposed else state[theirs]  # [3 D, D] or [3 D]
+        result |= dict(zip(several, fused.chunk(len(several)), strict=True))
     return result
 
 
-def _pairs(config: ModelConfig) -> list[tuple[str, str, bool]]:
-    """Return (our name, their name, whether theirs is transposed) for every parameter but GPT2's fused projections."""
-    llama = architecture(config) == "llama"
-    ends, block, prefix = (
-        (_LLAMA_ENDS, _LLAMA_BLOCK, "model.layers") if llama else (_GPT2_ENDS, _GPT2_BLOCK, "transformer.h")
-    )
-    modules = {ours: theirs for ours, theirs in ends.items() if not (ours == "head" and config.tie_embeddings)}
+def _pairs(config: ModelConfig) -> Iterator[tuple[str, str, bool]]:
+    """Yield (our name, their name, whether theirs is transposed) for every parameter that is one of theirs."""
+    theirs = architecture(config)
+    for ours, name in theirs.ends.items():
+        if ours == "head" and config.tie_embeddings:
+            continue
+        for kind in norm_of(config).vectors(config) if ours == "norm" else ("weight",):
+            yield f"{ours}.{kind}", f"{name}.{kind}", False
+    linears = linears_of(config)
     for index in range(config.num_layers):
-        modules |= {f"layers.{index}.{ours}": f"{prefix}.{index}.{theirs}" for ours, theirs in block.items()}
-    pairs = []
-    for ours, theirs in modules.items():
-        transposed = not llama and ours.endswith("_proj")
-        pairs.append((f"{ours}.weight", f"{theirs}.weight", transposed))
-        if not llama and ours.endswith(("norm", "_proj")):
-            pairs.append((f"{ours}.bias", f"{theirs}.bias", False))
-    return pairs
+        names = theirs.block_names(config, index)
+        for parameter in block_parameters(config, index):
+            module, _, kind = parameter.name.rpartition(".")
+            if module in names:
+                ours, name = f"layers.{index}.{module}", f"{theirs.block_prefix}.{index}.{names[module]}"
+                yield f"{ours}.{kind}", f"{name}.{kind}", theirs.transposed and ours in linears and kind == "weight"
+
+
+def _fused(config: ModelConfig) -> Iterator[tuple[list[str], str, bool]]:
+    """Yield (our names, their one, whether theirs is transposed) for parameters that lie side by side in theirs."""
+    theirs = architecture(config)
+    for index in range(config.num_layers):
+        for name, several in theirs.fused.items():
+            for kind in ("weight", "bias"):
+                ours = [f"layers.{index}.{each}.{kind}" for each in several]
+                yield ours, f"{theirs.block_prefix}.{index}.{name}.{kind}", theirs.transposed and kind == "weight"

@@ -17,7 +17,7 @@ Schemes (`model.init`), with std = `model.init_std` and l the layer's index from
 """
 
 import math
-from dataclasses import dataclass
+import re
 
 import torch
 from torch import Tensor
@@ -25,63 +25,49 @@ from torch import Tensor
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.keyed_hash import hash_words, name_word
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.spec import Distribution, LinearSpec, block_parameters, norm_of
 
 CHUNK_ELEMENTS = 65_536
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """What a parameter is drawn from: `mean` where `std` is 0, else a normal, cut at `cut` standard deviations."""
-
-    mean: float = 0.0
-    std: float = 0.0
-    cut: float | None = None
-
-
 def distribution_of(config: ModelConfig, name: str) -> Distribution:
     """Return what parameter `name` (its full name in a `Decoder`) is drawn from. Raises KeyError for other names."""
-    *path, kind = name.split(".")
-    module = path[-1] if path else ""
-    if kind == "bias":
-        return Distribution()
-    if kind != "weight":
+    if (within := _IN_BLOCK.fullmatch(name)) is not None:
+        return _in_block(config, int(within[1]), within[2])
+    ends = {f"{end}.weight": _of_table(config, end) for end in ("embedding", "position_embedding", "head")}
+    ends |= {f"norm.{key}": Distribution(mean=first) for key, first in norm_of(config).vectors(config).items()}
+    if name not in ends:
         raise KeyError(f"{name} is no parameter of a decoder")
-    if module.endswith("norm"):
-        return Distribution(mean=1.0)
-    if module not in _WEIGHTS:
-        raise KeyError(f"{name} is no parameter of a decoder")
-    scale_of = _gpt2_distribution if config.init == "gpt2" else _llama_distribution
-    return scale_of(config, module, layer=int(path[1]) if path[0] == "layers" else 0)
+    return ends[name]
 
 
-_WEIGHTS = {
-    "embedding",
-    "position_embedding",
-    "head",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-}
+_IN_BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
 
 
-def _gpt2_distribution(config: ModelConfig, module: str, layer: int) -> Distribution:
-    if module in {"o_proj", "down_proj"}:
-        return Distribution(std=config.init_std / math.sqrt(2 * config.num_layers))
-    return Distribution(std=config.init_std)
+def _in_block(config: ModelConfig, index: int, name: str) -> Distribution:
+    for linear in block_linears(config, index):
+        if name == f"{linear.name}.weight":
+            return Distribution(std=_std(config, linear, index))
+    for parameter in block_parameters(config, index):
+        if parameter.name == name and parameter.distribution is not None:
+            return parameter.distribution
+    raise KeyError(f"layers.{index}.{name} is no parameter of a decoder")
 
 
-def _llama_distribution(config: ModelConfig, module: str, layer: int) -> Distribution:
-    if module == "head" or (module == "embedding" and config.tie_embeddings):
+def _std(config: ModelConfig, linear: LinearSpec, index: int) -> float:
+    if config.init not in linear.depth_scaled:
+        return config.init_std
+    depth = config.num_layers if config.init == "gpt2" else index + 1
+    return config.init_std / math.sqrt(2 * depth)
+
+
+def _of_table(config: ModelConfig, end: str) -> Distribution:
+    if config.init == "gpt2" or end == "position_embedding":
+        return Distribution(std=config.init_std)
+    if end == "head" or config.tie_embeddings:
         return Distribution(std=config.hidden_size**-0.5, cut=3.0)
-    if module == "embedding":
-        return Distribution(std=1.0)
-    if module in {"o_proj", "up_proj", "down_proj"}:
-        return Distribution(std=config.init_std / math.sqrt(2 * (layer + 1)))
-    return Distribution(std=config.init_std)
+    return Distribution(std=1.0)
 
 
 def parameter_slice(config: ModelConfig, seed: int, name: str, start: int, stop: int) -> Tensor:

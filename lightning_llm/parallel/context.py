@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_llm.model.attention import torch_attention
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.mixer.attention import Kernel
 from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 
@@ -55,30 +55,35 @@ def share_sequences(model: Decoder, layout: Layout) -> None:
         return
     replaced: Any = model
     replaced.attention_mask = partial(context_mask, ranks=group.size())
-    attend = ContextAttention(group)
+    made: dict[Kernel, ContextAttention] = {}
     for block in model.layers.values():
         attention: Any = block.attention
-        attention.attend = attend
+        attention.attend = made.setdefault(attention.kernel, ContextAttention(group, attention.kernel))
 
 
-def context_mask(positions: Tensor, document_ids: Tensor | None, ranks: int) -> Tensor:
+def context_mask(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> Tensor:
     """Return bool `[B or 1, 1, T / R, T]`: which keys, in the order of ranks, this rank's queries at `positions` see.
 
-    `document_ids` is `[B, T]`, in the order of the sequence.
+    `document_ids` is `[B, T]`, in the order of the sequence. Of a `window` a query sees the last so many tokens.
     """
     length = ranks * positions.shape[-1]
     keys = torch.cat([positions_of(place, ranks, length, positions.device) for place in range(ranks)])  # [T]
     mask = (keys[None, :] <= positions[:, None])[None]  # [1, T / R, T]
+    if window is not None:
+        mask = mask & (positions[:, None] - keys[None, :] < window)
     if document_ids is not None:
         mask = mask & (document_ids[:, positions, None] == document_ids[:, None, keys])  # [B, T / R, T]
     return mask[:, None]
 
 
 class ContextAttention:
-    """Attention of a rank's tokens over the keys of all ranks of a group; one object for all blocks, and one graph."""
+    """Attention of a rank's tokens over the keys of all ranks of a group, by `kernel`.
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = GroupRef.of(group)
+    One object for all blocks of a kernel, and one graph.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, kernel: Kernel):
+        self.group, self.kernel = GroupRef.of(group), kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` of `q`; `mask` is `context_mask`.
@@ -87,4 +92,4 @@ class ContextAttention:
         """
         both = gather_tokens(torch.cat([k, v], dim=-1), self.group)  # [B, T, G, 2K]
         keys, values = both.chunk(2, dim=-1)
-        return torch_attention(q, keys, values, mask)
+        return self.kernel(q, keys, values, mask)

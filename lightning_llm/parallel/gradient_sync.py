@@ -28,6 +28,8 @@ class GradientSync:
         """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
         self.model = model
         self.parameters = list(model.parameters())
+        roles = model.roles()
+        self._per_head = {id(p) for name, p in model.named_parameters() if roles[name.rpartition(".")[0]] == "per_head"}
         self.layout = layout
         self.scatters = scatters
         self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
@@ -69,15 +71,16 @@ class GradientSync:
 
         FSDP2 does so itself, within the backward pass, where parallel.reduction is native. Ranks that share a sequence
         have each a part of every gradient, which FSDP2 has summed where it shards; those of a tensor-parallel group
-        have a part of what they all hold whole, where each saw its own tokens. Where each saw all, they take the
-        first's: kernels that sum in no fixed order would let the copies drift apart.
+        have a part of what they all hold whole, where each saw its own tokens or heads. Where each saw all, they take
+        the first's: kernels that sum in no fixed order would let the copies drift apart.
         """
         layout = self.layout
         if (group := layout.group("tp")) is not None:
             whole = [parameter for parameter in self.parameters if not is_cut(parameter)]
-            first = partial(dist.broadcast, group=group, group_src=0)
-            share = partial(dist.all_reduce, group=group) if layout.config.sequence_parallel else first
-            _reduce_buckets(self._gradients(whole), share)
+            parts = [p for p in whole if layout.config.sequence_parallel or id(p) in self._per_head]
+            alike = [p for p in whole if not layout.config.sequence_parallel and id(p) not in self._per_head]
+            _reduce_buckets(self._gradients(parts), partial(dist.all_reduce, group=group))
+            _reduce_buckets(self._gradients(alike), partial(dist.broadcast, group=group, group_src=0))
         if not layout.shards and (group := layout.group("cp")) is not None:
             _reduce_buckets(self._gradients(), partial(dist.all_reduce, group=group))
         if layout.tree and (group := layout.group("dp_replicate")) is not None:

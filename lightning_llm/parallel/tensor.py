@@ -175,7 +175,7 @@ def _kind_of(model: Decoder, module: nn.Module, role: str) -> type[_TensorParall
         return _TokenEmbedding
     if module is model.position_embedding:
         return _PositionEmbedding
-    return {"replicate": _Norm, "row": _Row, "column": _Column, "vocabulary": _Head}[role]
+    return {"replicate": _Norm, "per_head": _Norm, "row": _Row, "column": _Column, "vocabulary": _Head}[role]
 
 
 def _become(module: nn.Module, kind: type[_TensorParallel], edge: Edge) -> None:

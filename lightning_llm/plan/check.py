@@ -8,13 +8,14 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from lightning_llm.config.place import place_problems, tracking_problems
-from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import data_rules
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.model.linear_names import block_linears, linear_inputs, linear_names, linear_widths
+from lightning_llm.model.linear_names import linear_names, linears_of
+from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.degrees import Degrees, layout_problems
 from lightning_llm.plan.divisibility import cut_problems
@@ -104,26 +105,6 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     return [Problem("checkpoint.keep_last", text)]
 
 
-def shape_problems(model: ModelConfig) -> list[Problem]:
-    """Return what does not fit together in a model's shape."""
-    problems = []
-    if model.head_dim is None and model.hidden_size % model.num_heads:
-        text = f"{model.hidden_size} is no multiple of model.num_heads={model.num_heads}. Change one, or set head_dim."
-        problems.append(Problem("model.hidden_size", text))
-    elif model.position == "rope" and model.attention_head_dim % 2:
-        text = f"is {model.attention_head_dim}, and position=rope turns pairs of features. Make it even."
-        problems.append(Problem("model.head_dim", text))
-    if model.num_heads % model.num_kv_heads:
-        text = (
-            f"model.num_heads={model.num_heads} is no multiple of {model.num_kv_heads}: each must serve equally many."
-        )
-        problems.append(Problem("model.num_kv_heads", text))
-    if model.rope_scaling is not None and model.position != "rope":
-        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
-        problems.append(Problem("model.rope_scaling", text))
-    return problems
-
-
 def _logger_problems(config: Config) -> list[Problem]:
     name = config.logger.name
     if name not in ("tensorboard", "wandb") or find_spec(name) is not None:
@@ -203,15 +184,14 @@ def _rotation_problems(config: Config) -> list[Problem]:
     """Return where a Hadamard transform does not divide the axis it turns; blocks are padded, rotations cannot be."""
     data, model, recipe = config.data, config.model, config.precision
     tokens = {"data.micro_batch_size x sequence_length": data.micro_batch_size * data.sequence_length}
-    linears = {linear.name: linear for linear in block_linears(model)}
+    linears = linears_of(model)
     layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
     found = set()
     for key, casts in recipe.cast_sets().items():
-        its = [linears[each] for each in dict.fromkeys(name.split(".", 2)[2] for name in layers[key])]
-        inputs, outputs = {linear.in_features for linear in its}, {linear.out_features for linear in its}
+        its = dict.fromkeys(linears[name] for name in layers[key])
         axes = {
-            "fprop": {axis: length for axis, length in linear_inputs(model).items() if length in inputs},
-            "dgrad": {axis: length for axis, length in linear_widths(model).items() if length in outputs},
+            "fprop": {linear.inputs.text: linear.inputs.length for linear in its},
+            "dgrad": {linear.outputs.text: linear.outputs.length for linear in its},
             "wgrad": tokens if its else {},
         }
         found |= {

@@ -1,14 +1,14 @@
 """What tensor and context parallelism cut, and whether it divides: said with the arithmetic. Imports no torch."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.linear_names import BlockLinear, block_linears, linear_names
+from lightning_llm.model.linear_names import linear_names, linears_of
+from lightning_llm.model.spec import LinearSpec, Size, block_parts, for_layers, mixer_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import CUT_AXES
 from lightning_llm.precision.module_rules import layers_of_casts
@@ -43,24 +43,34 @@ def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
             "parallel.cp", f"is {degrees.cp} with pp={degrees.pp}; stages take whole sequences. Set one to 1."
         )
     yield from _weight_problems(config.model, degrees.tp)
+    if degrees.cp > 1:
+        yield from _mixer_problems(config.model, degrees.cp)
     yield from _sequence_problems(config, degrees)
     yield from _block_problems(config, degrees)
     yield from _optimizer_problems(config, degrees.tp)
 
 
 def _weight_problems(model: ModelConfig, tp: int) -> Iterator[Problem]:
-    sizes = {
-        "model.num_heads": (model.num_heads, "each rank takes whole heads"),
-        "model.num_kv_heads": (model.num_kv_heads, "each rank takes whole key/value heads, which are not copied"),
-        "model.ffn_hidden_size": (model.ffn_hidden_size, "its columns are shared out evenly"),
-        "the padded vocabulary": (model.padded_vocab_size, "its rows are shared out; see model.vocab_multiple"),
-    }
+    sizes: dict[str, tuple[int, str]] = {}
+    for parts in for_layers(model, range(model.num_layers), lambda index: list(block_parts(model, index).values())):
+        for part in parts:
+            sizes |= part.divisions(model)
+    sizes["the padded vocabulary"] = model.padded_vocab_size, "its rows are shared out; see model.vocab_multiple"
     for name, (size, why) in sizes.items():
         if size % tp:
             text = (
                 f"is {tp}, which does not divide {name} = {size} ({size} = {size // tp} x {tp} + {size % tp}): {why}."
             )
             yield Problem("parallel.tp", f"{text} Take a divisor of {size}.")
+
+
+def _mixer_problems(model: ModelConfig, cp: int) -> Iterator[Problem]:
+    mixers = for_layers(model, range(model.num_layers), lambda index: mixer_of(model, index))
+    names = [model.layer_name(index) for index, mixer in enumerate(mixers) if not mixer.context_parallel]
+    for name in dict.fromkeys(names):
+        yield Problem(
+            "parallel.cp", f"is {cp}, and the mixer of '{name}' in model.layers takes whole sequences. Set 1."
+        )
 
 
 def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
@@ -79,11 +89,10 @@ def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
     model, recipe = config.model, config.precision
-    layers = layers_of_casts(linear_names(model), recipe, model.num_layers)
+    layers, every = layers_of_casts(linear_names(model), recipe, model.num_layers), linears_of(model)
     slots: dict[tuple[Cut, int], dict[str, None]] = {}
     for key, casts in recipe.cast_sets().items():
-        its = {re.sub(r"^layers\.\d+\.", "", name) for name in layers[key]}
-        linears = [linear for linear in block_linears(model) if linear.name in its]
+        linears = list(dict.fromkeys(every[name] for name in layers[key]))
         prefix = f"{key}." if key.startswith("modules.") else ""
         for slot, cast in casts.items():
             if not (cast.quantises and linears):
@@ -104,7 +113,7 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 def _optimizer_problems(config: Config, tp: int) -> Iterator[Problem]:
     """Yield where the optimizer's state cannot be cut as the rows of row-parallel weights are."""
-    names = {linear.in_features: linear.name for linear in block_linears(config.model) if linear.role == "row"}
+    names = {each.inputs.length: each.name for each in linears_of(config.model).values() if each.role == "row"}
     for columns, name in names.items():
         if problem := config.optim.shard_problem(columns, tp):
             yield Problem("parallel.tp", f"is {tp}, and cuts the rows of {name} into parts {problem}, or tp=1.")
@@ -119,23 +128,24 @@ def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
         yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
 
 
-def _cuts(operand: str, linears: list[BlockLinear], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
+def _cuts(operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
     """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that ranks have parts of."""
-    model, tp, cp, length = config.model, degrees.tp, degrees.cp, config.data.sequence_length
+    tp, cp, length = degrees.tp, degrees.cp, config.data.sequence_length
     if cp > 1 and operand != "w":
         yield 0, Cut("a sequence (two per rank)", length, 2 * cp, "cp", "data.sequence_length")
     if tp == 1:
         return
-    alike: dict[tuple[int, str, str, int], list[str]] = {}
+    alike: dict[tuple[int, str, str, int], list[LinearSpec]] = {}
     for linear in linears:
         axis = CUT_AXES[linear.role][operand]
         if axis is not None:
-            outputs = linear.role == "column"
-            width = linear.out_features if outputs else linear.in_features
-            part, side = linear.name.partition(".")[0], "outputs" if outputs else "inputs"
-            alike.setdefault((axis, part, side, width), []).append(linear.name)
-    for (axis, _, side, width), names in alike.items():
-        short = ", ".join(name.rpartition(".")[2] for name in names)
-        heads = model.num_kv_heads if names[0].endswith(("k_proj", "v_proj")) else model.num_heads
-        key = ("model.ffn_hidden_size",) if names[0].startswith("feed_forward") else ("model.head_dim", heads)
-        yield axis, Cut(f"the {side} of {short}", width, tp, "tp", *key)
+            part, side = linear.name.partition(".")[0], "outputs" if linear.role == "column" else "inputs"
+            alike.setdefault((axis, part, side, _shared_side(linear).length), []).append(linear)
+    for (axis, _, side, width), several in alike.items():
+        short = ", ".join(dict.fromkeys(linear.name.rpartition(".")[2] for linear in several))
+        made_of = _shared_side(several[0])
+        yield axis, Cut(f"the {side} of {short}", width, tp, "tp", made_of.key, made_of.times)
+
+
+def _shared_side(linear: LinearSpec) -> Size:
+    return linear.outputs if linear.role == "column" else linear.inputs

@@ -1,10 +1,13 @@
 """Bytes that a rank holds, by formula. Imports no torch."""
 
+from itertools import pairwise
+
 from lightning_llm.config.schema import Config
+from lightning_llm.model.spec import block_parts, for_layers, mixer_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES, state_bytes
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import StagePart, chunks_in_flight, parts_of, units_at
+from lightning_llm.plan.stages import StagePart, chunks_in_flight, layers_of, parts_of, units_at
 from lightning_llm.plan.units import (
     Unit,
     Units,
@@ -34,10 +37,11 @@ def memory_bytes(plan: Plan) -> dict[str, int]:
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
-    - `activations`: Korthikanti et al. 2022 (arXiv 2205.05198) eq. 1 without the attention-score term, which SDPA does
-      not store: 34 s b h per layer in 16 bit; see `_layer_bytes` for tensor and context parallelism. Of a recomputed
-      layer its input stays, and with selective checkpointing `selective_bytes_per_token`; one layer at a time is whole
-      again. In a pipeline, of all micro-batches in flight.
+    - `activations`: what each part of each block says that it keeps: for Llama and GPT Korthikanti et al. 2022 (arXiv
+      2205.05198) eq. 1 without the attention-score term, which SDPA does not store: 34 s b h per layer in 16 bit; see
+      `_layer_bytes` for tensor and context parallelism. Of a recomputed layer its input stays, and with selective
+      checkpointing `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches
+      in flight.
     - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
       of all micro-batches in the compute dtype.
     """
@@ -86,7 +90,8 @@ def boundary_bytes(config: Config, degrees: Degrees) -> int:
 def _logits_bytes(config: Config, degrees: Degrees, turns: int) -> int:
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
     kept = turns if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
-    return logits * (kept * DTYPE_BYTES[config.precision.compute_dtype] + 8)
+    capped = 1 if config.model.logit_cap else 0  # keeps what the tangent gave
+    return logits * ((kept + capped) * DTYPE_BYTES[config.precision.compute_dtype] + 8)
 
 
 def tree_buffers(turns: int) -> int:
@@ -109,64 +114,81 @@ def gathered_bytes(config: Config, units: Units, degrees: Degrees) -> int:
 
     if config.parallel.zero_stage < 3:
         return sum(map(size, units.each()))
-    two_blocks = min(2, units.num_blocks) * size(units.block)  # the next one is gathered ahead
-    return size(units.root) + max(size(units.head) + two_blocks, size(units.embedding) + size(units.block))
+    blocks = [size(block) for block in units.blocks]
+    two_blocks = max(map(sum, pairwise(blocks)), default=sum(blocks))  # the next one is gathered ahead
+    return size(units.root) + max(size(units.head) + two_blocks, size(units.embedding) + blocks[0])
 
 
-def recomputed_layers(config: Config, parts: list[StagePart]) -> int:
-    """Return how many blocks of a rank's stages recompute their forward pass."""
+def recomputed_layers(config: Config, parts: list[StagePart]) -> list[int]:
+    """Return the blocks of a rank's stages that recompute their forward pass, by global index."""
     if config.parallel.activation_checkpoint == "none":
-        return 0
-    return sum(index % config.parallel.activation_checkpoint_every == 0 for part in parts for index in part.layers)
+        return []
+    return [index for index in layers_of(parts) if index % config.parallel.activation_checkpoint_every == 0]
 
 
 def activation_bytes(config: Config, degrees: Degrees, parts: list[StagePart], chunks: int) -> int:
     """Return the bytes that the blocks' forward passes leave for the backward pass, of `chunks` stages in flight."""
-    again = recomputed_layers(config, parts)
-    whole, kept = _layer_bytes(config, degrees), boundary_bytes(config, degrees)
-    if config.parallel.activation_checkpoint == "selective":
-        kept += tokens_of(config, degrees) * selective_bytes_per_token(config, degrees.tp)
-    layers = sum(len(part.layers) for part in parts)
-    held = ((layers - again) * whole + again * kept) * chunks // len(parts) + bool(again) * whole
-    return held + _mask_bytes(config, degrees) * chunks
+    again, tokens, layers = recomputed_layers(config, parts), tokens_of(config, degrees), layers_of(parts)
+    each = for_layers(config.model, layers, lambda index: _layer_bytes(config, degrees, index))
+    whole = dict(zip(layers, each, strict=True))
+    kept = {index: whole[index] for index in layers if index not in again}
+    for index in again:
+        kept[index] = boundary_bytes(config, degrees)
+        if config.parallel.activation_checkpoint == "selective":
+            kept[index] += tokens * selective_bytes_per_token(config, index, degrees.tp)
+    held = sum(kept.values()) * chunks // len(parts) + max((whole[index] for index in again), default=0)
+    return held + _mask_bytes(config, degrees, layers) * chunks
 
 
-def _mask_bytes(config: Config, degrees: Degrees) -> int:
-    """Return the bytes of the mask that says which keys of all ranks a rank's queries see: a bool for each pair."""
-    if degrees.cp == 1:
-        return 0
-    sequences = config.data.micro_batch_size if config.data.document_mask else 1
-    return sequences * config.data.sequence_length**2 // degrees.cp
+def _mask_bytes(config: Config, degrees: Degrees, layers: list[int]) -> int:
+    """Return the bytes of the masks that say which keys a rank's queries see, a bool for each pair.
 
-
-def _layer_bytes(config: Config, degrees: Degrees) -> int:
-    """Return the bytes that the forward pass of one block leaves on a rank, of one micro-batch.
-
-    Tensor parallelism (arXiv 2205.05198, eq. 2 and 4): of 34, the 24 within attention and feed-forward are divided, and
-    with sequence parallelism the 10 outside, too; but the inputs of both parts, 4, stay gathered here, where Megatron
-    gathers them again. Context parallelism keeps the keys and values of all tokens, for all heads, as attention with a
-    mask takes them on CUDA (`model.attention.for_all_heads`).
+    With context parallelism that is one for each window that the blocks `layers` look through, or for none; else those
+    of windows alone.
     """
-    model, width, tp = config.model, DTYPE_BYTES[config.precision.compute_dtype], degrees.tp
-    per_token = 34 if tp == 1 else 4 + 30 / tp if config.parallel.sequence_parallel else 10 + 24 / tp
-    whole = int(per_token * tokens_of(config, degrees) * model.hidden_size) * width // 2
+    windows = set(
+        for_layers(config.model, layers, lambda index: mixer_of(config.model, index).window_tokens(config.model))
+    )
+    masks = len(windows if degrees.cp > 1 else windows - {None})
+    sequences = config.data.micro_batch_size if config.data.document_mask else 1
+    return masks * sequences * config.data.sequence_length**2 // degrees.cp
+
+
+def _layer_bytes(config: Config, degrees: Degrees, index: int) -> int:
+    """Return the bytes that the forward pass of block `index` leaves on a rank, of one micro-batch.
+
+    Tensor parallelism divides what lies within mixer and feed-forward (arXiv 2205.05198, eq. 2 and 4), and with
+    sequence parallelism what lies outside, too; but the inputs of both stay gathered here, where Megatron gathers them
+    again. Of context parallelism mixers keep what they gather (`Mixer.context_elements`).
+    """
+    width, tokens, tp = DTYPE_BYTES[config.precision.compute_dtype], tokens_of(config, degrees), degrees.tp
+    saved = [
+        part.saved_activations(config.model, width, config.data.sequence_length)
+        for part in block_parts(config.model, index).values()
+    ]
+    within, gathered, outside = map(sum, zip(*saved, strict=True))
+    if config.parallel.sequence_parallel:
+        whole = tokens * gathered + tokens * (within + outside) // tp
+    else:
+        whole = tokens * (gathered + outside) + tokens * within // tp
     if degrees.cp > 1:
-        keys = 2 * model.num_heads * model.attention_head_dim // tp
-        whole += degrees.cp * tokens_of(config, degrees) * keys * width
+        _, kept = mixer_of(config.model, index).context_elements(config.model)
+        whole += degrees.cp * tokens * (kept // tp) * width
     return whole
 
 
-def selective_bytes_per_token(config: Config, tp: int = 1) -> int:
-    """Return the bytes of the outputs that `activation.checkpoint_blocks` keeps of one token in one block.
+def selective_bytes_per_token(config: Config, index: int, tp: int = 1) -> int:
+    """Return the bytes of the outputs that `activation.checkpoint_blocks` keeps of one token in block `index`.
 
-    Those are every matrix product's in the compute dtype: q, k, v, o, the feed-forward network's two or three; and
-    attention's, with one fp32 log-sum-exp per head.
+    Those are every linear's in the compute dtype, and of the mixer what its kernel gives (`Part.kernel_outputs`).
     """
-    model = config.model
-    query, key = model.num_heads * model.attention_head_dim, model.num_kv_heads * model.attention_head_dim
-    widen = 2 if model.activation == "swiglu" else 1
-    outputs = (2 * query + 2 * key + widen * model.ffn_hidden_size) // tp + 2 * model.hidden_size
-    return DTYPE_BYTES[config.precision.compute_dtype] * outputs + 4 * model.num_heads // tp
+    model, width = config.model, DTYPE_BYTES[config.precision.compute_dtype]
+    kept = 0
+    for part in block_parts(model, index).values():
+        kept += part.kernel_outputs(model, width, config.data.sequence_length) // tp
+        for linear in part.linears(model):
+            kept += width * linear.outputs.length // (tp if linear.role == "column" else 1)
+    return kept
 
 
 def _compute_copies(config: Config, units: Units, degrees: Degrees, parts: list[StagePart], chunks: int) -> int:
@@ -178,12 +200,13 @@ def _compute_copies(config: Config, units: Units, degrees: Degrees, parts: list[
     if recipe.compute_dtype == recipe.master_dtype:
         return 0
     # The last norm, and a tied embedding, which is cast to project.
-    elements = units_of(model, 0, first=False, last=True, tp=degrees.tp).root.shard(1) if parts[-1].last else 0
+    elements = units_of(model, (), first=False, last=True, tp=degrees.tp).root.shard(1) if parts[-1].last else 0
     if not uses_fsdp(config.parallel, degrees):
-        again = recomputed_layers(config, parts)
-        blocks = (units.num_blocks - again) * chunks // len(parts)
-        blocks += bool(again)  # a recomputed block casts its weights again, too
-        elements += units.head.shard(1) + blocks * units.block.shard(1)
+        again = set(recomputed_layers(config, parts))
+        sizes = dict(zip(layers_of(parts), (block.shard(1) for block in units.blocks), strict=True))
+        kept = [size for index, size in sizes.items() if index not in again]
+        elements += units.head.shard(1) + max((sizes[index] for index in again), default=0)  # cast again, one at a time
+        elements += (len(kept) * chunks // len(parts)) * sum(kept) // max(1, len(kept))
     return DTYPE_BYTES[recipe.compute_dtype] * elements
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_llm.config.redact import with_credentials
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
@@ -13,7 +14,7 @@ from lightning_llm.precision.native.capability import HARDWARE
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain data: choices, `parameters`, `flops_per_token`, bytes by kind.
+    """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
 
     `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go.
     """
@@ -23,6 +24,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.model).total,
+        "layers": list(config.model.layers or DEFAULT_LAYERS),
         "layout": layout,
         "precision": precision_facts(
             config.precision, plan.decision, linear_names(config.model), config.model.num_layers
@@ -95,7 +97,7 @@ def _hardware_note(plan: Plan) -> str | None:
 def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
-        ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
+        ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_pattern(facts['layers'])}"),
         *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),
         (
@@ -114,6 +116,10 @@ def render(facts: dict[str, Any]) -> str:
         ("folder", facts["run_dir"]),
     ]
     return "\n".join(f"{name:<17} {text}" for name, text in rows)
+
+
+def _pattern(layers: list[str]) -> str:
+    return "" if layers == list(DEFAULT_LAYERS) else f", layers [{', '.join(layers)}] repeated"
 
 
 def _backend(facts: dict[str, Any]) -> str:

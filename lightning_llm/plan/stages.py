@@ -1,7 +1,10 @@
 """How a decoder is cut into pipeline stages, and what a schedule leaves idle and keeps in memory. Imports no torch."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.errors import Problem
@@ -26,25 +29,62 @@ def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
     """Return the contiguous split into `stages` of at least one block whose heaviest stage is lightest.
 
     A stage weighs what it holds in parameters, which are also its FLOPs but for the embedding's: the first stage counts
-    the embedding, the last the head, even where they are one tensor, since both stages keep it. Blocks are alike, so
-    each goes to the stage that is lightest so far; of equals to the latest, which keeps the fewest micro-batches.
+    the embedding, the last the head, even where they are one tensor, since both stages keep it. Of splits whose
+    heaviest stages weigh the same, the most even one (least squares); of equals the one that gives more to later
+    stages, which keep fewer micro-batches. Raises ValueError where there are fewer blocks than stages.
     """
-    units = units_of(model)
-    block = units.block.shard(1)
+    if model.num_layers < stages:
+        raise ValueError(f"{model.num_layers} blocks make no {stages} stages of at least one")
     table = model.padded_vocab_size * model.hidden_size
     positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
-    weights, counts = [block] * stages, [1] * stages
-    weights[0] += table + positions
-    weights[-1] += table
-    for _ in range(model.num_layers - stages):
-        lightest = min(range(stages), key=lambda stage: (weights[stage], -stage))
-        weights[lightest] += block
-        counts[lightest] += 1
-    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    blocks = tuple(block.shard(1) for block in units_of(model).blocks)
+    ends = _even_split(blocks, stages, table + positions, table)
     return [
-        StagePart(stage, range(end - count, end), first=stage == 0, last=stage == stages - 1)
-        for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
+        StagePart(stage, range(start, end), first=stage == 0, last=stage == stages - 1)
+        for stage, (start, end) in enumerate(zip((0, *ends), ends, strict=False))
     ]
+
+
+@lru_cache(maxsize=1024)
+def _even_split(blocks: tuple[int, ...], stages: int, first: int, last: int) -> tuple[int, ...]:
+    """Return the end of each stage among `blocks`, by their weights; `first` and `last` are those stages' own."""
+    sums = [0, *accumulate(blocks)]
+    own = [first, *[0] * (stages - 2), last] if stages > 1 else [first + last]
+    limit = _lightest_maximum(sums, own)
+    # Of the stages from `stage` on over the blocks from `start` on: the least sum of squares, and the end of the first.
+    best: dict[int, tuple[int, int]] = {len(blocks): (0, 0)}
+    table = []
+    for stage in reversed(range(stages)):
+        found: dict[int, tuple[int, int]] = {}
+        for start in range(stage, len(blocks) - (stages - 1 - stage)):
+            for end in range(start + 1, len(sums)):
+                weight = own[stage] + sums[end] - sums[start]
+                if weight > limit:
+                    break
+                if end in best and (start not in found or weight**2 + best[end][0] < found[start][0]):
+                    found[start] = weight**2 + best[end][0], end
+        table.append(found)
+        best = found
+    ends = [0]
+    for found in reversed(table):
+        ends.append(found[ends[-1]][1])
+    return tuple(ends[1:])
+
+
+def _lightest_maximum(sums: list[int], own: list[int]) -> int:
+    """Return the least weight that no stage need exceed: by halving, since each limit is either kept or not."""
+
+    def kept(limit: int) -> bool:
+        end = 0
+        for stage, weight in enumerate(own):
+            start, most = end, len(sums) - (len(own) - stage)  # leave a block for each later stage
+            while end < most and weight + sums[end + 1] - sums[start] <= limit:
+                end += 1
+            if end == start:
+                return False
+        return end == len(sums) - 1
+
+    return bisect_left(range(sums[-1] + sum(own)), True, key=kept)
 
 
 def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, place: int) -> list[StagePart]:
@@ -57,7 +97,12 @@ def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, pla
 
 def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
     """Return what the rank with stages `parts` shards, as `units_of` does for a whole model."""
-    return units_of(model, sum(len(part.layers) for part in parts), parts[0].first, parts[-1].last, tp)
+    return units_of(model, layers_of(parts), parts[0].first, parts[-1].last, tp)
+
+
+def layers_of(parts: list[StagePart]) -> list[int]:
+    """Return the blocks of a rank's stages, by global index."""
+    return [index for part in parts for index in part.layers]
 
 
 def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:

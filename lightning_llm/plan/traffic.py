@@ -1,14 +1,16 @@
 """Bytes that a rank sends in an optimizer step, by formula. Imports no torch."""
 
+import math
 from collections import Counter
 
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.model.spec import block_parameters, for_layers, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import boundary_bytes, heaviest_place, recomputed_layers, tokens_of
 from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import StagePart, parts_of, units_at
+from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
 from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
 
 SHARDS = "dp_shard cp"
@@ -62,7 +64,7 @@ def _sent(config: Config, degrees: Degrees) -> Sent:
         return width * unit.shard(ranks) * (ranks - 1)
 
     if uses_fsdp(parallel, degrees):
-        forward, blocks = sum(map(gather, units.each())), units.num_blocks * gather(units.block)
+        forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
         sent["all_gather", SHARDS] = turns * (forward + blocks) if parallel.zero_stage == 3 else forward
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
     tree = sums_in_tree(parallel)
@@ -97,41 +99,48 @@ def _add_tensor_parallel(sent: Sent, config: Config, degrees: Degrees, parts: li
     hidden states of all tokens with sequence parallelism, else twice an all-reduce of as many bytes as both together
     (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the loss takes
     three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last. Gradients of
-    norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others.
+    norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others;
+    those of norms within heads are always all-reduced.
     """
     recipe, model, sequence = config.precision, config.model, config.parallel.sequence_parallel
     tokens, hidden = tokens_of(config, degrees), config.model.hidden_size
     once = (degrees.tp - 1) * DTYPE_BYTES[recipe.compute_dtype] * tokens * hidden // degrees.tp
     looked_up = (degrees.tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // degrees.tp
-    layers = sum(len(part.layers) for part in parts)
-    first, last, again = parts[0].first, parts[-1].last, recomputed_layers(config, parts)
-    whole = layers * _replicated_elements(model) + last * _norm_elements(model)
-    whole += model.max_sequence_length * hidden if first and model.position == "learned" else 0
-    gradient = DTYPE_BYTES[recipe.main_grad_dtype] * whole // shard_ranks(config.parallel, degrees)
+    layers, again = len(layers_of(parts)), len(recomputed_layers(config, parts))
+    first, last = parts[0].first, parts[-1].last
+    alike, per_head = (_elements(model, layers_of(parts), role) for role in ("replicate", "per_head"))
+    alike += last * hidden * len(norm_of(model).vectors(model))
+    alike += model.max_sequence_length * hidden if first and model.position == "learned" else 0
+    summed = alike + per_head if sequence else per_head
+    width, ranks = DTYPE_BYTES[recipe.main_grad_dtype], shard_ranks(config.parallel, degrees)
+    sent["all_reduce", "tp"] += 2 * (width * summed // ranks) * (degrees.tp - 1) // degrees.tp
     if sequence:
         sent["all_gather", "tp"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
         sent["reduce_scatter", "tp"] += turns * ((4 * layers + again + last) * once + first * looked_up)
-        sent["all_reduce", "tp"] += 2 * gradient * (degrees.tp - 1) // degrees.tp
     else:
         sent["all_reduce", "tp"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
-        sent["broadcast", "tp"] += gradient * (degrees.tp - 1) // degrees.tp
+        sent["broadcast", "tp"] += (width * alike // ranks) * (degrees.tp - 1) // degrees.tp
     if last:
         sent["all_reduce", "tp"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
 
 
-def _norm_elements(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.norm == "layernorm" and model.bias else 1)
+def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
+    """Return the elements of the parameters of this role in the blocks `layers`, as norms and row-parallel biases."""
 
+    def within(index: int) -> int:
+        return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
 
-def _replicated_elements(model: ModelConfig) -> int:
-    """Return what a block has whole on every tensor-parallel rank: two norms, two row-parallel biases."""
-    return 2 * _norm_elements(model) + (2 * model.hidden_size if model.bias else 0)
+    return sum(for_layers(model, layers, within))
 
 
 def _add_context_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
-    """Add the keys and values of every layer, gathered forward (twice where recomputed), and their gradients back."""
-    model, layers = config.model, sum(len(part.layers) for part in parts)
-    keys = 2 * model.num_kv_heads * model.attention_head_dim // degrees.tp
-    each = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * keys * (degrees.cp - 1)
-    sent["all_gather", "cp"] += turns * (layers + recomputed_layers(config, parts)) * each
-    sent["reduce_scatter", "cp"] += turns * layers * each
+    """Add what every mixer gathers (keys and values), forward, twice where recomputed, and its gradients back."""
+    model, layers = config.model, layers_of(parts)
+    per_element = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * (degrees.cp - 1)
+
+    def gathered(index: int) -> int:
+        return per_element * (mixer_of(model, index).context_elements(model)[0] // degrees.tp)
+
+    forward = for_layers(model, [*layers, *recomputed_layers(config, parts)], gathered)
+    sent["all_gather", "cp"] += turns * sum(forward)
+    sent["reduce_scatter", "cp"] += turns * sum(for_layers(model, layers, gathered))

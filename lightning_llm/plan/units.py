@@ -1,11 +1,12 @@
 """What FSDP2 gathers and reduces as one, by shape: the ground of memory and traffic. Imports no torch."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.config.schema.optim import ParameterShard, Role
-from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.spec import block_parameters, for_layers, norm_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import CUT_AXES
 
@@ -42,15 +43,14 @@ class Unit:
 class Units:
     """The groups that `fully_shard.shard_decoder` makes; one without parameters is empty."""
 
-    block: Unit
-    num_blocks: int
+    blocks: tuple[Unit, ...]
     head: Unit
     embedding: Unit
     root: Unit
 
     def each(self) -> Iterator[Unit]:
         """Yield every group, each block by itself."""
-        yield from [self.block] * self.num_blocks
+        yield from self.blocks
         yield from (self.head, self.embedding, self.root)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
@@ -64,32 +64,37 @@ class Units:
 
 
 def units_of(
-    model: ModelConfig, blocks: int | None = None, first: bool = True, last: bool = True, tp: int = 1
+    model: ModelConfig, layers: Sequence[int] | None = None, first: bool = True, last: bool = True, tp: int = 1
 ) -> Units:
     """Return the groups of a decoder of this shape: blocks, head and embedding by themselves, the rest as the root.
 
-    A tied embedding belongs to the root, and so does a table of positions. Of a pipeline's rank: so many `blocks`, with
-    embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank: its
-    part of the linears and of the vocabulary, norms and positions whole.
+    A tied embedding belongs to the root, and so does a table of positions. Of a pipeline's rank: the blocks `layers`,
+    with embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank:
+    its part of the linears and of the vocabulary, norms and positions whole.
     """
     hidden = model.hidden_size
-    linears = []
-    for _, role, *shape in block_linears(model):
-        axis = CUT_AXES[role]["w"]
-        rows, columns = (size // tp if index == axis else size for index, size in enumerate(shape))
-        linears.append((rows, columns))
-    biases = [(rows, 1) for rows, _ in linears] if model.bias else []
-    norm = [(hidden, 1)] * (2 if model.norm == "layernorm" and model.bias else 1)
+    norm = [(hidden, 1)] * len(norm_of(model).vectors(model))
     table = ((model.padded_vocab_size // tp, hidden),)
     tied = table if model.tie_embeddings and (first or last) else ()
     positions = [(model.max_sequence_length, hidden)] if model.position == "learned" and first else []
+
+    def block(index: int) -> Unit:
+        shapes = tuple(_shard(each.shape, each.role, tp) for each in block_parameters(model, index))
+        return Unit(shapes, cast=True, matrices="hidden")
+
     return Units(
-        block=Unit((*linears, *biases, *norm, *norm), cast=True, matrices="hidden"),
-        num_blocks=model.num_layers if blocks is None else blocks,
+        blocks=tuple(for_layers(model, range(model.num_layers) if layers is None else layers, block)),
         head=Unit(table if last and not model.tie_embeddings else (), cast=True, matrices="head"),
         embedding=Unit(table if first and not model.tie_embeddings else (), cast=False, matrices="embedding"),
         root=Unit((*(norm if last else []), *positions, *tied), cast=False, matrices="embedding"),
     )
+
+
+def _shard(shape: tuple[int, ...], role: str, tp: int) -> tuple[int, int]:
+    """Return the rows, and the elements of each, that a tensor-parallel rank has of a parameter of this role."""
+    axis = CUT_AXES[role]["w"]
+    rows, *rest = (size // tp if index == axis else size for index, size in enumerate(shape))
+    return rows, math.prod(rest)
 
 
 def sums_in_tree(parallel: ParallelConfig) -> bool:

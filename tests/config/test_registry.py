@@ -1,5 +1,7 @@
 """Kinds by name: what registers, what a config may choose, and what is said of a name that nobody registered."""
 
+import os
+import subprocess
 import sys
 import textwrap
 from typing import Annotated, Literal
@@ -108,6 +110,16 @@ def test_a_shell_is_offered_the_kinds_and_the_keys_of_all(shapes, monkeypatch):
     assert strict.choices_at("shape.kind") == ["circle", "square"]
 
 
+def test_a_name_alone_needs_a_kind_whose_keys_all_have_defaults(shapes):
+    @shapes.register
+    class Line(Shape):
+        kind: Literal["line"] = "line"
+        length: int
+
+    with pytest.raises(ValidationError, match="shape 'line' has no default for length, and its name alone stands here"):
+        drawing_of(shapes).model_validate({"shape": {"kind": "square"}, "name": "line"})
+
+
 def test_what_cannot_register_is_refused(shapes):
     class Nameless(Shape):
         side: int = 1
@@ -150,3 +162,70 @@ def test_an_installed_package_that_fails_is_named(tmp_path, monkeypatch):
         registry.load_installed.cache_clear()
     text = "'mine' of kinds-of-test (kinds_of_test) fails: ModuleNotFoundError: No module named 'no_such_module'."
     assert text in str(error.value)
+
+
+MEAN = """
+    from typing import Literal
+    from pydantic import Field
+    from lightning_llm.model.spec import LinearSpec, Mixer, hidden
+    from lightning_llm.config.schema.block import MIXERS
+
+    @MIXERS.register
+    class Mean(Mixer):
+        kind: Literal["mean_of_test"] = "mean_of_test"
+        scale: float = 1.0
+
+        def linears(self, model):
+            return [LinearSpec("o_proj", "column", hidden(model), hidden(model), False)]
+
+        def build(self, model):
+            import torch
+            from lightning_llm.model.linear import Linear
+
+            class Module(torch.nn.Module):
+                def __init__(self, spec):
+                    super().__init__()
+                    self.scale = spec.scale
+                    self.o_proj = Linear(model.hidden_size, model.hidden_size, bias=False)
+
+                def forward(self, x, rope, mask):
+                    steps = torch.arange(1, x.shape[1] + 1)[:, None]
+                    return self.o_proj(self.scale * x.cumsum(1) / steps)
+
+            return Module(self)
+"""
+CHOOSE = """
+    import sys
+    from lightning_llm.config.compose import compose_config
+    from lightning_llm.model.linear_names import linear_names
+    from lightning_llm.plan.degrees import Degrees
+    from lightning_llm.plan.divisibility import cut_problems
+    from lightning_llm.plan.report import plan_facts
+
+    block = "model.blocks={mean: {mixer: {kind: mean_of_test, scale: 0.5}}}"
+    config = compose_config(["model=llama_tiny", block, "model.layers=[mean, mean_of_test]", "trainer.accelerator=cpu"])
+    assert "layers.1.attention.o_proj" in linear_names(config.model)
+    assert plan_facts(config)["flops_per_token"] > 0
+    problems = cut_problems(config, Degrees(cp=2))
+    assert any("the mixer of 'mean' in model.layers takes whole sequences" in problem.text for problem in problems)
+    assert "torch" not in sys.modules
+    print("as planned")
+"""
+BUILD = """
+    import torch
+    from lightning_llm.model.decoder import Decoder
+    from lightning_llm.model.init import initialise
+    model = Decoder(config.model)
+    initialise(model, 0)
+    assert [block.attention.scale for block in model.layers.values()] == [0.5, 1.0, 0.5, 1.0]
+    assert model(torch.arange(8)[None]).isfinite().all()
+"""
+
+
+@pytest.mark.parametrize("code", [CHOOSE, pytest.param(CHOOSE + BUILD, marks=pytest.mark.full)], ids=["plan", "build"])
+def test_a_kind_of_an_installed_package_is_chosen_by_name(tmp_path, code):
+    install(tmp_path, "kinds_of_test", MEAN)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("as planned\n", 0), done.stderr

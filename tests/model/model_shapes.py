@@ -35,6 +35,30 @@ def gpt2(**changes) -> ModelConfig:
     return llama(**(switches | changes))
 
 
+def qwen3(**changes) -> ModelConfig:
+    return llama(**({"head_dim": 32, "norm_eps": 1e-6, "layers": ["qk_norm_attention"]} | changes))
+
+
+def gemma2(**changes) -> ModelConfig:
+    """Gemma 2's blocks, so small that windows, caps and the scalar of the scores all matter."""
+    mixer = {"kind": "soft_capped_attention", "cap": 2.0, "query_pre_attention_scalar": 24}
+    blocks = {
+        "attention_local": {"mixer": mixer | {"window": 16}, "post_norms": True},
+        "attention_global": {"mixer": mixer, "post_norms": True},
+    }
+    switches = {
+        "norm": "rmsnorm_zero_centered",
+        "activation": "geglu",
+        "embedding_scale": "sqrt_hidden_size",
+        "logit_cap": 3.0,
+        "tie_embeddings": True,
+        "head_dim": 32,
+        "blocks": blocks,
+        "layers": ["attention_local", "attention_global"],
+    }
+    return llama(**(switches | changes))
+
+
 LLAMA3_SCALING = RopeScaling(
     factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_sequence_length=64
 )

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_llm.model import attention_cpu
-from lightning_llm.model.attention import document_mask, dot_product_attention, for_all_heads, torch_attention
-from lightning_llm.model.attention_cpu import LONGEST_TOKENS, is_faster_here, short_attention
+from lightning_llm.model.mixer import attention_cpu
+from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, for_all_heads, torch_attention
+from lightning_llm.model.mixer.attention_cpu import LONGEST_TOKENS, is_faster_here, short_attention
 
 
 def operands(length, kv_heads=2, dtype=torch.float64, batch=2, heads=4, size=6):

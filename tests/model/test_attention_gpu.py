@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_llm.model.attention import document_mask, torch_attention
+from lightning_llm.model.mixer.attention import document_mask, torch_attention
 
 pytestmark = pytest.mark.gpu
 

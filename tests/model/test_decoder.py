@@ -9,7 +9,8 @@ from lightning_llm.model.decoder import Decoder, mask_padding
 from lightning_llm.model.init import initialise
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.norm import LayerNorm, RMSNorm
+from lightning_llm.model.norm.layernorm import LayerNorm
+from lightning_llm.model.norm.rmsnorm import RMSNorm
 
 both = pytest.mark.parametrize("config", [llama(), gpt2()], ids=["llama", "gpt2"])
 

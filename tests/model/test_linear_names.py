@@ -22,6 +22,6 @@ def test_names_are_those_of_the_model_built_on_meta(file, tied):
         model = Decoder(config)
     assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     made = {name.removeprefix("layers.0."): module for name, module in model.named_modules()}
-    for name, role, *shape in block_linears(config):
-        assert list(made[name].weight.shape) == shape
-        assert model.roles()[f"layers.0.{name}"] == role
+    for linear in block_linears(config, 0):
+        assert list(made[linear.name].weight.shape) == [linear.outputs.length, linear.inputs.length]
+        assert model.roles()[f"layers.0.{linear.name}"] == linear.role

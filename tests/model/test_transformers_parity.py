@@ -1,9 +1,9 @@
-"""The decoder computes what transformers' LlamaForCausalLM and GPT2LMHeadModel compute, forward and backward."""
+"""The decoder computes what transformers' Llama, GPT2, Qwen3 and Gemma2 compute, forward and backward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_shapes import LLAMA3_SCALING, build, gpt2, llama, tokens_of
+from model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_llm.errors import ConfigError
@@ -17,6 +17,9 @@ CONFIGS = {
     "llama_scaled_rope": llama(rope_scaling=LLAMA3_SCALING, num_kv_heads=4),
     "gpt2": gpt2(),
     "gpt2_untied_exact_gelu": gpt2(tie_embeddings=False, gelu="exact"),
+    "qwen3": qwen3(tie_embeddings=True),
+    "gemma2": gemma2(),
+    "gemma2_all_global": gemma2(layers=["attention_global"]),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

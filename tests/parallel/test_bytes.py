@@ -178,16 +178,17 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
     assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
     plan = memory_bytes(plan_of(config))
     if config.parallel.zero_stage == 3:  # measured between forward and backward, when no block is gathered
-        block = units_of(config.model).block.whole(resolve_degrees(config.parallel, RANKS).dp_shard)
+        block = units_of(config.model).blocks[0].whole(resolve_degrees(config.parallel, RANKS).dp_shard)
         plan["gathered"] -= 2 * block * DTYPE_BYTES[precision]
     assert {kind: held.get(kind, 0) for kind in HELD} == {kind: plan[kind] for kind in HELD}
     if layout != "hsdp":  # which reduces two sorts of things
         assert plan["communication"] == (3 if (layout, reduction) == ("ddp", "tree") else 2) * largest
 
 
+QK_NORM = ["model.layers=[attention, qk_norm_attention]"]
 CUT = [
     ("tp", 2, "bf16", []),
-    ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full"]),
+    ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full", *QK_NORM]),
     ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
     pytest.param("fsdp_cp", 4, "bf16", [], marks=pytest.mark.full),
@@ -236,7 +237,7 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny"])
 def test_units_are_the_groups_that_are_sharded(model):
     """Shapes by formula against the parameters of the model, group by group."""
     config = compose_config([f"model={model}"]).model
@@ -249,7 +250,7 @@ def test_units_are_the_groups_that_are_sharded(model):
         return Counter(shape for name, shape in shapes.items() if name.startswith(prefixes))
 
     for index in range(config.num_layers):
-        assert Counter(units.block.shapes) == of(f"layers.{index}.")
+        assert Counter(units.blocks[index].shapes) == of(f"layers.{index}.")
     tied = config.tie_embeddings
     assert Counter(units.head.shapes) == of("head")
     assert Counter(units.embedding.shapes) == (Counter() if tied else of("embedding"))
@@ -280,13 +281,14 @@ class Kept(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny"])
 def test_selective_checkpointing_keeps_what_is_planned(model):
-    config = compose_config([f"model={model}", "model.num_layers=1", "precision=bf16"])
+    words = ["model.num_layers=1", "precision=bf16", "model.max_sequence_length=1024", "data.sequence_length=1024"]
+    config = compose_config([f"model={model}", *words])
     batch, length = 1, 1024  # beyond what short_attention takes
     decoder = Decoder(config.model, torch.bfloat16)
     x = torch.randn(batch, length, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     rope = rope_tables(config.model, torch.arange(length)) if config.model.position == "rope" else None
     with Kept() as kept:
         decoder.blocks["layers.0"](x, rope, None)
-    assert kept.bytes == batch * length * selective_bytes_per_token(config)
+    assert kept.bytes == batch * length * selective_bytes_per_token(config, 0)

@@ -8,10 +8,10 @@ from torch import Tensor
 from traced_run import layout_here, leave_groups
 
 from lightning_llm.config.schema import ParallelConfig
-from lightning_llm.model.attention import document_mask, dot_product_attention
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, torch_attention
 from lightning_llm.parallel.context import ContextAttention, SequenceCut, context_mask, positions_of
 from lightning_llm.parallel.tensor import Edge, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
@@ -64,8 +64,8 @@ def attention_differences(documents: bool) -> dict[str, float]:
     assert torch.equal(cut[0], positions)
     assert torch.equal(labels, cut)
     own = {name: tensor.detach()[:, positions].clone().requires_grad_() for name, tensor in whole.items()}
-    own_mask = context_mask(positions, cut_ids, 2)
-    found = ContextAttention(layout.group("cp"))(own["q"], own["k"], own["v"], own_mask)
+    own_mask = context_mask(positions, cut_ids, None, 2)
+    found = ContextAttention(layout.group("cp"), torch_attention)(own["q"], own["k"], own["v"], own_mask)
     (found * weight[:, positions]).sum().backward()
     leave_groups(layout)
     gradients = {name: largest(own[name].grad - whole[name].grad[:, positions]) for name in own}

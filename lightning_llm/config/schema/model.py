@@ -1,10 +1,15 @@
 """`model`: the shape of one decoder-only transformer."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS, BlockConfig
+from lightning_llm.errors import did_you_mean
+from lightning_llm.registry import NameIn
+
+DEFAULT_LAYERS = ("attention",)
 
 
 class RopeScaling(Group):
@@ -31,17 +36,27 @@ class ModelConfig(Group):
     head_dim: PositiveInt | None = Field(None, description="null: hidden_size / num_heads")
     ffn_hidden_size: PositiveInt
     max_sequence_length: PositiveInt
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Annotated[str, NameIn(NORMS)] = "rmsnorm"
     norm_eps: PositiveFloat = 1e-5
     position: Literal["rope", "learned"] = "rope"
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Annotated[str, NameIn(FEED_FORWARDS)] = Field("swiglu", description="the feed-forward network")
     gelu: Literal["tanh", "exact"] = "tanh"
     bias: bool = False
     tie_embeddings: bool = False
     init: Literal["llama", "gpt2"] = Field("llama", description="named initialisation, see lightning_llm/model/init.py")
     init_std: PositiveFloat = 0.02
+    embedding_scale: Literal["sqrt_hidden_size"] | None = Field(
+        None, description="what token embeddings are multiplied by where they enter the first block; null: 1"
+    )
+    logit_cap: PositiveFloat | None = Field(None, description="logits are cap x tanh(logits / cap)")
+    blocks: dict[str, BlockConfig] | None = Field(None, description="blocks by name, for `layers`")
+    layers: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        None,
+        description="a pattern repeated over num_layers: names of `blocks`, or mixers with their defaults; null: "
+        "[attention]",
+    )
     parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
 
     @property
@@ -53,3 +68,30 @@ class ModelConfig(Group):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of block `index`, counted from 0: blocks of one name are alike."""
+        pattern = self.layers or DEFAULT_LAYERS
+        return pattern[index % len(pattern)]
+
+    def block_at(self, index: int) -> BlockConfig:
+        """Return what block `index` is made of, with mixer and feed-forward."""
+        name = self.layer_name(index)
+        block = (self.blocks or {}).get(name, BlockConfig())
+        mixer = block.mixer or MIXERS[name if name in MIXERS else "attention"]()
+        return block.model_copy(
+            update={"mixer": mixer, "feed_forward": block.feed_forward or FEED_FORWARDS[self.activation]()}
+        )
+
+    @field_validator("layers")
+    @classmethod
+    def _names_blocks(cls, layers: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        blocks = info.data.get("blocks") or {}
+        for name in layers or ():
+            if name in blocks:
+                continue
+            if name not in MIXERS:
+                known = [*blocks, *MIXERS]
+                raise ValueError(f"there is no '{name}' in model.blocks, and no such mixer.{did_you_mean(name, known)}")
+            MIXERS.default(name)
+        return layers

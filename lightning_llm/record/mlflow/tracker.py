@@ -77,6 +77,7 @@ def compared_parameters(config: Config) -> dict[str, str]:
     flat = flatten(config.model_dump())
     values = {group: flat[f"{group}.name"] for group in GROUPS}
     values |= {key: flat[key] for key in COMPARED_KEYS if key in flat}
+    values |= {"model.layers": " ".join(config.model.layers)} if config.model.layers else {}
     values["data.mix"] = " ".join(f"{name}:{source.weight:g}" for name, source in sorted(config.data.sources.items()))
     values["precision.recipe_hash"] = config.precision.recipe_hash
     values["data.step_tokens"] = config.data.global_batch_size * config.data.sequence_length

@@ -3,26 +3,40 @@
 Letters: B sequences, T tokens, D hidden_size, H query heads, G key/value heads, K elements per head.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.attention_cpu import is_faster_here, short_attention
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.linear_names import ATTENTION_ROLES
+from lightning_llm.model.mixer.attention_cpu import is_faster_here, short_attention
+from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.rope import apply_rope
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a mask that broadcasts to `[B, H, T, S]`: `[B, T, H, K]`."""
 
-def document_mask(document_ids: Tensor) -> Tensor:
+
+def document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
     """Return bool `[B, 1, T, T]`: which key (last) a query sees, namely those of its own document up to itself.
 
-    `document_ids` is `[B, T]`, any integer that is equal within a document and differs between neighbours.
+    `document_ids` is `[B, T]`, any integer that is equal within a document and differs between neighbours. Of a
+    `window` a query sees the last so many tokens, itself included.
     """
-    length = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()  # [T, T]
-    return (same & causal)[:, None]  # [B, 1, T, T]
+    return (same & _causal(document_ids.shape[1], window, document_ids.device))[:, None]  # [B, 1, T, T]
+
+
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Return bool `[1, 1, T, T]` as `document_mask` of one document; None, plain causal, if no token is hidden."""
+    return None if window is None or window >= length else _causal(length, window, device)[None, None]
+
+
+def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [T, T]
+    return causal if window is None else causal.triu(1 - window)
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -63,12 +77,11 @@ def for_all_heads(keys: Tensor, heads: int) -> Tensor:
 class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
-    roles = ATTENTION_ROLES
-
-    def __init__(self, config: ModelConfig):
+    def __init__(self, spec: AttentionSpec, config: ModelConfig):
         super().__init__()
         self.head_dim = config.attention_head_dim
-        self.attend = dot_product_attention  # replaced where other ranks hold a part of the keys
+        self.attend: Kernel = dot_product_attention  # replaced where other ranks hold a part of the keys,
+        self.kernel: Kernel = torch_attention  # by what gathers them for this one, which takes any number of keys
         query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
@@ -83,6 +96,11 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
+        q, k = self.prepare(q, k)  # [B, T, H, K], [B, T, G, K]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
         return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
+
+    def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do."""
+        return q, k

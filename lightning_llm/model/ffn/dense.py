@@ -1,17 +1,14 @@
-"""The position-wise feed-forward network: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU (arXiv:1606.08415)."""
+"""Position-wise feed-forward networks: SwiGLU (Shazeer 2020, arXiv:2002.05202) and GELU (arXiv:1606.08415)."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.linear_names import FEED_FORWARD_ROLES
 
 
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`. Letters: D hidden_size, F ffn_hidden_size."""
-
-    roles = FEED_FORWARD_ROLES["swiglu"]
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -28,8 +25,6 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """`down(gelu(up(x)))`, by the tanh approximation or exactly. Letters as in `SwiGLU`."""
 
-    roles = FEED_FORWARD_ROLES["gelu"]
-
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.approximate = "tanh" if config.gelu == "tanh" else "none"
@@ -40,8 +35,3 @@ class GELU(nn.Module):
         """Return `[B, T, D]` for `x` `[B, T, D]`."""
         hidden = F.gelu(self.up_proj(x), approximate=self.approximate)  # [B, T, F]
         return self.down_proj(hidden)  # [B, T, D]
-
-
-def build_feed_forward(config: ModelConfig) -> SwiGLU | GELU:
-    """Return the network that `config.activation` names."""
-    return SwiGLU(config) if config.activation == "swiglu" else GELU(config)

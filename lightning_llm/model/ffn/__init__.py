@@ -1,0 +1,1 @@
+"""Feed-forward networks, one kind per pair of files: `NAME_spec.py` describes it, `NAME.py` computes."""

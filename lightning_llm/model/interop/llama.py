@@ -1,0 +1,40 @@
+"""LlamaForCausalLM."""
+
+from typing import Any, ClassVar
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.interop.architecture import (
+    PRE_NORM,
+    Architecture,
+    is_plain,
+    kinds_of,
+    rope_entries,
+    shape_entries,
+)
+
+
+class Llama(Architecture):
+    """Llama 1 to 3, and the many models that took their shape."""
+
+    class_name: ClassVar[str] = "LlamaForCausalLM"
+    shape: ClassVar[str] = "Llama (rmsnorm, rope, swiglu, no bias)"
+
+    def fits(self, config: ModelConfig) -> bool:
+        switches = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)
+        return switches and kinds_of(config) == {("attention", "swiglu", False)} and is_plain(config)
+
+    def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
+        return PRE_NORM
+
+    def entries(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "architectures": [self.class_name],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            **shape_entries(config),
+            **rope_entries(config),
+        }
+
+
+ARCHITECTURE = Llama()

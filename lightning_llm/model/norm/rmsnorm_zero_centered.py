@@ -1,0 +1,19 @@
+"""RMSNorm by 1 + weight ("zero-centered gamma" in Megatron-LM and Transformer Engine)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.model.norm.rmsnorm import RMSNorm
+
+
+class RMSNormZeroCentered(RMSNorm):
+    """`x / sqrt(mean(x^2) + eps) * (1 + weight)` over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return what `forward` does, with this weight; there is no bias."""
+        return F.rms_norm(x, (self.size,), 1 + weight.to(x.dtype), self.eps)

@@ -1,0 +1,239 @@
+"""The description of a block's parts, without torch: all that is known of a block before it is built comes from here.
+
+A part (mixer, feed-forward, norm) is a registered config class: its fields are the part's own keys in YAML, its methods
+say what it holds and does in a given model. Linears, parameters, initial distributions, FLOPs, bytes, what
+tensor-parallel ranks share and where a pipeline is cut follow by layer index. `build` alone imports torch.
+
+Letters: D hidden_size, T tokens of a sequence.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+
+from lightning_llm.config.schema.base import Group
+from lightning_llm.config.schema.block import NORMS
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
+from lightning_llm.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a parameter is drawn from: `mean` where `std` is 0, else a normal, cut at `cut` standard deviations."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    cut: float | None = None
+
+
+class Size(NamedTuple):
+    """One side of a linear: its `length` is `times` the value of `key`; `text` says what makes it."""
+
+    length: int
+    key: str
+    times: int
+    text: str
+
+
+class LinearSpec(NamedTuple):
+    """A linear: `outputs` x `inputs`. `role`: how a tensor-parallel group shares it, see `Decoder.roles`.
+
+    `depth_scaled`: the schemes of `model.init` that draw its weight the narrower the deeper it lies, see `model.init`.
+    """
+
+    name: str
+    role: str
+    outputs: Size
+    inputs: Size
+    bias: bool
+    depth_scaled: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight."""
+        return self.outputs.length * self.inputs.length
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter: its name, shape, role, and what it is drawn from; None for a linear's weight, see `model.init`."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    distribution: Distribution | None
+
+
+class SavedActivations(NamedTuple):
+    """Bytes per token that a part's forward pass leaves for its backward pass.
+
+    A tensor-parallel group divides those `within` the part; its `gathered` input each rank has whole; those `outside`,
+    of its output and of norms, are divided with sequence parallelism alone (arXiv 2205.05198, section 4).
+    """
+
+    within: int = 0
+    gathered: int = 0
+    outside: int = 0
+
+
+class Part(Group):
+    """One part of a block. Sizes are those of the whole part, not of a rank's shard."""
+
+    def linears(self, model: ModelConfig) -> list[LinearSpec]:
+        """Return its linears, in the order in which the module makes them; names are those of the module's children."""
+        return []
+
+    def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
+        """Return its parameters that are no linear's."""
+        return []
+
+    def build(self, model: ModelConfig) -> "nn.Module":
+        """Return the module."""
+        raise NotImplementedError(f"{type(self).__name__} builds no module")
+
+    def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
+        """Return the model FLOPs of forward and backward per token beside those of its linears."""
+        return 0
+
+    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
+        """Return what it keeps of a token for its backward pass, of elements of `width` bytes."""
+        return SavedActivations()
+
+    def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
+        """Return the bytes per token that selective checkpointing keeps beside the linears' outputs; heads share it."""
+        return 0
+
+    def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
+        """Return what the ranks of a tensor-parallel group must divide, by key: the size, and why."""
+        return {}
+
+    def problems(self, model: ModelConfig) -> Iterator[Problem]:
+        """Yield what does not fit together in the model's shape."""
+        yield from ()
+
+    def roles(self, model: ModelConfig) -> dict[str, str]:
+        """Return the role of each child module that holds parameters, by name; empty for a part that is one whole."""
+        own = {each.name.rpartition(".")[0]: each.role for each in self.own_parameters(model) if "." in each.name}
+        return {linear.name: linear.role for linear in self.linears(model)} | own
+
+
+class Mixer(Part):
+    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`."""
+
+    context_parallel: ClassVar[bool] = False
+    """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.context`."""
+
+    def window_tokens(self, model: ModelConfig) -> int | None:
+        """Return how many tokens up to itself a token sees; None: all before it."""
+        return None
+
+    def context_elements(self, model: ModelConfig) -> tuple[int, int]:
+        """Return the elements per token that context-parallel ranks gather, and those that they keep of all tokens."""
+        return 0, 0
+
+
+class FeedForward(Part):
+    """What maps each token by itself: the module is called with x `[B, T, D]` and returns `[B, T, D]`."""
+
+
+class Norm(Part):
+    """What normalises the last dimension. Kinds say their vectors by name, with each one's first value."""
+
+    def vectors(self, model: ModelConfig) -> dict[str, float]:
+        """Return the first value of each of its vectors, by name."""
+        raise NotImplementedError
+
+    def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
+        """Return the module over a last dimension of `size`."""
+        raise NotImplementedError
+
+    def build(self, model: ModelConfig) -> "nn.Module":
+        return self.build_for(model, model.hidden_size)
+
+    def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
+        return self.parameters_for(model, model.hidden_size, "replicate")
+
+    def parameters_for(self, model: ModelConfig, size: int, role: str) -> list[ParameterSpec]:
+        """Return its parameters over a last dimension of `size`."""
+        made = self.vectors(model).items()
+        return [ParameterSpec(name, (size,), role, Distribution(mean=first)) for name, first in made]
+
+    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
+        return SavedActivations(outside=width * model.hidden_size)
+
+
+def hidden(model: ModelConfig) -> Size:
+    """Return the size of the residual stream."""
+    return Size(model.hidden_size, "model.hidden_size", 1, "model.hidden_size")
+
+
+def norm_of(model: ModelConfig) -> Norm:
+    """Return the model's kind of norm."""
+    return _checked(NORMS[model.norm](), Norm)
+
+
+def mixer_of(model: ModelConfig, index: int) -> Mixer:
+    """Return the mixer of block `index`."""
+    return _checked(model.block_at(index).mixer, Mixer)
+
+
+def block_parts(model: ModelConfig, index: int) -> dict[str, Part]:
+    """Return the parts of block `index` by their names in it, in module order.
+
+    The mixer is called "attention", whatever its kind, so that names and globs hold across kinds.
+    """
+    block, norm = model.block_at(index), norm_of(model)
+    parts: dict[str, Part] = {"attention_norm": norm, "attention": mixer_of(model, index)}
+    parts |= {"attention_post_norm": norm} if block.post_norms else {}
+    parts |= {"feed_forward_norm": norm, "feed_forward": _checked(block.feed_forward, FeedForward)}
+    return parts | ({"feed_forward_post_norm": norm} if block.post_norms else {})
+
+
+PartClass = TypeVar("PartClass", bound=Part)
+
+
+def _checked(part: object, kind: type[PartClass]) -> PartClass:
+    if not isinstance(part, kind):
+        raise TypeError(f"{type(part).__qualname__} is registered as a {kind.__name__}, and derives from none")
+    return part
+
+
+def block_parameters(model: ModelConfig, index: int) -> list[ParameterSpec]:
+    """Return the parameters of block `index`, by their names within it."""
+    found = []
+    for place, part in block_parts(model, index).items():
+        for linear in part.linears(model):
+            name, shape = f"{place}.{linear.name}", (linear.outputs.length, linear.inputs.length)
+            found.append(ParameterSpec(f"{name}.weight", shape, linear.role, None))
+            if linear.bias:
+                # A bias lies with the outputs: every rank has the whole of one whose weight is cut by its inputs.
+                role = "replicate" if linear.role == "row" else linear.role
+                found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
+        found += [each._replace(name=f"{place}.{each.name}") for each in part.own_parameters(model)]
+    return found
+
+
+def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:
+    """Return `value(index)` of each of `layers`, where it depends on the block alone: once for each name of a block."""
+    made: dict[str, Value] = {}
+    for index in layers:
+        name = model.layer_name(index)
+        if name not in made:
+            made[name] = value(index)
+    return [made[model.layer_name(index)] for index in layers]
+
+
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """Return what does not fit together in a model's shape."""
+    found: dict[Problem, None] = {}
+    for index in range(len(model.layers or DEFAULT_LAYERS)):  # says it even where num_layers is wrong
+        for part in block_parts(model, index).values():
+            found |= dict.fromkeys(part.problems(model))
+    if model.rope_scaling is not None and model.position != "rope":
+        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
+        found[Problem("model.rope_scaling", text)] = None
+    return list(found)

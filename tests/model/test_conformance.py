@@ -1,0 +1,185 @@
+"""Each registered kind against the module that it builds: what is planned of a block is what is there. 20 seconds."""
+
+import math
+import re
+
+import pytest
+import torch
+from model_shapes import build, llama
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.init import distribution_of
+from lightning_llm.model.linear_names import block_linears, linear_names
+from lightning_llm.model.mixer import attention
+from lightning_llm.model.rope import rope_tables
+from lightning_llm.model.spec import block_parameters, block_parts, mixer_of
+
+LENGTH = 24
+KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}
+"""Settings of a kind beside its defaults that are worth a block of their own."""
+
+
+def blocks_of(sort: str, registry) -> list:
+    """Return params of (name, changes of a model): every kind of a registry by its defaults, and with `KEYS`."""
+    found = []
+    for kind in registry:
+        for number, keys in enumerate([{}, *KEYS.get(kind, [])]):
+            block = {"x": {sort: {"kind": kind, **keys}}}
+            found.append(pytest.param({"blocks": block, "layers": ["x"]}, id=f"{kind}{number or ''}"))
+    return found
+
+
+KINDS = [
+    *blocks_of("mixer", MIXERS),
+    *blocks_of("feed_forward", FEED_FORWARDS),
+    *(pytest.param({"norm": kind}, id=kind) for kind in NORMS),
+    pytest.param(
+        {"norm": "layernorm", "bias": True, "blocks": {"x": {"post_norms": True}}, "layers": ["x"]}, id="bias"
+    ),
+    pytest.param({"layers": ["attention", "qk_norm_attention"]}, id="pattern"),
+]
+every_kind = pytest.mark.parametrize("changes", KINDS)
+
+
+def on_meta(config: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+@every_kind
+def test_parameters_linears_and_roles_are_those_of_the_module(changes):
+    config = llama(**changes)
+    model = on_meta(config)
+    assert linear_names(config) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for index in range(config.num_layers):
+        block = model.layers[str(index)]
+        assert list(dict(block.named_children())) == list(block_parts(config, index))
+        planned = {each.name: tuple(each.shape) for each in block_parameters(config, index)}
+        assert planned == {name: tuple(parameter.shape) for name, parameter in block.named_parameters()}
+        roles = {
+            each.name.rpartition(".")[0]: each.role
+            for each in block_parameters(config, index)
+            if "bias" not in each.name
+        }
+        assert roles == {
+            name.removeprefix(f"layers.{index}."): role for name, role in model.roles().items() if f".{index}." in name
+        }
+        for linear in block_linears(config, index):
+            assert (block.get_submodule(linear.name).bias is not None) == linear.bias
+    assert count_parameters(config, padded=True).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@every_kind
+@pytest.mark.parametrize("scheme", ["llama", "gpt2"])
+def test_parameters_are_drawn_as_the_description_says(changes, scheme):
+    config = llama(**changes, init=scheme, hidden_size=128, head_dim=32)
+    for name, parameter in build(config).named_parameters():
+        said = distribution_of(config, name)
+        if said.std == 0.0:
+            assert parameter.eq(said.mean).all(), name
+            continue
+        kept = 0.98658 if said.cut else 1.0
+        assert parameter.mean().abs() < 5 * said.std / math.sqrt(parameter.numel()), name
+        assert parameter.std().item() == pytest.approx(said.std * kept, rel=5 / math.sqrt(2 * parameter.numel())), name
+
+
+def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torch.float32):
+    model = build(config, dtype=dtype)
+    x = torch.randn(2, length, config.hidden_size, dtype=dtype, requires_grad=True)
+    rope = rope_tables(config, torch.arange(length))
+    mask = model.attention_mask(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
+    return model.layers["0"], (x, rope, mask)
+
+
+@every_kind
+def test_flops_are_those_that_torch_counts(changes, monkeypatch):
+    """Of windows the formula counts what is seen; the plain products that are counted here compute all."""
+    monkeypatch.setattr(attention, "is_faster_here", lambda q: False)  # an operator that the counter does not know
+    config = llama(**changes)
+    window = mixer_of(config, 0).window_tokens(config)
+    length = window or LENGTH
+    block, inputs = block_and_inputs(config, length)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        block(*inputs).sum().backward()
+    linears = sum(linear.elements for linear in block_linears(config, 0))
+    mixing = [sum(part.flops_per_token(config, t) for part in block_parts(config, 0).values()) for t in (length, 99)]
+    assert counter.get_total_flops() == 2 * length * (6 * linears + mixing[0])
+    assert (mixing[1] == mixing[0]) == (window is not None)
+
+
+@every_kind
+def test_saved_activations_are_of_the_order_of_those_that_autograd_keeps(changes):
+    """A factor of 2.5 either way: the published 34 s b h knows neither F, a gate, nor grouped heads."""
+    config = llama(**changes, hidden_size=128, head_dim=32, ffn_hidden_size=512)
+    block, inputs = block_and_inputs(config, 128, torch.bfloat16)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.shape[:1] == (2,):  # no weights cast on use, no tables
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = block(*inputs)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    planned = 2 * 128 * sum(sum(p.saved_activations(config, 2, 128)) for p in block_parts(config, 0).values())
+    assert result.shape == inputs[0].shape
+    assert planned / 2.5 < measured < planned * 2.5, f"{measured / planned:.2f} of the plan"
+
+
+def test_a_pattern_is_repeated_over_the_layers():
+    blocks = {"local": {"mixer": {"kind": "attention", "window": 8}}}
+    config = llama(num_layers=5, layers=["local", "attention", "qk_norm_attention"], blocks=blocks)
+    model = build(config)
+    kinds = [type(block.attention).__name__ for block in model.layers.values()]
+    assert kinds == ["Attention", "Attention", "QKNormAttention", "Attention", "Attention"]
+    assert [block.window for block in model.layers.values()] == [8, None, None, 8, None]
+
+
+def test_a_uniform_pattern_is_the_model_without_one():
+    tokens = torch.arange(48).view(2, 24)
+    plain, patterned = build(llama()), build(llama(layers=["attention"]))
+    assert list(plain.state_dict()) == list(patterned.state_dict())
+    assert torch.equal(plain(tokens), patterned(tokens))
+
+
+def test_a_window_hides_what_lies_before_it():
+    """Of one block with a window of 8 tokens, the last position sees what changes among the last 8."""
+    config = llama(num_layers=1, blocks={"local": {"mixer": {"kind": "attention", "window": 8}}}, layers=["local"])
+    model = build(config)
+    tokens = torch.arange(24)[None]
+    first = model(tokens)[0, -1]
+    for position in range(24):
+        other = tokens.clone()
+        other[0, position] += 30
+        assert torch.equal(model(other)[0, -1], first) == (position < 24 - 8), position
+    two = torch.stack([tokens[0], tokens[0].flip(0)])
+    documents = torch.zeros(2, 24, dtype=torch.int64)
+    torch.testing.assert_close(model(two, document_ids=documents), model(two))
+    torch.testing.assert_close(model(two)[0, -1], first)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"layers": ["atention"]},
+            "there is no 'atention' in model.blocks, and no such mixer. Did you mean 'attention'?",
+        ),
+        ({"layers": []}, "at least 1 item"),
+        ({"norm": "rmsnor"}, "there is no norm 'rmsnor'. Did you mean 'rmsnorm'?"),
+        ({"activation": "swigl"}, "there is no feed-forward network 'swigl'. Did you mean 'swiglu'?"),
+    ],
+)
+def test_unknown_kinds_are_named(changes, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        llama(**changes)
