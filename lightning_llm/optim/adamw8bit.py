@@ -36,8 +36,8 @@ class AdamW8bit(MatrixOptimizer):
         for name, signed in MOMENTS.items():
             codes = torch.full_like(weight, zero_code(signed), dtype=torch.uint8)
             scales = weight.new_zeros((weight.shape[0], own_blocks), dtype=torch.float32)
-            state[f"{name}_codes"] = _cut_as(parameter, codes, parameter.shape[1])
-            state[f"{name}_scales"] = _cut_as(parameter, scales, blocks)
+            state[f"{name}_codes"] = _sharded_as(parameter, codes, parameter.shape[1])
+            state[f"{name}_scales"] = _sharded_as(parameter, scales, blocks)
         return state
 
     def update(self, group: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ def _table(signed: bool, device: torch.device) -> Tensor:
     return torch.tensor(dynamic_map(signed), dtype=torch.float64).float().to(device)
 
 
-def _cut_as(parameter: nn.Parameter, part: Tensor, columns: int) -> Tensor:
-    """Return `part`, this rank's of a [rows of `parameter`, columns] tensor, as a DTensor cut as `parameter` is."""
+def _sharded_as(parameter: nn.Parameter, part: Tensor, columns: int) -> Tensor:
+    """Return `part`, this rank's of a [rows of `parameter`, columns] tensor, as a DTensor sharded as `parameter` is."""
     if not isinstance(parameter, DTensor):
         return part
     shape, stride = torch.Size((parameter.shape[0], columns)), (columns, 1)

@@ -23,9 +23,9 @@ class OnWhole(Protocol):
     ) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each of `parameters` and this rank's part of `function` of the whole matrix, in any order.
 
-        `part_of` returns this rank's part of the matrix that belongs to a parameter, cut as that is. `function` takes
-        whole matrices [rows, columns], which it may write to, to others of their shape and dtype, and is run for each
-        on one of the ranks that share it. Collective: every rank must give the same parameters in the same order.
+        `part_of` returns this rank's part of the matrix that belongs to a parameter, sharded as that is. `function`
+        takes whole matrices [rows, columns], which it may write to, to others of their shape and dtype, and is run for
+        each on one of the ranks that share it. Collective: every rank must give the same parameters in the same order.
         """
         ...
 
@@ -59,7 +59,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a matrix before the first step, cut as the parameter is."""
+        """Return the state of a matrix before the first step, sharded as the parameter is."""
         raise NotImplementedError
 
     def update(self, group: dict[str, Any]) -> None:

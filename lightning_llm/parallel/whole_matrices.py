@@ -13,7 +13,7 @@ from lightning_llm.optim.matrices import local, on_one_rank
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import shard_offset
 
-Place = tuple[slice, ...]
+Region = tuple[slice, ...]
 """Where a rank's part of a matrix lies in the whole."""
 
 
@@ -22,7 +22,7 @@ class _Owned:
     """A sharded parameter, and where the parts of all ranks of the group lie in it, in the order of the ranks."""
 
     parameter: nn.Parameter
-    places: tuple[Place, ...]
+    regions: tuple[Region, ...]
 
 
 class WholeMatrices:
@@ -35,7 +35,7 @@ class WholeMatrices:
 
     def __init__(self, layout: Layout):
         self.layout = layout
-        self._places: dict[int, tuple[Place, ...]] = {}
+        self._regions: dict[int, tuple[Region, ...]] = {}
 
     def __call__(
         self,
@@ -51,19 +51,19 @@ class WholeMatrices:
             return
         if len(sharded) < len(parameters):
             raise ValueError("either all parameters are sharded or none is")
-        places = self._places_of(parameters, group)
+        regions = self._regions_of(parameters, group)
         largest_first = sorted(range(len(parameters)), key=lambda index: -parameters[index].numel())  # of like work
         for first in range(0, len(parameters), group.size()):
             batch = largest_first[first : first + group.size()]
-            yield from _exchange([_Owned(parameters[i], places[i]) for i in batch], part_of, function, group)
+            yield from _exchange([_Owned(parameters[i], regions[i]) for i in batch], part_of, function, group)
 
-    def _places_of(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[tuple[Place, ...]]:
-        if any(id(each) not in self._places for each in parameters):
-            everyones: list[list[Place]] = [[] for _ in range(group.size())]
-            dist.all_gather_object(everyones, [_place(each) for each in parameters], group=group)
+    def _regions_of(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[tuple[Region, ...]]:
+        if any(id(each) not in self._regions for each in parameters):
+            everyones: list[list[Region]] = [[] for _ in range(group.size())]
+            dist.all_gather_object(everyones, [_region(each) for each in parameters], group=group)
             by_parameter = zip(*everyones, strict=True)
-            self._places = {id(each): places for each, places in zip(parameters, by_parameter, strict=True)}
-        return [self._places[id(each)] for each in parameters]
+            self._regions = {id(each): regions for each, regions in zip(parameters, by_parameter, strict=True)}
+        return [self._regions[id(each)] for each in parameters]
 
 
 def _exchange(
@@ -76,24 +76,24 @@ def _exchange(
     parts = [part_of(each.parameter) for each in batch]
     out = [part.numel() for part in parts] + [0] * (group.size() - len(batch))  # elements for each rank
     own = batch[group.rank()] if group.rank() < len(batch) else None
-    places = own.places if own else ()
-    sizes = [_size(place) for place in places] or [0] * group.size()  # of the parts that this rank puts together
+    regions = own.regions if own else ()
+    sizes = [_size(region) for region in regions] or [0] * group.size()  # of the parts that this rank puts together
     received = parts[0].new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat([part.flatten() for part in parts]), sizes, out, group=group)
     made = received
     if own is not None:
         whole = received.new_empty(own.parameter.shape)
-        for place, values in zip(places, received.split(sizes), strict=True):
-            whole[place].copy_(values.view_as(whole[place]))
+        for region, values in zip(regions, received.split(sizes), strict=True):
+            whole[region].copy_(values.view_as(whole[region]))
         result = function(whole)
-        made = torch.cat([result[place].flatten() for place in places])
+        made = torch.cat([result[region].flatten() for region in regions])
     back = parts[0].new_empty(sum(out))
     dist.all_to_all_single(back, made, out, sizes, group=group)
     for each, part, values in zip(batch, parts, back.split(out)[: len(batch)], strict=True):
         yield each.parameter, values.view_as(part)
 
 
-def _place(parameter: nn.Parameter) -> Place:
+def _region(parameter: nn.Parameter) -> Region:
     """Return where this rank's part of a sharded parameter lies in the whole; nowhere, if it has none."""
     if not isinstance(parameter, DTensor):
         raise TypeError("the parameter is not sharded")
@@ -101,5 +101,5 @@ def _place(parameter: nn.Parameter) -> Place:
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-def _size(place: Place) -> int:
-    return math.prod(each.stop - each.start for each in place)
+def _size(region: Region) -> int:
+    return math.prod(each.stop - each.start for each in region)
