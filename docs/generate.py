@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning_llm.compare.power import power, seeds_needed
@@ -23,6 +24,7 @@ from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
 from lightning_llm.plan.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
+from lightning_llm.registry import NameIn, Registry
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = DOCS.parent / "conf" / "precision"
@@ -153,7 +155,7 @@ def config_keys() -> str:
     """Return every key of the config: a table per group, keys in the schema's order. Casts are described once."""
     tables: dict[str, list[list[str]]] = {}
     for key, field in _fields(Config):
-        group, _, _ = key.partition(".") if "." in key else ("", "", "")
+        group = key.partition(".")[0] if "." in key else ""
         tables.setdefault(group, []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
     sections = []
     for group, rows in tables.items():
@@ -162,24 +164,66 @@ def config_keys() -> str:
     return "\n".join(sections)
 
 
-def _fields(group: type[Group], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every leaf key with its field; the six slots, which are alike, as `precision.GEMM.OPERAND`."""
+def _fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every leaf key with its field; the six slots, which are alike, as `precision.GEMM.OPERAND`.
+
+    What only one of a registry's kinds has stands as `optim[muon].KEY`.
+    """
     for name, field in group.model_fields.items():
-        inner = [each for each in _members(field.annotation) if isinstance(each, type) and issubclass(each, Group)]
         if name in ("dgrad", "wgrad"):
             continue
-        key = f"{prefix}GEMM.OPERAND" if name == "fprop" else f"{prefix}{name}"
-        if name == "fprop":
-            inner = [CastConfig]
-        elif field.description or not inner:
+        slots = name == "fprop"
+        key = f"{prefix}GEMM.OPERAND" if slots else f"{prefix}{name}"
+        inner = [CastConfig] if slots else _groups(field.annotation)
+        registry = _registry(field)
+        if registry is not None:
+            yield from _kinds(key, registry, inner[0])
+            continue
+        if not slots and (field.description or not inner):
             yield key, field
         if inner and not key.endswith(("casts", "phases")):
-            deeper = ".NAME." if get_origin(field.annotation) is dict else "."
-            yield from _fields(inner[0], f"{key}{deeper}")
+            yield from _fields(inner[0], f"{key}{'.NAME.' if get_origin(_plain(field.annotation)) is dict else '.'}")
+
+
+def _kinds(key: str, registry: Registry[Any], base: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the keys of a registry's kinds: first the one that chooses, then what all have, then what some have."""
+    annotation: Any = Literal[tuple(registry)]
+    yield f"{key}.{registry.key}", FieldInfo(annotation=annotation, description=f"a registered {registry.noun}")
+    common = {name: field for name, field in base.model_fields.items() if name != registry.key}
+    yield from ((f"{key}.{name}", field) for name, field in common.items())
+    own: dict[str, tuple[list[str], FieldInfo]] = {}
+    for kind in registry:
+        for name, field in registry[kind].model_fields.items():
+            if name not in common and name != registry.key:
+                own.setdefault(name, ([], field))[0].append(kind)
+    for name, (kinds, field) in own.items():
+        yield (f"{key}[{', '.join(kinds)}].{name}" if len(kinds) < len(registry) else f"{key}.{name}"), field
+
+
+def _registry(field: FieldInfo) -> Registry[Any] | None:
+    """Return the registry that a field's value is one of, also where null is allowed."""
+    found = [
+        *field.metadata,
+        *(each for part in get_args(field.annotation) for each in getattr(part, "__metadata__", ())),
+    ]
+    return next((each for each in found if isinstance(each, Registry)), None)
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation without "or null"."""
+    parts = [each for each in get_args(annotation) if each is not NoneType]
+    inner = parts[0] if NoneType in get_args(annotation) and len(parts) == 1 else annotation
+    return get_args(inner)[0] if get_origin(inner) is Annotated else inner
+
+
+def _groups(annotation: Any) -> list[type[Group]]:
+    return [each for each in _members(annotation) if isinstance(each, type) and issubclass(each, Group)]
 
 
 def _members(annotation: Any) -> list[Any]:
     """Return the types that an annotation is made of."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
     parts = get_args(annotation)
     return [annotation] if not parts or get_origin(annotation) is Literal else [m for p in parts for m in _members(p)]
 
@@ -187,15 +231,15 @@ def _members(annotation: Any) -> list[Any]:
 def _type(field: FieldInfo) -> str:
     """Return what a key takes, in the words of YAML."""
     words = {str: "text", int: "integer", float: "number", bool: "true, false", NoneType: "null", Any: "anything"}
-    found = []
-    for each in _members(field.annotation):
+    found = [f"`{name}`" for each in field.metadata if isinstance(each, NameIn) for name in each.registry]
+    for each in [] if found else _members(field.annotation):
         if get_origin(each) is Literal:
             found += [f"`{str(value).lower() if isinstance(value, bool) else value}`" for value in get_args(each)]
         elif isinstance(each, type) and issubclass(each, Group):
             found.append("keys below")
         elif each in words:
             found.append(words[each])
-    shape = {dict: "names: ", tuple: "list: ", list: "list: "}.get(get_origin(field.annotation), "")
+    shape = {dict: "names: ", tuple: "list: ", list: "list: "}.get(get_origin(_plain(field.annotation)), "")
     return shape + ", ".join(dict.fromkeys(found))
 
 

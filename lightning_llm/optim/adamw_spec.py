@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from pydantic import Field
+
 from lightning_llm.config.schema.base import PositiveFloat
 from lightning_llm.config.schema.optim import OPTIMIZERS, Beta, OptimConfig, ParameterShard
 
@@ -10,9 +12,9 @@ from lightning_llm.config.schema.optim import OPTIMIZERS, Beta, OptimConfig, Par
 class AdamWFields(OptimConfig):
     """The keys of AdamW, of the optimizers that take it for some parameters, too."""
 
-    beta1: Beta = 0.9
-    beta2: Beta = 0.95
-    eps: PositiveFloat = 1e-8
+    beta1: Beta = Field(0.9, description="decay of the mean of gradients")
+    beta2: Beta = Field(0.95, description="decay of the mean of squared gradients")
+    eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
         """Return the bytes of AdamW's two moments, in the parameter's shape and dtype."""

@@ -22,8 +22,8 @@ class MuonConfig(AdamWFields):
     adamw_learning_rate: PositiveFloat | None = Field(
         None, description="peak learning rate of what AdamW updates; null: learning_rate"
     )
-    momentum: Beta = 0.95
-    nesterov: bool = True
+    momentum: Beta = Field(0.95, description="decay of the momentum that is orthogonalised")
+    nesterov: bool = Field(True, description="Nesterov's form of it")
     newton_schulz_steps: int = Field(5, ge=1, lt=100, description="iterations that orthogonalise the update")
     adjust_learning_rate: Literal["match_rms_adamw", "original"] = Field(
         "match_rms_adamw", description="how a matrix's shape scales its learning rate"

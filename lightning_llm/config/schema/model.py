@@ -15,38 +15,38 @@ DEFAULT_LAYERS = ("attention",)
 class RopeScaling(Group):
     """Llama 3.1's frequency scaling (Meta's `apply_scaling`; "llama3" in transformers)."""
 
-    factor: PositiveFloat
-    low_frequency_factor: PositiveFloat
-    high_frequency_factor: PositiveFloat
-    original_sequence_length: PositiveInt
+    factor: PositiveFloat = Field(description="by which the lowest frequencies are divided")
+    low_frequency_factor: PositiveFloat = Field(description="original length over it: longer waves are scaled")
+    high_frequency_factor: PositiveFloat = Field(description="original length over it: shorter waves stay")
+    original_sequence_length: PositiveInt = Field(description="tokens that the weights were first trained on")
 
 
 class ModelConfig(Group):
     """A decoder: every size of Llama and GPT-3 is a point in this space, as YAML in `conf/model/`."""
 
-    name: str
+    name: str = Field(description="the file it was composed from, or your own name")
     vocab_size: PositiveInt = Field(description="true vocabulary; the token ids of the data lie below it")
     vocab_multiple: PositiveInt = Field(
         128, description="embedding rows are padded to a multiple of this, in every layout"
     )
-    num_layers: int = Field(gt=0, le=2**14)
-    hidden_size: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
+    num_layers: int = Field(gt=0, le=2**14, description="blocks")
+    hidden_size: PositiveInt = Field(description="elements of a token between blocks")
+    num_heads: PositiveInt = Field(description="query heads")
+    num_kv_heads: PositiveInt = Field(description="key and value heads; query heads share them evenly")
     head_dim: PositiveInt | None = Field(None, description="null: hidden_size / num_heads")
-    ffn_hidden_size: PositiveInt
-    max_sequence_length: PositiveInt
-    norm: Annotated[str, NameIn(NORMS)] = "rmsnorm"
-    norm_eps: PositiveFloat = 1e-5
-    position: Literal["rope", "learned"] = "rope"
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    ffn_hidden_size: PositiveInt = Field(description="elements of a token within the feed-forward network")
+    max_sequence_length: PositiveInt = Field(description="tokens; the table of learned positions has as many rows")
+    norm: Annotated[str, NameIn(NORMS)] = Field("rmsnorm", description="a registered norm")
+    norm_eps: PositiveFloat = Field(1e-5, description="added to the variance")
+    position: Literal["rope", "learned"] = Field("rope", description="rotary embedding, or a learned table")
+    rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's scaling of the rotary frequencies")
     activation: Annotated[str, NameIn(FEED_FORWARDS)] = Field("swiglu", description="the feed-forward network")
-    gelu: Literal["tanh", "exact"] = "tanh"
-    bias: bool = False
-    tie_embeddings: bool = False
+    gelu: Literal["tanh", "exact"] = Field("tanh", description="which GELU, where the feed-forward network has one")
+    bias: bool = Field(False, description="biases in linears and norms")
+    tie_embeddings: bool = Field(False, description="the head is the embedding")
     init: Literal["llama", "gpt2"] = Field("llama", description="named initialisation, see lightning_llm/model/init.py")
-    init_std: PositiveFloat = 0.02
+    init_std: PositiveFloat = Field(0.02, description="standard deviation of what is drawn")
     embedding_scale: Literal["sqrt_hidden_size"] | None = Field(
         None, description="what token embeddings are multiplied by where they enter the first block; null: 1"
     )

@@ -42,12 +42,12 @@ class ParameterShard:
 class OptimConfig(Group):
     """What every optimizer has, and what it must say of itself."""
 
-    name: str
+    name: str = Field(description="a registered optimizer")
     learning_rate: PositiveFloat = Field(description="peak learning rate")
-    weight_decay: NonNegativeFloat = 0.1
-    decay_norms: bool = False
-    decay_biases: bool = False
-    decay_embeddings: bool = False
+    weight_decay: NonNegativeFloat = Field(0.1, description="times the learning rate, taken off the weights per step")
+    decay_norms: bool = Field(False, description="norms decay, too")
+    decay_biases: bool = Field(False, description="biases decay, too")
+    decay_embeddings: bool = Field(False, description="embeddings decay, too")
     gradient_clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no clipping")
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
@@ -80,7 +80,7 @@ class ScheduleConfig(Group):
     Every schedule takes the keys of all that are built in, so that a recipe that sets one still composes with another.
     """
 
-    name: str
+    name: str = Field(description="a registered schedule")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up, absolute")
     total_steps: PositiveInt | None = Field(
         None, description="steps over which the rate decays; null: trainer.max_steps"

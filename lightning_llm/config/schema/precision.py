@@ -91,9 +91,9 @@ class WgradConfig(Group):
 class LossScalingConfig(Group):
     """Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740), Megatron's and torch's rules as one."""
 
-    init_scale: PositiveFloat = 65536.0
-    growth_factor: float = Field(2.0, gt=1)
-    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    init_scale: PositiveFloat = Field(65536.0, description="by which the first step's loss is multiplied")
+    growth_factor: float = Field(2.0, gt=1, description="times the scale after growth_interval steps without overflow")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="times the scale after an overflow")
     growth_interval: PositiveInt = Field(2000, description="good steps in a row before the scale grows")
     hysteresis: PositiveInt = Field(1, description="overflows before the scale shrinks; restored when it grows")
     min_scale: PositiveFloat | None = Field(1.0, description="floor; null: none")
