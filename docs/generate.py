@@ -1,4 +1,4 @@
-"""Write the generated sections of docs/*.md from the program: recipes, rules, keys, native casts, the verdict's power.
+"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, native casts, power.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -27,6 +27,7 @@ from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.registry import NameIn, Registry
 
 DOCS = Path(__file__).resolve().parent
+README = DOCS.parent / "README.md"
 RECIPES = DOCS.parent / "conf" / "precision"
 SECTION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
@@ -154,7 +155,7 @@ def native_matrix() -> str:
 def config_keys() -> str:
     """Return every key of the config: a table per group, keys in the schema's order. Casts are described once."""
     tables: dict[str, list[list[str]]] = {}
-    for key, field in _fields(Config):
+    for key, field in config_fields(Config):
         group = key.partition(".")[0] if "." in key else ""
         tables.setdefault(group, []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
     sections = []
@@ -164,7 +165,7 @@ def config_keys() -> str:
     return "\n".join(sections)
 
 
-def _fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def config_fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every leaf key with its field; the six slots, which are alike, as `precision.GEMM.OPERAND`.
 
     What only one of a registry's kinds has stands as `optim[muon].KEY`.
@@ -182,7 +183,9 @@ def _fields(group: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
         if not slots and (field.description or not inner):
             yield key, field
         if inner and not key.endswith(("casts", "phases")):
-            yield from _fields(inner[0], f"{key}{'.NAME.' if get_origin(_plain(field.annotation)) is dict else '.'}")
+            yield from config_fields(
+                inner[0], f"{key}{'.NAME.' if get_origin(_plain(field.annotation)) is dict else '.'}"
+            )
 
 
 def _kinds(key: str, registry: Registry[Any], base: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
@@ -250,6 +253,18 @@ def _default(field: FieldInfo) -> str:
     return "" if isinstance(value, Group) else f"`{json.dumps(value)}`"
 
 
+SHORT = ("bf16", "fp8_delayed", "fp8_current", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr", "quartet")
+SHORT_DEVICES = {"CPU": "cpu", "A100": "sm_80", "H100": "sm_90", "B200": "sm_100", "RTX 5090": "sm_120"}
+
+
+def native_short() -> str:
+    """Return the README's table: where a recipe's GEMMs run on some devices."""
+    made = matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
+    rows = [[f"`{name}`", *(made[name][device].runs for device in SHORT_DEVICES.values())] for name in SHORT]
+    text = "Native is Transformer Engine 2.20. No GPU has been at hand to measure on yet: `make gpu-check` does.\n"
+    return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
+
+
 def _line(text: str) -> str:
     """Return `text` on one line, with links where it cites arXiv."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(text.split()))
@@ -266,6 +281,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "lint-rules": lint_rules,
     "verdict-power": verdict_power,
     "native-matrix": native_matrix,
+    "native-short": native_short,
     "config-keys": config_keys,
 }
 
@@ -283,12 +299,12 @@ def regenerate(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Rewrite docs/*.md, or with --check return 1 where one is stale."""
+    """Rewrite README.md and docs/*.md, or with --check return 1 where one is stale."""
     parser = argparse.ArgumentParser(description="Write the generated sections of docs/*.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a section is stale")
     check = parser.parse_args(argv).check
     stale = 0
-    for file in sorted(DOCS.glob("*.md")):
+    for file in (README, *sorted(DOCS.glob("*.md"))):
         text = file.read_text(encoding="utf-8")
         new = regenerate(text)
         if new == text:

@@ -12,6 +12,7 @@ import torch
 
 from lightning_llm.__main__ import _parser
 from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import Block, Format, Rounding, Scale
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
@@ -69,8 +70,13 @@ def own_recipe(tmp_path_factory):
 def test_generated_sections_are_current():
     assert generate.regenerate(TEXT) == TEXT
     assert generate.main(["--check"]) == 0
-    documents = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md")))
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    documents = "".join(file.read_text(encoding="utf-8") for file in files)
     assert {name for _, name, _ in generate.SECTION.findall(documents)} == set(generate.SECTIONS)
+
+
+def test_every_key_says_what_it_is():
+    assert [key for key, field in generate.config_fields(Config) if not field.description] == []
 
 
 def test_a_stale_section_is_noticed_and_mended(tmp_path, monkeypatch, capsys):
