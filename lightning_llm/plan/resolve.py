@@ -37,7 +37,7 @@ class Plan:
 class Resolution:
     """What follows from a config, found when it is asked for and kept.
 
-    Of a config that lacks wrong keys (`schema.partial`), whatever reads one is a `BrokenKeyError`.
+    Of a config that lacks wrong keys (`config.schema.partial`), whatever reads one is a `BrokenKeyError`.
 
     Args:
         device: what casts are to run on; None: this machine's where the run is to train, else `config.hardware`'s.

@@ -1,4 +1,4 @@
-"""The quantised linear layer: one autograd function, three GEMMs, six casts (see `schema.precision`).
+"""The quantised linear layer: one autograd function, three GEMMs, six casts (see `config.schema.precision`).
 
 Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
 stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class BrokenKeyError(Exception):
-    """A rule read a key whose value is wrong, which is said already: see `schema.partial`."""
+    """A rule read a key whose value is wrong, which is said already: see `config.schema.partial`."""
 
 
 class Group(BaseModel):

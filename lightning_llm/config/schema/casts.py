@@ -1,4 +1,4 @@
-"""One cast: how an operand of a GEMM is quantised (see `schema.precision` for the six of a linear layer)."""
+"""One cast: how an operand of a GEMM is quantised (see `config.schema.precision` for the six of a linear layer)."""
 
 from typing import Annotated, Literal, Self
 
