@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave loss.png out, 0.2 CPU seconds of every run, but where what writes a run's folder is tested."""
     run_folder = sys.modules.get("lightning_llm.callbacks.run_folder")
     if run_folder is not None and request.path.parent.name != "callbacks":
-        monkeypatch.setattr(run_folder, "draw_losses", lambda *_: None)
+        with pytest.MonkeyPatch.context() as patch:  # not the fixture, whose undoing would come after all others'
+            patch.setattr(run_folder, "draw_losses", lambda *_: None)
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")

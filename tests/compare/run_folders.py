@@ -78,7 +78,7 @@ def curve(step: int) -> float:
 
 
 NO_MEANING = (
-    "run.", "logger.", "launcher.", "resume", "recipe", "checkpoint.", "callbacks.", "model.name",
+    "run.", "logger.", "launcher.", "resume", "hardware", "recipe", "checkpoint.", "callbacks.", "model.name",
     "model.parameters_published",
     "data.name", "data.cache_dir", "data.num_workers", "parallel.name", "parallel.timeout_seconds", "trainer.name",
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",

@@ -176,7 +176,7 @@ def test_a_window_hides_what_lies_before_it():
             "there is no 'atention' in model.blocks, and no such mixer. Did you mean 'attention'?",
         ),
         ({"layers": []}, "at least 1 item"),
-        ({"norm": "rmsnor"}, "there is no norm 'rmsnor'. Did you mean 'rmsnorm'?"),
+        ({"norm": "rmsnor"}, "there is no norm 'rmsnor'. Did you mean 'rmsnorm' or "),
         ({"activation": "swigl"}, "there is no feed-forward network 'swigl'. Did you mean 'swiglu'?"),
     ],
 )
