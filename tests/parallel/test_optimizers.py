@@ -7,7 +7,7 @@ import pytest
 import torch
 from curve_limits import FP32, Limits, exceeded, off
 from test_bytes import Sent
-from traced_run import Trace, difference, leave_groups, of_all_stages, traced_run
+from traced_run import Trace, difference, layout_here, leave_groups, of_all_stages, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.optim import OPTIMIZERS
@@ -15,9 +15,9 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gradient_sync import local
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 
 KINDS = list(OPTIMIZERS)
@@ -80,7 +80,7 @@ def alone(run):
     def trace(kind: str) -> Trace:
         if kind not in traces:
             config, traces[kind] = run(kind, "single", 1)
-            assert traces[kind]["state_bytes"] == memory_bytes(config)["optimizer"]
+            assert traces[kind]["state_bytes"] == memory_bytes(plan_of(config))["optimizer"]
         return traces[kind]
 
     return trace
@@ -91,9 +91,10 @@ def alone(run):
 def test_bits_are_those_of_one_rank_and_state_is_as_planned(kind, layout, world, run, alone):
     config, ours = run(kind, layout, world)
     assert difference(ours, alone(kind)) is None
-    assert ours["state_bytes"] == memory_bytes(config)["optimizer"]
+    assert ours["state_bytes"] == memory_bytes(plan_of(config))["optimizer"]
     plain = config.model_copy(update={"optim": OPTIMIZERS["adamw"](learning_rate=1e-3)})
-    planned = {each: size - bytes_sent(plain)[each] for each, size in bytes_sent(config).items()}
+    others = bytes_sent(plan_of(plain))
+    planned = {each: size - others[each] for each, size in bytes_sent(plan_of(config)).items()}
     assert ours["sent"].get("all_to_all", 0) == planned["all_to_all"]
     assert set(ours["sent"]) <= {"all_to_all"}
 
@@ -112,7 +113,7 @@ def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run
     config, ours = run(kind, layout, world, *blocks)
     ranks(world).close()  # as in test_model_parallel.py
     assert exceeded(off(ours, expected), LIMITS.get(kind, FP32)) == []
-    assert ours["state_bytes"] == memory_bytes(config)["optimizer"]
+    assert ours["state_bytes"] == memory_bytes(plan_of(config))["optimizer"]
 
 
 CHAIN = [("zero3", 4), ("ddp", 2), ("single", 1), ("zero2", 2)]
@@ -133,10 +134,10 @@ def test_a_run_goes_on_to_the_same_bits_under_other_layouts(kind, run, tmp_path)
 
 def exchanged(config: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Return each hidden matrix, and what came back of it, its rows backwards; and the elements that each rank took."""
-    layout, cpu = Layout.of(config.parallel, torch.device("cpu")), torch.device("cpu")
+    layout = layout_here(config.parallel)
     with torch.device("meta"):
         model = Decoder(config.model)
-    apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, cpu)
+    apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"))
     named = {name: each for name, each in model.named_parameters() if role_of(name, each.ndim) == "hidden"}
     names = {id(each): name for name, each in named.items()}
     made: dict[str, torch.Tensor] = {}
