@@ -14,6 +14,7 @@ from lightning_llm.config.schema.strict import fields_at
 from lightning_llm.config.yaml_source import ConfigDirSource
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import config_problems
+from lightning_llm.plan.resolve import Resolution
 
 BINARY = bytes(range(128, 256)) * 3
 
@@ -264,7 +265,7 @@ RATES = "+callbacks.rates={_target_: lightning.pytorch.callbacks.LearningRateMon
     ],
 )
 def test_what_early_stopping_waits_for_must_be_logged(words, said):
-    found = {problem.key: str(problem) for problem in config_problems(compose_config(words), to_train=False)}
+    found = {problem.key: str(problem) for problem in config_problems(Resolution(compose_config(words)))}
     assert said in found["callbacks.stop.monitor"] if said else "callbacks.stop.monitor" not in found
 
 

@@ -13,6 +13,7 @@ from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan import stages as stages_module
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.report import plan_facts, render
+from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.plan.stages import split_layers
 from lightning_llm.plan.units import units_of
 
@@ -81,7 +82,8 @@ def test_fewer_blocks_than_stages_make_no_split():
 def test_the_plan_counts_each_layer_by_its_own_kind():
     plain, small = config_of("model.num_layers=4"), config_of("model.num_layers=4", "model.activation=gelu")
     mixed = config_of("model.num_layers=4", SMALL, "model.layers=[attention, attention, attention, small]")
-    every = {name: plan_facts(config) for name, config in {"plain": plain, "small": small, "mixed": mixed}.items()}
+    configs = {"plain": plain, "small": small, "mixed": mixed}
+    every = {name: plan_facts(plan_of(config)) for name, config in configs.items()}
     assert every["mixed"]["layers"] == ["attention", "attention", "attention", "small"]
     assert "layers [attention, attention, attention, small] repeated" in render(every["mixed"])
     assert "layers" not in render(every["plain"]).splitlines()[0]
@@ -102,18 +104,18 @@ def test_a_window_saves_flops_and_costs_a_mask():
     assert count_parameters(local.model) == count_parameters(plain.model)
     seen = flops_per_token(plain.model, 128) - flops_per_token(local.model, 128)
     assert seen == 2 * 12 * plain.model.hidden_size * (128 - 16)  # two of four layers
-    mask = plan_facts(local)["memory_bytes"]["activations"] - plan_facts(plain)["memory_bytes"]["activations"]
-    assert mask == 128 * 128
+    kept = [plan_facts(plan_of(config))["memory_bytes"]["activations"] for config in (local, plain)]
+    assert kept[0] - kept[1] == 128 * 128
 
 
 def test_module_rules_go_by_the_layers_names():
     words = [SMALL, "model.layers=[attention, small]", "model.num_layers=4", "precision=mxfp8"]
     fits = config_of(*words, "precision.modules.casts=[{names: ['*.gate_proj'], high: true}]")
-    assert config_problems(fits, to_train=False) == []
-    layers = plan_facts(fits)["precision"]["module_casts"][0]["layers"]
+    assert config_problems(Resolution(fits)) == []
+    layers = plan_facts(plan_of(fits))["precision"]["module_casts"][0]["layers"]
     assert layers == []  # those that it quantises: none, they stay high
     misses = config_of(*words, "precision.modules.exclude=['layers.[13].*.gate_proj']")
-    assert [problem.key for problem in config_problems(misses, to_train=False)] == ["precision.modules.exclude"]
+    assert [problem.key for problem in config_problems(Resolution(misses))] == ["precision.modules.exclude"]
 
 
 @pytest.mark.parametrize(

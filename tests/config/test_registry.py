@@ -201,11 +201,12 @@ CHOOSE = """
     from lightning_llm.plan.degrees import Degrees
     from lightning_llm.plan.divisibility import cut_problems
     from lightning_llm.plan.report import plan_facts
+    from lightning_llm.plan.resolve import plan_of
 
     block = "model.blocks={mean: {mixer: {kind: mean_of_test, scale: 0.5}}}"
     config = compose_config(["model=llama_tiny", block, "model.layers=[mean, mean_of_test]", "trainer.accelerator=cpu"])
     assert "layers.1.attention.o_proj" in linear_names(config.model)
-    assert plan_facts(config)["flops_per_token"] > 0
+    assert plan_facts(plan_of(config))["flops_per_token"] > 0
     problems = cut_problems(config, Degrees(cp=2))
     assert any("the mixer of 'mean' in model.layers takes whole sequences" in problem.text for problem in problems)
     assert "torch" not in sys.modules
