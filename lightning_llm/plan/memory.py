@@ -90,7 +90,7 @@ def boundary_bytes(config: Config, degrees: Degrees) -> int:
 def _logits_bytes(config: Config, degrees: Degrees, turns: int) -> int:
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
     kept = turns if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
-    capped = 1 if config.model.logit_cap else 0  # keeps what the tangent gave
+    capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
     return logits * ((kept + capped) * DTYPE_BYTES[config.precision.compute_dtype] + 8)
 
 
@@ -216,7 +216,7 @@ def _communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     if uses_fsdp(config.parallel, degrees):
         largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
     if degrees.dp_replicate > 1 and sums_in_tree(config.parallel):
-        tensors = [-(-rows // ranks) * width for unit in units.each() for rows, width in unit.shapes]
+        tensors = [shard.elements for shard in units.shards(ranks)]
         bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
         largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received
     return largest
