@@ -37,7 +37,7 @@ def memory_bytes(plan: Plan) -> dict[str, int]:
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
-    - `activations`: what each part of each block says that it keeps: for Llama and GPT Korthikanti et al. 2022 (arXiv
+    - `activations`: what parts of blocks keep (`Part.saved_activations`), of Llama and GPT by Korthikanti et al. 2022 (arXiv
       2205.05198) eq. 1 without the attention-score term, which SDPA does not store: 34 s b h per layer in 16 bit; see
       `_layer_bytes` for tensor and context parallelism. Of a recomputed layer its input stays, and with selective
       checkpointing `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches
@@ -143,13 +143,15 @@ def activation_bytes(config: Config, degrees: Degrees, parts: list[StagePart], c
 def _mask_bytes(config: Config, degrees: Degrees, layers: list[int]) -> int:
     """Return the bytes of the masks that say which keys a rank's queries see, a bool for each pair.
 
-    With context parallelism that is one for each window that the blocks `layers` look through, or for none; else those
-    of windows alone.
+    There is one for each window of the blocks `layers`, None among them; where attention is plainly causal, on whole
+    sequences without documents, there is none.
     """
     windows = set(
         for_layers(config.model, layers, lambda index: mixer_of(config.model, index).window_tokens(config.model))
     )
-    masks = len(windows if degrees.cp > 1 else windows - {None})
+    if degrees.cp == 1 and not config.data.document_mask:
+        windows = {window for window in windows if window is not None and window < config.data.sequence_length}
+    masks = len(windows)
     sequences = config.data.micro_batch_size if config.data.document_mask else 1
     return masks * sequences * config.data.sequence_length**2 // degrees.cp
 
