@@ -1,4 +1,4 @@
-"""What FSDP2 gathers and reduces as one, by shape: the ground of memory and traffic. Imports no torch."""
+"""FSDP2 wrap units by shape, gathered and reduced as one: memory and traffic follow from them. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
