@@ -37,7 +37,7 @@ def memory_bytes(plan: Plan) -> dict[str, int]:
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
-    - `activations`: what parts of blocks keep (`Part.saved_activations`), of Llama and GPT by Korthikanti et al. 2022 (arXiv
+    - `activations`: what parts keep (`Part.saved_activations`), of Llama and GPT by Korthikanti et al. 2022 (arXiv
       2205.05198) eq. 1 without the attention-score term, which SDPA does not store: 34 s b h per layer in 16 bit; see
       `_layer_bytes` for tensor and context parallelism. Of a recomputed layer its input stays, and with selective
       checkpointing `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches
