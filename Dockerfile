@@ -1,6 +1,7 @@
 # An image for machines with NVIDIA GPUs, Transformer Engine compiled in:
 #   docker build -t lightning-llm .
-#   docker run --gpus all --ipc host -v "$PWD/outputs:/outputs" lightning-llm train recipe=quickstart
+#   docker run --gpus all --ipc host -v lightning-llm:/outputs lightning-llm train recipe=quickstart
+# Runs as user 10001, who owns a fresh volume; a folder of the host has to be writable by that user.
 # For CPU alone: docker build --build-arg BASE=ubuntu:24.04 --build-arg EXTRAS= -t lightning-llm:cpu .
 ARG BASE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${BASE}

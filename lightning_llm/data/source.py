@@ -59,7 +59,7 @@ def matching_files(loader: str, path: str) -> list[Path]:
 
 
 class Source:
-    """A named entry of `data.sources`. Every method raises `ConfigError` for what the user can mend."""
+    """A named entry of `data.sources`. Every method raises `ConfigError` for what the user can fix."""
 
     def __init__(self, name: str, config: SourceConfig):
         self.name = name

@@ -1,4 +1,4 @@
-"""The one decoder: embedding -> blocks as `model.layers` says -> norm -> head; Llama and GPT are points of its config.
+"""The one decoder: embedding -> blocks as `model.layers` says -> norm -> head; Llama to Gemma 2 are its configs.
 
 Letters: B sequences, T tokens, D hidden_size, V padded vocabulary. Parameters are fp32 masters, cast where they are
 used; activations, the residual stream included, are in `compute_dtype` from the embedding to the logits. No autocast.

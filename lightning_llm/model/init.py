@@ -5,7 +5,8 @@ So each layout, and each shard for itself, starts from the same numbers. A param
 and is always drawn whole. The numbers are those of torch's CPU sampler: the same for the same torch build and CPU
 instruction set.
 
-Schemes (`model.init`), with std = `model.init_std` and l the layer's index from 0. Biases are 0 and norm weights 1:
+Schemes (`model.init`), with std = `model.init_std` and l the layer's index from 0. Biases are 0; norms begin as the
+identity, and other parameters that are no linear's as their kind says (`model.spec`):
 
 - "gpt2": N(0, std) for every weight, embeddings of tokens and positions included; the two linears that write to the
   residual stream (`o_proj`, `down_proj`) N(0, std / sqrt(2 num_layers)). Radford et al. 2019 section 2.3, with the

@@ -47,9 +47,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, roles: tuple[Role, ...]):
-        """`roles`: of the matrices, two-dimensional parameters, that the rule updates."""
+        """`roles`: of the matrices that the rule updates; not "vector"."""
         named = list(parameters)
-        mine = [(name, each) for name, each in named if each.ndim == 2 and role_of(name, each.ndim) in roles]
+        mine = [(name, each) for name, each in named if role_of(name, each.ndim) in roles]
         names = {name for name, _ in mine}
         rest = [(name, each) for name, each in named if name not in names]
         self._adamw = adamw(rest, config, getattr(config, "adamw_learning_rate", None)) if rest else None

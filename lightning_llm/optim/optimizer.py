@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_llm.config.schema.optim import OptimConfig, Role
+from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
 from lightning_llm.optim.adamw_spec import AdamWFields
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -68,11 +68,11 @@ def decay_groups(
 
 def role_of(name: str, dimensions: int) -> Role:
     """Return the role of parameter `name` (its full name in a `Decoder`), which has so many dimensions."""
+    if name.startswith("layers."):
+        return role_in_block(dimensions)
     if dimensions == 1:
         return "vector"
-    if "embedding" in name.rpartition(".")[0]:
-        return "embedding"
-    return "hidden" if name.startswith("layers.") else "head"
+    return "head" if name == "head.weight" else "embedding"
 
 
 def _decays(name: str, dimensions: int, config: OptimConfig) -> bool:

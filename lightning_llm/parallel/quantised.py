@@ -1,4 +1,4 @@
-"""Where each rank's part of an operand lies in the whole, for the quantisers: their bits must not know of ranks."""
+"""Offsets of each rank's part of an operand in the whole, for the quantisers: their bits must not know of ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace

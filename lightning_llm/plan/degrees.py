@@ -1,4 +1,4 @@
-"""How many ranks each axis of the mesh takes, who shares a group, who computes which micro-batch. Imports no torch."""
+"""Ranks per axis of the mesh, the groups they share, and the micro-batches they compute. Imports no torch."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a layout does, as plain data and as words, for `plan`. Imports no torch."""
+"""A layout as plain data and as text, for `plan`. Imports no torch."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""What tensor and context parallelism cut, and whether it divides: said with the arithmetic. Imports no torch."""
+"""Divisibility of what tensor and context parallelism shard, reported with the arithmetic. Imports no torch."""
 
 import math
 from collections.abc import Iterator

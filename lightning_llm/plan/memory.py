@@ -37,7 +37,7 @@ def memory_bytes(plan: Plan) -> dict[str, int]:
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: what stages receive; torch keeps one buffer per micro-batch and direction.
-    - `activations`: what each part of each block says that it keeps: for Llama and GPT Korthikanti et al. 2022 (arXiv
+    - `activations`: what parts keep (`Part.saved_activations`), of Llama and GPT by Korthikanti et al. 2022 (arXiv
       2205.05198) eq. 1 without the attention-score term, which SDPA does not store: 34 s b h per layer in 16 bit; see
       `_layer_bytes` for tensor and context parallelism. Of a recomputed layer its input stays, and with selective
       checkpointing `selective_bytes_per_token`; one layer at a time is whole again. In a pipeline, of all micro-batches
@@ -90,7 +90,7 @@ def boundary_bytes(config: Config, degrees: Degrees) -> int:
 def _logits_bytes(config: Config, degrees: Degrees, turns: int) -> int:
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
     kept = turns if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
-    capped = 1 if config.model.logit_cap else 0  # keeps what the tangent gave
+    capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
     return logits * ((kept + capped) * DTYPE_BYTES[config.precision.compute_dtype] + 8)
 
 
@@ -143,13 +143,15 @@ def activation_bytes(config: Config, degrees: Degrees, parts: list[StagePart], c
 def _mask_bytes(config: Config, degrees: Degrees, layers: list[int]) -> int:
     """Return the bytes of the masks that say which keys a rank's queries see, a bool for each pair.
 
-    With context parallelism that is one for each window that the blocks `layers` look through, or for none; else those
-    of windows alone.
+    There is one for each window of the blocks `layers`, None among them; where attention is plainly causal, on whole
+    sequences without documents, there is none.
     """
     windows = set(
         for_layers(config.model, layers, lambda index: mixer_of(config.model, index).window_tokens(config.model))
     )
-    masks = len(windows if degrees.cp > 1 else windows - {None})
+    if degrees.cp == 1 and not config.data.document_mask:
+        windows = {window for window in windows if window is not None and window < config.data.sequence_length}
+    masks = len(windows)
     sequences = config.data.micro_batch_size if config.data.document_mask else 1
     return masks * sequences * config.data.sequence_length**2 // degrees.cp
 
@@ -216,7 +218,7 @@ def _communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     if uses_fsdp(config.parallel, degrees):
         largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
     if degrees.dp_replicate > 1 and sums_in_tree(config.parallel):
-        tensors = [-(-rows // ranks) * width for unit in units.each() for rows, width in unit.shapes]
+        tensors = [shard.elements for shard in units.shards(ranks)]
         bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
         largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received
     return largest

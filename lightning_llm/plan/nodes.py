@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and what that makes of gradient sums and of what is sent. Imports no torch."""
+"""Ranks per machine: the order of gradient sums, and the share of traffic between machines. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -61,22 +61,22 @@ def notes(plan: Plan) -> list[str]:
     """Return what is allowed and may still surprise, one line each."""
     config = plan.config
     schedule, steps = config.schedule, config.trainer.max_steps
-    told = []
+    found = []
     if (uri := config.logger.tracking_uri) and with_credentials(uri) != uri:
-        told.append(
+        found.append(
             "note   the password in logger.tracking_uri is written nowhere: to go on later, give that key again, or "
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
     if schedule.name != "constant" and schedule.warmup_steps >= (schedule.total_steps or steps):
-        told.append(
+        found.append(
             f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
             "learning rate is still rising when the run ends"
         )
     if (reduction := reduction_note(config, plan.degrees)) is not None:
-        told.append(reduction)
+        found.append(reduction)
     if (judged := _hardware_note(plan)) is not None:
-        told.append(judged)
-    return told
+        found.append(judged)
+    return found
 
 
 def _hardware_note(plan: Plan) -> str | None:

@@ -1,4 +1,4 @@
-"""Which axis of a linear's tensors tensor parallelism cuts, by the linear's role: the one table. Imports no torch."""
+"""The axis along which tensor parallelism shards a linear's tensors, by its role: the one table. Imports no torch."""
 
 CUT_AXES: dict[str, dict[str, int | None]] = {
     "column": {"x": None, "w": 0, "dy": 1},

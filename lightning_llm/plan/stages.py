@@ -1,4 +1,4 @@
-"""How a decoder is cut into pipeline stages, and what a schedule leaves idle and keeps in memory. Imports no torch."""
+"""Pipeline stages: the split of a decoder, the idle time and the memory of a schedule. Imports no torch."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def chunks_in_flight(parallel: ParallelConfig, pp: int, place: int, micro_batche
 def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
     """Yield why the model, the batch or the schedule does not fit the pipeline, with the arithmetic.
 
-    `degrees`: None where they do not fit the ranks; nothing that depends on them is said then.
+    `degrees`: None where they do not fit the ranks; nothing that depends on them is reported then.
     """
     parallel = config.parallel
     if parallel.schedule in ZERO_BUBBLE:

@@ -1,29 +1,22 @@
-"""What FSDP2 gathers and reduces as one, by shape: the ground of memory and traffic. Imports no torch."""
+"""FSDP2 wrap units by shape, gathered and reduced as one: memory and traffic follow from them. Imports no torch."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
-from lightning_llm.config.schema.optim import ParameterShard, Role
+from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.model.spec import block_parameters, for_layers, norm_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import CUT_AXES
 
-Shapes = tuple[tuple[int, int], ...]
-"""Parameters as (rows, elements per row): rows are what is sharded."""
-
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are one group of FSDP2; `cast` says whether they are gathered in the compute dtype.
+    """Parameters that are one group of FSDP2, whole; `cast` says whether they are gathered in the compute dtype."""
 
-    `matrices` is the role of those that are more than a vector.
-    """
-
-    shapes: Shapes
+    parameters: tuple[ParameterShard, ...]
     cast: bool
-    matrices: Role
 
     def shard(self, ranks: int) -> int:
         """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
@@ -31,8 +24,8 @@ class Unit:
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield what each of `ranks` holds of every parameter, padding included."""
-        for rows, width in self.shapes:
-            yield ParameterShard(-(-rows // ranks), width, self.matrices if width > 1 else "vector")
+        for each in self.parameters:
+            yield replace(each, rows=-(-each.rows // ranks))
 
     def whole(self, ranks: int) -> int:
         """Return the elements of all shards together, padding included."""
@@ -72,29 +65,29 @@ def units_of(
     with embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank:
     its part of the linears and of the vocabulary, norms and positions whole.
     """
-    hidden = model.hidden_size
-    norm = [(hidden, 1)] * len(norm_of(model).vectors(model))
-    table = ((model.padded_vocab_size // tp, hidden),)
-    tied = table if model.tie_embeddings and (first or last) else ()
-    positions = [(model.max_sequence_length, hidden)] if model.position == "learned" and first else []
+    hidden, rows = model.hidden_size, model.padded_vocab_size // tp
+    norm = [ParameterShard(hidden, 1, "vector")] * len(norm_of(model).vectors(model))
+    table = ParameterShard(rows, hidden, "embedding")
+    tied = [table] if model.tie_embeddings and (first or last) else []
+    learned = model.position == "learned" and first
+    positions = [ParameterShard(model.max_sequence_length, hidden, "embedding")] if learned else []
 
     def block(index: int) -> Unit:
-        shapes = tuple(_shard(each.shape, each.role, tp) for each in block_parameters(model, index))
-        return Unit(shapes, cast=True, matrices="hidden")
+        return Unit(tuple(_shard(each.shape, each.role, tp) for each in block_parameters(model, index)), cast=True)
 
     return Units(
         blocks=tuple(for_layers(model, range(model.num_layers) if layers is None else layers, block)),
-        head=Unit(table if last and not model.tie_embeddings else (), cast=True, matrices="head"),
-        embedding=Unit(table if first and not model.tie_embeddings else (), cast=False, matrices="embedding"),
-        root=Unit((*(norm if last else []), *positions, *tied), cast=False, matrices="embedding"),
+        head=Unit((ParameterShard(rows, hidden, "head"),) if last and not model.tie_embeddings else (), cast=True),
+        embedding=Unit((table,) if first and not model.tie_embeddings else (), cast=False),
+        root=Unit((*(norm if last else []), *positions, *tied), cast=False),
     )
 
 
-def _shard(shape: tuple[int, ...], role: str, tp: int) -> tuple[int, int]:
-    """Return the rows, and the elements of each, that a tensor-parallel rank has of a parameter of this role."""
+def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:
+    """Return what a tensor-parallel rank has of a block's parameter of this role: rows, and the elements of each."""
     axis = CUT_AXES[role]["w"]
     rows, *rest = (size // tp if index == axis else size for index, size in enumerate(shape))
-    return rows, math.prod(rest)
+    return ParameterShard(rows, math.prod(rest), role_in_block(len(shape)))
 
 
 def sums_in_tree(parallel: ParallelConfig) -> bool:

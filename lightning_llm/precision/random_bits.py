@@ -1,4 +1,4 @@
-"""Keyed random bits as tensors: the twin of `lightning_llm.keyed_hash`, and per-element noise from a key.
+"""Keyed random bits as tensors: the counterpart of `lightning_llm.keyed_hash`, and per-element noise from a key.
 
 All arithmetic is int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
 that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31.

@@ -3,11 +3,13 @@
 from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan import stages as stages_module
@@ -82,9 +84,8 @@ def test_fewer_blocks_than_stages_make_no_split():
 def test_the_plan_counts_each_layer_by_its_own_kind():
     plain, small = config_of("model.num_layers=4"), config_of("model.num_layers=4", "model.activation=gelu")
     mixed = config_of("model.num_layers=4", SMALL, "model.layers=[attention, attention, attention, small]")
-    every = {
-        name: plan_facts(plan_of(config)) for name, config in {"plain": plain, "small": small, "mixed": mixed}.items()
-    }
+    configs = {"plain": plain, "small": small, "mixed": mixed}
+    every = {name: plan_facts(plan_of(config)) for name, config in configs.items()}
     assert every["mixed"]["layers"] == ["attention", "attention", "attention", "small"]
     assert "layers [attention, attention, attention, small] repeated" in render(every["mixed"])
     assert "layers" not in render(every["plain"]).splitlines()[0]
@@ -105,11 +106,32 @@ def test_a_window_saves_flops_and_costs_a_mask():
     assert count_parameters(local.model) == count_parameters(plain.model)
     seen = flops_per_token(plain.model, 128) - flops_per_token(local.model, 128)
     assert seen == 2 * 12 * plain.model.hidden_size * (128 - 16)  # two of four layers
-    mask = (
-        plan_facts(plan_of(local))["memory_bytes"]["activations"]
-        - plan_facts(plan_of(plain))["memory_bytes"]["activations"]
-    )
-    assert mask == 128 * 128
+    kept = [plan_facts(plan_of(config))["memory_bytes"]["activations"] for config in (local, plain)]
+    assert kept[0] - kept[1] == 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("words", "masks"),
+    [
+        (["model.layers=[attention]"], 0),
+        (["model.layers=[local, attention]"], 1),
+        (["model.layers=[local, attention]", "data.document_mask=true"], 2),
+        (["model.layers=[attention]", "data.document_mask=true"], 1),
+        (["model.layers=[local]", "data.sequence_length=16"], 0),  # the window hides nothing
+    ],
+)
+def test_masks_are_planned_where_the_model_makes_them(words, masks):
+    config = config_of(SMALL, *words)
+    length = config.data.sequence_length
+    model = Decoder(config.model)
+    documents = torch.zeros(1, length, dtype=torch.int64) if config.data.document_mask else None
+    windows = {block.window for block in model.layers.values()}
+    made = [model.attention_mask(torch.arange(length), documents, window) for window in windows]
+    assert sum(mask.numel() for mask in made if mask is not None) == masks * length**2
+    plain = config.model_copy(update={"model": config_of().model})
+    plain = plain.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
+    kept = [plan_facts(plan_of(each))["memory_bytes"]["activations"] for each in (config, plain)]
+    assert kept[0] - kept[1] == masks * length**2
 
 
 def test_module_rules_go_by_the_layers_names():

@@ -147,6 +147,16 @@ def test_links_lead_somewhere():
         assert not anchor or anchor in anchors, link
 
 
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_links_to_are_there(page):
+    links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+    paths = [link for link in links if "://" not in link]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
 def test_own_recipe_plans_as_transformer_engine_has_it(own_recipe):
     folder, name = own_recipe
     config = compose_config([*TINY, f"precision={name}"], folder)

@@ -7,6 +7,7 @@ from model_shapes import LLAMA3_SCALING, llama
 
 from lightning_llm.model import loss as loss_module
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.norm.rmsnorm_zero_centered import RMSNormZeroCentered
 from lightning_llm.model.rope import apply_rope, rope_tables
 
 
@@ -29,6 +30,16 @@ def test_rope_gradient():
     cosine, sine = (table.double() for table in rope_tables(config, torch.arange(6).expand(2, 6)))
     x = torch.randn(2, 6, 2, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, cosine, sine), (x,))
+
+
+def test_a_zero_centered_norm_rounds_once():
+    """In bf16 off by at most one rounding, 2^-8, from float64; 1 + weight in bf16 alone would be another."""
+    norm = RMSNormZeroCentered(192, 1e-6)
+    norm.weight.data = torch.randn(192, generator=generator()).mul(0.02).bfloat16().float()
+    x = torch.randn(16, 192, generator=generator(1)).bfloat16()
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + norm.weight.double())
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1.001 * 2**-8, atol=0)
 
 
 @pytest.fixture(params=[7, 1 << 20], ids=["row_by_row", "one_chunk"])

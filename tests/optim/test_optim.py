@@ -13,17 +13,18 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import OptimConfig, ParallelConfig
-from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES
+from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
 from lightning_llm.errors import ConfigError
 from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
-from lightning_llm.optim.optimizer import decay_groups, initialise_state
+from lightning_llm.optim.optimizer import decay_groups, initialise_state, role_of
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.units import _shard
 
 ALONE = Layout(ParallelConfig(name="single"), Degrees())
 PARAMETERS = [
@@ -169,6 +170,27 @@ def test_a_state_that_was_looked_at_before_the_first_step_changes_nothing(name):
 
     one, other = trained(make, look=True), trained(make)
     assert all(torch.equal(one[name], other[name]) for name in SHAPES)
+
+
+KEPT = SHAPES | {
+    "layers.0.experts.weight": (4, 6, 10),
+    "layers.0.gate.weight": (24, 1),
+    "position_embedding.weight": (8, 24),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_planned_as_it_is_kept_of_parameters_of_any_number_of_dimensions(name):
+    settings = OPTIMIZERS[name](learning_rate=0.1)
+    named = [(key, nn.Parameter(torch.zeros(shape))) for key, shape in KEPT.items()]
+    optimizer = settings.build(named, on_one_rank)
+    initialise_state(optimizer)
+    for key, parameter in named:
+        shard = ParameterShard(KEPT[key][0], math.prod(KEPT[key][1:]), role_of(key, parameter.ndim))
+        if key.startswith("layers."):
+            assert _shard(KEPT[key], "replicate", 1) == shard, key
+        kept = sum(value.nbytes for part, value in optimizer.state[parameter].items() if part != "step")
+        assert settings.state_bytes(shard, 4) == kept, key
 
 
 MUON = [

@@ -17,8 +17,10 @@ from traced_run import run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.optim import ParameterShard
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
+from lightning_llm.optim.optimizer import role_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import _expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
@@ -239,22 +241,24 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
 
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny"])
 def test_units_are_the_groups_that_are_sharded(model):
-    """Shapes by formula against the parameters of the model, group by group."""
+    """Shapes and roles by formula against the parameters of the model, group by group."""
     config = compose_config([f"model={model}"]).model
     with torch.device("meta"):
         decoder = Decoder(config)
-    shapes = {name: (p.shape[0], p[0].numel()) for name, p in decoder.named_parameters()}
+    shards = {
+        name: ParameterShard(p.shape[0], p[0].numel(), role_of(name, p.ndim)) for name, p in decoder.named_parameters()
+    }
     units = units_of(config)
 
     def of(*prefixes):
-        return Counter(shape for name, shape in shapes.items() if name.startswith(prefixes))
+        return Counter(shard for name, shard in shards.items() if name.startswith(prefixes))
 
     for index in range(config.num_layers):
-        assert Counter(units.blocks[index].shapes) == of(f"layers.{index}.")
+        assert Counter(units.blocks[index].parameters) == of(f"layers.{index}.")
     tied = config.tie_embeddings
-    assert Counter(units.head.shapes) == of("head")
-    assert Counter(units.embedding.shapes) == (Counter() if tied else of("embedding"))
-    assert Counter(units.root.shapes) == of("norm", "position_embedding", *(["embedding"] if tied else []))
+    assert Counter(units.head.parameters) == of("head")
+    assert Counter(units.embedding.parameters) == (Counter() if tied else of("embedding"))
+    assert Counter(units.root.parameters) == of("norm", "position_embedding", *(["embedding"] if tied else []))
 
 
 @pytest.mark.parametrize("turns", range(1, 33))

@@ -93,7 +93,8 @@ def test_bits_are_those_of_one_rank_and_state_is_as_planned(kind, layout, world,
     assert difference(ours, alone(kind)) is None
     assert ours["state_bytes"] == memory_bytes(plan_of(config))["optimizer"]
     plain = config.model_copy(update={"optim": OPTIMIZERS["adamw"](learning_rate=1e-3)})
-    planned = {each: size - bytes_sent(plan_of(plain))[each] for each, size in bytes_sent(plan_of(config)).items()}
+    others = bytes_sent(plan_of(plain))
+    planned = {each: size - others[each] for each, size in bytes_sent(plan_of(config)).items()}
     assert ours["sent"].get("all_to_all", 0) == planned["all_to_all"]
     assert set(ours["sent"]) <= {"all_to_all"}
 
@@ -133,10 +134,10 @@ def test_a_run_goes_on_to_the_same_bits_under_other_layouts(kind, run, tmp_path)
 
 def exchanged(config: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Return each hidden matrix, and what came back of it, its rows backwards; and the elements that each rank took."""
-    layout, cpu = layout_here(config.parallel), torch.device("cpu")
+    layout = layout_here(config.parallel)
     with torch.device("meta"):
         model = Decoder(config.model)
-    apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, cpu)
+    apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"))
     named = {name: each for name, each in model.named_parameters() if role_of(name, each.ndim) == "hidden"}
     names = {id(each): name for name, each in named.items()}
     made: dict[str, torch.Tensor] = {}

@@ -22,7 +22,7 @@ class RopeScaling(Group):
 
 
 class ModelConfig(Group):
-    """A decoder: every size of Llama and GPT-3 is a point in this space, as YAML in `conf/model/`."""
+    """A decoder: sizes of Llama, GPT-3, Qwen3 and Gemma 2 are points in this space, as YAML in `conf/model/`."""
 
     name: str = Field(description="the file it was composed from, or your own name")
     vocab_size: PositiveInt = Field(description="true vocabulary; the token ids of the data lie below it")

@@ -22,12 +22,13 @@ from lightning_llm.registry import Registry
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Role = Literal["hidden", "embedding", "head", "vector"]
-"""Matrices of the blocks; tables of tokens and positions (a head tied to one, too); the head; norms and biases."""
+"""Matrices of the blocks; tables of tokens and positions (a head tied to one, too); the head; what is no matrix: norms,
+biases, and parameters of blocks with three or more dimensions."""
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What one rank holds of a parameter: [rows, columns], of a vector [elements, 1]."""
+    """What one rank holds of a parameter: [rows, columns], all dimensions but the first; of a vector [elements, 1]."""
 
     rows: int
     columns: int
@@ -37,6 +38,11 @@ class ParameterShard:
     def elements(self) -> int:
         """Elements of the shard, the padding of its rows included."""
         return self.rows * self.columns
+
+
+def role_in_block(dimensions: int) -> Role:
+    """Return the role of a block's parameter with so many dimensions."""
+    return "hidden" if dimensions == 2 else "vector"
 
 
 class OptimConfig(Group):

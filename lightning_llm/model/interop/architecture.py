@@ -1,4 +1,4 @@
-"""What an architecture of Hugging Face's says of itself, so that weights and configs can go there and come back."""
+"""The description of a Hugging Face architecture: names and config entries, to convert weights there and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

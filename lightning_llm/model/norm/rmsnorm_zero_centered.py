@@ -15,5 +15,9 @@ class RMSNormZeroCentered(RMSNorm):
         self.weight = nn.Parameter(torch.zeros(size))
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return what `forward` does, with this weight; there is no bias."""
-        return F.rms_norm(x, (self.size,), 1 + weight.to(x.dtype), self.eps)
+        """Return what `forward` does, with this weight; there is no bias.
+
+        In fp32, rounded once, as in Gemma: in bf16 1 + weight would step by 2^-7, and small weights be none.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), (self.size,), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)

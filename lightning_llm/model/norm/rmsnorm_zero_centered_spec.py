@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_llm.config.schema.block import NORMS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import Norm
+from lightning_llm.model.spec import Norm, SavedActivations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,6 +18,10 @@ class RMSNormZeroCentered(Norm):
 
     def vectors(self, model: ModelConfig) -> dict[str, float]:
         return {"weight": 0.0}
+
+    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
+        """Return its input, which is made fp32."""
+        return SavedActivations(outside=max(width, 4) * model.hidden_size)
 
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
         from lightning_llm.model.norm.rmsnorm_zero_centered import RMSNormZeroCentered as Module
