@@ -117,7 +117,8 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
-    return "\n".join(f"{name:<17} {text}" for name, text in rows)
+    width = max(17, *(len(name) for name, _ in rows))
+    return "\n".join(f"{name:<{width}} {text}" for name, text in rows)
 
 
 def _pattern(layers: list[str]) -> str:
