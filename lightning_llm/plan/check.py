@@ -42,7 +42,7 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 
 
 def config_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between keys; of a config's sound part (`config.schema.partial`) between those it has."""
+    """Return what is wrong between keys; of a config's sound part (`config.schema.partial`), what that says."""
     config, to_train = found.config, found.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
