@@ -34,7 +34,7 @@ class Found:
     home: Path = Path()
 
 
-def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
+def find_runs(words: Sequence[str]) -> Found:
     """Return the runs that `words` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
 
     Without words, those of the last sweep.
@@ -42,7 +42,7 @@ def find_runs(words: Sequence[str], root: Path | None = None) -> Found:
     Raises:
         ConfigError: nothing was found at all.
     """
-    root = root or Path(default_outputs())
+    root = Path(default_outputs())
     found = Found()
     places: list[Path] = []
     for word in words or [str(_newest_sweep(root))]:

@@ -1,6 +1,6 @@
 """`--config-dir DIR` as a Python package: `DIR/callbacks/mine.py` is `config_dir.callbacks.mine`.
 
-Its Python files are found here; its YAML files are `config_source`'s.
+Its Python files are found here; its YAML files are `yaml_source`'s.
 
 Naming the folder on the command line is the choice to run what lies in it. A recipe alone imports installed code only.
 """

@@ -1,6 +1,6 @@
 """`--config-dir DIR` as a source of config groups for Hydra: `DIR/recipe/mine.yaml` is `recipe=mine`.
 
-Its YAML files are read here; its Python files are `config_package`'s.
+Its YAML files are read here; its Python files are `config_dir`'s.
 
 Hydra's own reader of files takes a list or an empty file for nothing said, a recipe without `# @package _global_` for
 something to put below `recipe`, and passes on what the file system and YAML raise. This one says what is wrong.

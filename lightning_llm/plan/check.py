@@ -23,12 +23,7 @@ from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.units import units_of
 from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import (
-    layers_of_casts,
-    nothing_converted,
-    reasons_to_stay_high,
-    unmatched,
-)
+from lightning_llm.precision.module_rules import layers_of_casts, nothing_converted, reasons_to_stay_high, unmatched
 
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""
@@ -47,10 +42,7 @@ def check_config(config: Config, to_train: bool = True) -> Plan:
 
 
 def config_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between keys; of a config's sound part what those that are there say.
-
-    See `config.schema.partial`.
-    """
+    """Return what is wrong between keys; of a config's sound part (`config.schema.partial`), what that says."""
     config, to_train = found.config, found.to_train
     rules: list[Rule] = [
         lambda: shape_problems(config.model),
@@ -74,16 +66,6 @@ def config_problems(found: Resolution) -> list[Problem]:
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:
     return [] if shape_problems(config.model) else list(cut_problems(config, degrees))
-
-
-def check_disk(config: Config, jobs: int = 1) -> None:
-    """Return quietly if run.dir can be written and there is room for the checkpoints of `jobs` runs like this.
-
-    Raises:
-        ConfigError: no right to write, or too little space, with the arithmetic.
-    """
-    if problems := disk_problems(config, jobs):
-        raise ConfigError(problems)
 
 
 def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:

@@ -67,14 +67,15 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
         return None
     axes = ("dp_shard", "cp") if degrees.dp_shard > 1 else ("dp_replicate",)
     ring = share_between_nodes(degrees, axes, "reduce_scatter", per_node)
-    times = share_between_nodes(degrees, axes, "all_to_all", per_node) / ring if ring else 1.0
+    times = f"{share_between_nodes(degrees, axes, 'all_to_all', per_node) / ring if ring else 1.0:.3g}"
+    much = "as much" if times == "1" else f"{times} times as much"
     machines = f"{nodes} machines of {per_node} ranks{' (assumed)' if nodes_are_assumed(config) else ''}"
     if config.parallel.reduction == "native":
         return (
             f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, whose sums "
-            f"do not depend on the number of ranks, would send {times:.3g} times as much of them between machines"
+            f"do not depend on the number of ranks, would send {much} of them between machines"
         )
     return (
         f"note   gradients are summed over {machines} in the tree's order (parallel.reduction=tree), which sends "
-        f"{times:.3g} times as much of them between machines as parallel.reduction=native"
+        f"{much} of them between machines as parallel.reduction=native"
     )

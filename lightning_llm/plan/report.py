@@ -57,8 +57,8 @@ def plan_line(plan: Plan, device: str) -> str:
     return "plan   " + " | ".join(parts)
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return what is allowed and may still surprise, one line each."""
+def notes(plan: Plan, *, to_train: bool) -> list[str]:
+    """Return what is allowed and may still surprise, one line each. `to_train`: the run starts, here and now."""
     config = plan.config
     schedule, steps = config.schedule, config.trainer.max_steps
     found = []
@@ -74,17 +74,19 @@ def notes(plan: Plan) -> list[str]:
         )
     if (reduction := reduction_note(config, plan.degrees)) is not None:
         found.append(reduction)
-    if (judged := _hardware_note(plan)) is not None:
+    if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
     return found
 
 
-def _hardware_note(plan: Plan) -> str | None:
+def _hardware_note(plan: Plan, to_train: bool) -> str | None:
     """Return which device native casts were judged by, where that is not the one the run is meant for."""
     config, here = plan.config, plan.capability.device
     if not config.precision.quantises:
         return None
-    if config.hardware is not None and here != HARDWARE[config.hardware].device:
+    if to_train:  # on the device that was looked at
+        if config.hardware is None or here == HARDWARE[config.hardware].device:
+            return None
         return f"note   hardware={config.hardware} is for `plan`: casts run as this machine's device ({here}) allows"
     if config.hardware is None and plan.degrees.world > config.trainer.devices:
         return (
@@ -115,7 +117,8 @@ def render(facts: dict[str, Any]) -> str:
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]
-    return "\n".join(f"{name:<17} {text}" for name, text in rows)
+    width = max(17, *(len(name) for name, _ in rows))
+    return "\n".join(f"{name:<{width}} {text}" for name, text in rows)
 
 
 def _pattern(layers: list[str]) -> str:

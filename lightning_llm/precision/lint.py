@@ -206,10 +206,10 @@ def rule_name(rule: Rule) -> str:
     return rule.__name__.lstrip("_")
 
 
-def lint(recipe: PrecisionConfig, key: str = "precision") -> list[Problem]:
+def lint(recipe: PrecisionConfig) -> list[Problem]:
     """Return every known-bad combination that `recipe` does not allow, and what its `allow` needs not or may not name.
 
-    Every set of casts is looked at: the recipe's own, those of `modules.casts`, the phases'. Keys lie under `key`.
+    Every set of casts is looked at: the recipe's own, those of `modules.casts`, the phases'.
     """
     allowed, problems, own = recipe.allow or (), [], set[Problem]()
     for prefix, casts in recipe.cast_sets().items():
@@ -221,9 +221,9 @@ def lint(recipe: PrecisionConfig, key: str = "precision") -> list[Problem]:
                     continue  # a rule of `modules.casts` takes from them what it does not set
                 if rule_name(rule) not in allowed or rule in NOT_TO_ALLOW:
                     place = "" if each.key.startswith("loss_scaling") else prefix
-                    where = ".".join(part for part in (key, place, each.key) if part)
+                    where = ".".join(part for part in ("precision", place, each.key) if part)
                     problems.append(Problem(where, f"{each.text} {_way_round(rule)}"))
-    return list(dict.fromkeys(problems)) + _opt_out_problems(recipe, f"{key}.allow")
+    return list(dict.fromkeys(problems)) + _opt_out_problems(recipe)
 
 
 def _way_round(rule: Rule) -> str:
@@ -240,9 +240,9 @@ def still_broken(recipe: PrecisionConfig, allowed: Iterable[str]) -> tuple[str, 
     return tuple(name for name in allowed if name in broken) or None
 
 
-def _opt_out_problems(recipe: PrecisionConfig, key: str) -> list[Problem]:
+def _opt_out_problems(recipe: PrecisionConfig) -> list[Problem]:
     """Return what is wrong with the rules that a recipe names in `allow`."""
-    known, problems = {rule_name(rule): rule for rule in RULES}, []
+    known, problems, key = {rule_name(rule): rule for rule in RULES}, [], "precision.allow"
     for name in recipe.allow or ():
         if name not in known:
             problems.append(Problem(key, f"has '{name}', which is no rule of the lint.{did_you_mean(name, known)}"))

@@ -11,12 +11,7 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
-from lightning_llm.precision.module_rules import (
-    fractions_of_no_block,
-    nothing_converted,
-    reasons_to_stay_high,
-    rule_of,
-)
+from lightning_llm.precision.module_rules import fractions_of_no_block, nothing_converted, reasons_to_stay_high, rule_of
 from lightning_llm.precision.native.decide import Decision
 
 EMULATED = Decision("emulated")
@@ -107,9 +102,8 @@ def swap_linears(
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:
-    from lightning_llm.precision.native.transformer_engine import (
-        NativeLinear,  # which imports Transformer Engine when it is used
-    )
+    # Which imports Transformer Engine when it is used.
+    from lightning_llm.precision.native.transformer_engine import NativeLinear
 
     return NativeLinear(name, module, plan, sharded)
 

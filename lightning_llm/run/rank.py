@@ -38,10 +38,7 @@ from lightning_llm.record.loggers import LoggerSink
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.provenance import code_hash, versions
-from lightning_llm.record.rank_liveness import (
-    RankSilentError,
-    clear_beats,
-)
+from lightning_llm.record.rank_liveness import RankSilentError, clear_beats
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
@@ -158,7 +155,7 @@ def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
-    for line in [*([] if is_among_jobs() else notes(rank.plan)), *resume_lines(config, start)]:
+    for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *resume_lines(config, start)]:
         say(line)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:

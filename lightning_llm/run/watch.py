@@ -11,12 +11,7 @@ import torch.distributed as dist
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.rank_liveness import (
-    RankHeartbeat,
-    RankSilentError,
-    say_silent,
-    silent_ranks,
-)
+from lightning_llm.record.rank_liveness import RankHeartbeat, RankSilentError, say_silent, silent_ranks
 from lightning_llm.train.callback_failure import callback_failures
 from lightning_llm.train.module import LanguageModule
 

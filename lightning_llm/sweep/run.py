@@ -26,8 +26,9 @@ from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.terminal.waiting import Waiting
 
-NOT_CHECKED = {"seed", "resume", "run", "logger"}
-"""Parts of a config that `check_config` does not look at: jobs that differ in these alone are checked once."""
+NOT_CHECKED = {"seed", "resume", "run"}
+"""Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
+others."""
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -54,7 +55,9 @@ def sweep(arguments: argparse.Namespace) -> int:
         whole = _open(define(*composed))
     todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
     launcher = todo[0].config.launcher
-    for line in dict.fromkeys(line for job in todo for line in notes(plan_of(job.config))):
+    here = launcher.name == "local"  # what Slurm's machines are is not known on the one that submits
+    plans = [Resolution(job.config, to_train=here).plan() for job in todo]
+    for line in dict.fromkeys(line for plan in plans for line in notes(plan, to_train=True)):
         print(line, flush=True)
     progress = Progress(len(todo), queued=launcher.name == "slurm")
     with signals_passed_on() as relay:
@@ -96,7 +99,7 @@ def _one_of_each_kind(configs: Sequence[Config]) -> Iterator[Config]:
     known, waiting = set(), Waiting("checking the sweep's jobs")
     for number, config in enumerate(configs):
         waiting.tell(number)
-        kind = config.model_dump_json(exclude=NOT_CHECKED)
+        kind = config.model_dump_json(exclude=NOT_CHECKED, warnings=False)  # a sound part lacks fields
         if kind not in known:
             known.add(kind)
             yield config

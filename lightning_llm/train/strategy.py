@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.train.checkpoint.manifest import Checkpoint
 from lightning_llm.train.checkpoint.state import restore
 from lightning_llm.train.progress import set_completed_steps
 
@@ -18,8 +19,10 @@ from lightning_llm.train.progress import set_completed_steps
 class TrainStrategy(ModelParallelStrategy):
     """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists."""
 
-    def __init__(self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Any = None):
-        """`device` is this rank's; `resume_from` the `Checkpoint` that the run continues from, or None."""
+    def __init__(
+        self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Checkpoint | None
+    ):
+        """`device` is this rank's; `resume_from` is what the run goes on from, None for one that begins."""
         super().__init__()
         self.layout = layout
         self.resume_from = resume_from

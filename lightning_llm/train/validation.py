@@ -45,9 +45,7 @@ class Validation:
 
     def add(self, batch: ValidationBatch, batch_index: int, step: int) -> None:
         """Add this rank's batch number `batch_index`, scored with the weights after `step` steps."""
-        index = (
-            batch_index * self.layout.degrees.dp + self.layout.dp_rank
-        )  # over all ranks, as a single one would count
+        index = batch_index * self.layout.degrees.dp + self.layout.dp_rank  # over all ranks, as one alone would count
         self.quantisation.begin_validation_batch(self.model, step, index)
         self._score(batch, self._sums[0])
         if self.quantisation.changes_forward:

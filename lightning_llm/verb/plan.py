@@ -23,5 +23,7 @@ def plan(arguments: argparse.Namespace) -> int:
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
     facts = plan_facts(planned)
-    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(planned)]))
+    print(
+        json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(planned, to_train=False)])
+    )
     return 0

@@ -94,6 +94,12 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
     out = capsys.readouterr().out
     assert "sends 7.56 times as much of them between machines" in out
     assert "(of 8 ranks)" in out
+    assert main(["plan", "recipe=llama3_405b_3d"]) == 0  # a machine has one rank of each group that sums
+    out = capsys.readouterr().out
+    assert "would send as much of them between machines" in out
+    memory = out[out.index("memory  ") : out.index("sent  ")].splitlines()
+    assert "  unsharded_gradients " in out
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in memory}) == 1  # one column
     assert main(["plan", "--json", *ZERO3]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert sum(facts["traffic_bytes"].values()) == sum(facts["bytes_sent"].values())

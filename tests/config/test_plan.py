@@ -14,8 +14,8 @@ from lightning_llm.config.schema.run import Hardware
 from lightning_llm.hardware import describe_device
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.memory import memory_bytes
-from lightning_llm.plan.report import plan_facts, plan_line, render
-from lightning_llm.plan.resolve import plan_of
+from lightning_llm.plan.report import notes, plan_facts, plan_line, render
+from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.plan.units import units_of
 from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
@@ -179,3 +179,15 @@ def test_a_plan_of_many_ranks_says_whose_hardware_it_judges_by(capsys):
     out = capsys.readouterr().out
     assert "judged by this machine" not in out
     assert "native: " in out
+
+
+@pytest.mark.parametrize("hardware", [None, "cpu", "b200"])
+def test_a_run_is_judged_by_the_device_it_starts_on(hardware):
+    """And is not told to name another: that is for `plan`."""
+    words = ["precision=mxfp8", "trainer.accelerator=cpu", "parallel=ddp", "world=2"]  # two machines of one rank
+    config = compose_config([*words, f"hardware={hardware or 'null'}"])
+    found = Resolution(config, to_train=True)
+    assert found.decision.runs == "emulated"
+    said = [line for line in notes(found.plan(), to_train=True) if "hardware" in line]
+    expected = "note   hardware=b200 is for `plan`: casts run as this machine's device (cpu) allows"
+    assert said == ([expected] if hardware == "b200" else [])

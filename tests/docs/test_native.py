@@ -19,7 +19,7 @@ SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILIN
 
 def test_commands_compose_and_can_be_planned():
     lines = [line for line in SHELL.splitlines() if line.startswith("lightning-llm ")]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in lines:
         arguments = _parser().parse_args(shlex.split(line, comments=True)[1:])
         check_config(compose_config(arguments.overrides), to_train=False)

@@ -13,8 +13,6 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.precision.cast_statistics import SUMS
 from lightning_llm.train.health.nonfinite import NonFiniteError
 
-BAD_ROW = 3  # of the last global micro-batch, which rank 0 of two does not compute
-
 
 class Counting(QuantisationHealth):
     """Keeps how many elements each cast of the step had, over all ranks."""

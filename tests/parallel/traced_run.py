@@ -58,6 +58,7 @@ def of_all_stages(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tenso
 def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     """Train as `lightning-llm train` does on one of its ranks, with more callbacks before its own."""
     plan = check_config(config)
+    config = plan.config
     quiet_lightning()
     device = torch.device("cpu")
     layout = open_layout(plan, device)

@@ -102,6 +102,15 @@ def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, mo
     assert handed_in[-1]["status"] == "FINISHED"
 
 
+@pytest.mark.usefixtures("short_children")
+def test_jobs_for_other_hardware_are_told_what_they_run_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = [f"run.root={tmp_path}", "precision=mxfp8", "logger=none", "hardware=null,b200", "trainer.accelerator=cpu"]
+    assert main(["train", "-m", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.count("note   hardware=b200 is for `plan`: casts run as this machine's device (cpu) allows\n") == 1
+    assert "2 of 2 jobs finished" in out
+
+
 def test_jobs_side_by_side_get_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = DevicePool(["0", "1", "2", "3"])
     with pool.lent(1) as first, pool.lent(2) as second, pool.lent(1) as third:

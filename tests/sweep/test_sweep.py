@@ -117,10 +117,12 @@ def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_ru
         ("data.micro_batch_size=2,3", "data.global_batch_size"),
         ("precision=fp32,fp33", "precision"),
         ("seed=interval(0,3)", "seed"),
+        ("logger=none,mlflow logger.tracking_uri=ftp://x", "logger.tracking_uri"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_one_bad_job_stops_all_before_any_starts(word, key, tmp_path, small_run, capsys):
-    assert main(["train", "-m", *small_run(tmp_path, word)]) == 2
+    assert main(["train", "-m", *small_run(tmp_path, *word.split())]) == 2
     assert f"  - {key}: " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

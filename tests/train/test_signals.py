@@ -14,7 +14,7 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
-from lightning_llm.verb import train as launch
+from lightning_llm.verb import train as train_verb
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsy
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "checked_plan", interrupted)
+    monkeypatch.setattr(train_verb, "checked_plan", interrupted)
     assert main(["train", *small_run(tmp_path)]) == 130
     told = capsys.readouterr()
     assert "nothing was saved" in told.err

@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_llm.config.schema.precision import (
-    HIGH,
-    CastConfig,
-    DelayedConfig,
-    HadamardConfig,
-    PrecisionConfig,
-)
+from lightning_llm.config.schema.precision import HIGH, CastConfig, DelayedConfig, HadamardConfig, PrecisionConfig
 from lightning_llm.errors import Problem
 from lightning_llm.precision.native.capability import Capability
 
