@@ -16,9 +16,10 @@ settings.load_profile("shared machine")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he"]
 
 SLOWEST = (
-    "parallel/test_equal_layouts.py", "parallel/test_model_parallel.py", "parallel/test_equal_pipelines.py",
-    "train/test_precision_runs.py", "sweep/test_sweep.py", "launch/test_ranks.py", "config/test_compose.py",
-    "parallel/test_shard_operands.py", "callbacks/test_mlflow.py",
+    "parallel/test_equal_layouts.py", "parallel/test_model_parallel.py", "parallel/test_optimizers.py",
+    "parallel/test_equal_pipelines.py", "train/test_precision_runs.py", "parallel/test_bytes.py",
+    "launch/test_ranks.py", "config/test_compose.py", "parallel/test_shard_operands.py", "golden/test_golden.py",
+    "sweep/test_sweep.py", "parallel/test_compiled_blocks.py", "gpu_check/test_checks.py", "callbacks/test_mlflow.py",
 )  # fmt: skip
 """Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
 
