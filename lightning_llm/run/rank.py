@@ -78,25 +78,10 @@ def run(plan: Plan, start: Start | None = None) -> int:
             say(start.nothing_left(rank.plan.config))
         else:
             fit(rank, start)
-    except StoppedBySignal as stop:
-        say("; ".join(filter(None, (str(stop), how_to_go_on(folder)))), sys.stderr)
-        return 128 + stop.number
-    except StepNotMadeError as error:
-        say(f"error: {error}", sys.stderr)
-        say(how_to_go_on(folder), sys.stderr)
-        return 1
-    except StorageError as error:
-        further = f"once the folder can be written again, {how_to_go_on(folder)}"
-        say(f"error: {error}; what was saved before is whole, and {further}", sys.stderr)
-        return 1
-    except CallbackFailedError as error:
-        if not is_first_rank():
+    except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
+        if isinstance(error, CallbackFailedError) and not is_first_rank():
             raise
-        say(f"error: {error}", sys.stderr)
-        say(how_to_go_on(folder), sys.stderr)
-        return 1
-    except RankSilentError:
-        return 1
+        return report_end(error, folder)
     finally:
         for each in claims:
             each.release()
@@ -106,6 +91,21 @@ def run(plan: Plan, start: Start | None = None) -> int:
     if not start.finished:
         say_where(rank.plan.config)
     return 0
+
+
+def report_end(error: BaseException, folder: str) -> int:
+    """Say why the run in `folder` ended, and how it goes on; return its exit code. Silent ranks are named already."""
+    further = how_to_go_on(folder)
+    if isinstance(error, StoppedBySignal):
+        say("; ".join(filter(None, (str(error), further))), sys.stderr)
+        return 128 + error.number
+    if isinstance(error, StorageError):
+        text = f"what was saved before is whole, and once the folder can be written again, {further}"
+        say(f"error: {error}; {text}", sys.stderr)
+    elif not isinstance(error, RankSilentError):
+        say(f"error: {error}", sys.stderr)
+        say(further, sys.stderr)
+    return 1
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.sweep_definition import CLAIMS, Job
 
 OTHER_FILES = 64
-"""What a process has open beside the claims it holds, with room to spare."""
+"""What a process may still open beside the claims that it is to hold."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def allow_open_files(claims: int) -> None:
     Raises:
         ConfigError: the machine does not allow as many.
     """
-    wanted = claims + OTHER_FILES
+    wanted = claims + psutil.Process().num_fds() + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

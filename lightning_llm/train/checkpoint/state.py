@@ -98,9 +98,6 @@ def save(
                     CALLBACKS: encoded_callbacks,
                     PROGRESS: json.dumps(_progress(module, scalars), indent=1).encode(),
                 }
-                missing = sorted(name for name in writer.files if not (partial / TENSORS / name).is_file())
-                if missing:
-                    raise OSError(_not_shared(partial, missing))
                 _write_rest(partial, step, content, writer.files, run, config_hash)
                 replace(folder / f"step={step}", partial, run)
                 _sync(folder)
@@ -136,6 +133,8 @@ def _write_rest(
     config_hash: str,
 ) -> None:
     """Write the files that one rank writes for all, the manifest last; what is in `partial` is on the disk then."""
+    if missing := sorted(name for name in tensors if not (partial / TENSORS / name).is_file()):
+        raise OSError(_not_shared(partial, missing))
     files = {f"{TENSORS}/{name}": each for name, each in tensors.items()}
     files |= {name: FileContent.of(each) for name, each in content.items()}
     origin = {"run_id": run.id, "written_in": str(partial.parent), "config_hash": config_hash}
