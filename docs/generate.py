@@ -261,7 +261,10 @@ def native_short() -> str:
     """Return the README's table: where a recipe's GEMMs run on some devices."""
     made = matrix(recipe for recipe, _ in recipes() if recipe.name in SHORT)
     rows = [[f"`{name}`", *(made[name][device].runs for device in SHORT_DEVICES.values())] for name in SHORT]
-    text = "Native is Transformer Engine 2.20. No GPU has been at hand to measure on yet: `make gpu-check` does.\n"
+    text = (
+        "Native is Transformer Engine 2.20, where a rank holds whole linears (`parallel.tp=1`). No GPU has been at hand\n"
+        "to measure on yet: `make gpu-check` does.\n"
+    )
     return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
 
 

@@ -28,7 +28,7 @@ def encode(record: Record) -> bytes:
 def decode(line: bytes) -> dict[str, Any]:
     """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8"))  # of bytes it would guess the encoding
     except RecursionError as error:
         raise ValueError("not a record: nested too deep") from error
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
