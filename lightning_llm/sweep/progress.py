@@ -37,7 +37,7 @@ class Progress:
         how = "finished" if outcome.code == 0 else f"exit code {outcome.code}"
         if outcome.code and state_of(outcome.job.folder) == "diverged":
             how = "diverged"
-        rest = f" | {done}/{self.jobs} done, about {duration(left)} left" if done < self.jobs else ""
+        rest = f" | {done}/{self.jobs} ended, about {duration(left)} left" if done < self.jobs else ""
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
 
     def _seconds_left(self) -> float:

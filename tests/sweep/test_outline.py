@@ -78,7 +78,7 @@ def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
     for number in range(2):
         clock[0] += 100.0
         told.ended(Outcome(jobs[number], 0, clock[0]))
-    assert "2/4 done, about 3m20s left" in capsys.readouterr().out
+    assert "2/4 ended, about 3m20s left" in capsys.readouterr().out
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
