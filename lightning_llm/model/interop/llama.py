@@ -17,11 +17,15 @@ class Llama(Architecture):
     """Llama 1 to 3, and the many models that took their shape."""
 
     class_name: ClassVar[str] = "LlamaForCausalLM"
+    model_type: ClassVar[str] = "llama"
     shape: ClassVar[str] = "Llama (rmsnorm, rope, swiglu, no bias)"
+    mixer: ClassVar[str] = "attention"
+    switches: ClassVar[dict[str, bool]] = {"mlp_bias": False}
+    """Entries of config.json that this class has and those that take its shape may not."""
 
     def fits(self, config: ModelConfig) -> bool:
-        switches = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)
-        return switches and kinds_of(config) == {("attention", "swiglu", False)} and is_plain(config)
+        alike = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)
+        return alike and kinds_of(config) == {(self.mixer, "swiglu", False)} and is_plain(config)
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
         return PRE_NORM
@@ -29,9 +33,9 @@ class Llama(Architecture):
     def entries(self, config: ModelConfig) -> dict[str, Any]:
         return {
             "architectures": [self.class_name],
-            "model_type": "llama",
+            "model_type": self.model_type,
             "hidden_act": "silu",
-            "mlp_bias": False,
+            **self.switches,
             **shape_entries(config),
             **rope_entries(config),
         }
