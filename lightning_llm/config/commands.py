@@ -29,10 +29,10 @@ def resume_command(run_dir: str | Path, *overrides: str) -> str:
     return command("train", *config_dir_words(), "--config", str(config), "resume=auto", *overrides)
 
 
-def resume_elsewhere_command(checkpoint: Path, run_dir: Path) -> str:
-    """Return the command that goes on from `checkpoint` of the run in `run_dir`, in a folder of its own."""
-    config = str(run_dir.absolute() / "config.yaml")
-    return command("train", *config_dir_words(), "--config", config, f"resume={checkpoint.absolute()}", "run.name=NEW")
+def resume_elsewhere_command(checkpoint: Path, run_dir: Path, max_steps: int) -> str:
+    """Return the command that goes on from `checkpoint` of the run in `run_dir` to `max_steps`, in a new folder."""
+    words = [f"resume={checkpoint.absolute()}", "run.name=NEW", f"trainer.max_steps={max_steps}"]
+    return command("train", *config_dir_words(), "--config", str(run_dir.absolute() / "config.yaml"), *words)
 
 
 def how_to_go_on(run_dir: str | Path) -> str:

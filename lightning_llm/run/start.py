@@ -93,7 +93,7 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
             return Start()
-        checkpoint, passed_over = newest_verified(folder / "checkpoints", _of_its_run(_with_records(folder, verify)))
+        checkpoint, passed_over = newest_verified(folder / "checkpoints", _of_its_run(_with_records(config, verify)))
         _must_match(config, folder, checkpoint)
         if ended := _ended_early(config, folder):
             return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
@@ -110,6 +110,9 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
         raise ConfigError(Problem("trainer.max_steps", text))
     if checkpoint is None:
         return Start()
+    if checkpoint.step == config.trainer.max_steps and not holds_run:
+        text = f"is {config.trainer.max_steps}, the checkpoint's step: in a new folder no step is left. Raise it."
+        raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     run, data_hash = _identity(checkpoint, folder), summary_of(checkpoint.run_folder).get("data_hash")
     return Start(checkpoint, done, passed_over=passed_over, run=run, data_hash=data_hash)
@@ -134,11 +137,12 @@ def _of_its_run(verify: Verify) -> Verify:
     return of_its_run
 
 
-def _with_records(folder: Path, verify: Verify) -> Verify:
+def _with_records(config: Config, verify: Verify) -> Verify:
     """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too.
 
     Where an earlier release began the folder nothing says after which step: where it was resumed last, or before.
     """
+    folder = Path(config.run.dir)
     summary = _known_summary(folder)
     known = RunIdentity.of_summary(summary)
     begun = known.begun_at_step if known else None
@@ -148,7 +152,8 @@ def _with_records(folder: Path, verify: Verify) -> Verify:
         after = at_latest if begun is None else begun
         problem = damaged_record(folder / RECORDS, checkpoint.step, after, or_earlier=begun is None)
         if problem:
-            problem += f" (without them, in a new folder: {resume_elsewhere_command(checkpoint.folder, folder)})"
+            elsewhere = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
+            problem += f" (without these records, in a new folder: {elsewhere})"
         return [*([Damage(checkpoint.folder, RECORDS, problem)] if problem else []), *verify(checkpoint)]
 
     return with_records
@@ -243,7 +248,7 @@ def _refuse_running(folder: Path, wait: bool) -> None:
 def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> tuple[Checkpoint, tuple[Damage, ...]]:
     path = Path(str(config.resume)).expanduser().absolute()
     if folder in path.parents or folder == path:
-        verify = _with_records(folder, verify)
+        verify = _with_records(config, verify)
     found, passed_over = checkpoint_at(path, verify)
     if found is None:
         text = f"{path} holds no checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."

@@ -168,13 +168,16 @@ def test_records_that_are_missing_are_named_and_nothing_is_changed(run, tmp_path
     else:
         file.unlink()
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 2
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=7")]) == 2
     said = capsys.readouterr().err
     assert told in said
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
     if not lost:
-        advised = shlex.split(said.partition("(without them, in a new folder: ")[2].partition(")")[0])
-        assert main([*advised[advised.index("train") :], f"run.root={tmp_path}", "trainer.max_steps=7"]) == 0
+        advised = shlex.split(said.partition("(without these records, in a new folder: ")[2].partition(")")[0])
+        words = [*advised[advised.index("train") :], f"run.root={tmp_path}"]
+        assert main([*words, "trainer.max_steps=6"]) == 2  # the checkpoint's step
+        assert "in a new folder no step is left" in capsys.readouterr().err
+        assert main(words) == 0
         assert steps_saved(tmp_path / "default" / "NEW") == [6, 7]
 
 
