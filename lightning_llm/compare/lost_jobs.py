@@ -1,4 +1,4 @@
-"""Jobs that a whole sweep should have and that no run can be read of."""
+"""Jobs of a sweep without a readable run."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What makes a run the run it is: its config hash, and what may differ when it resumes."""
+"""Identity of a run: its config hash, and what may differ when it resumes."""
 
 import json
 import re
@@ -8,11 +8,12 @@ from hashlib import sha256
 from typing import Any
 
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.migrations import first_name
 
-PLACE = ("run.", "logger.", "launcher.", "resume", "hardware")
+RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
+NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
 
 OBSERVERS = "lightning_llm.callbacks."
@@ -61,9 +62,10 @@ def in_hash(key: str) -> bool:
 def config_hash(config: Config) -> str:
     """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`.
 
-    What is null is left out, so that an optional key that is added later changes no hash.
+    What is null is left out, so that an optional key that is added later changes no hash; so does no new name of a key.
     """
-    flat = {key: value for key, value in flatten(config.model_dump()).items() if in_hash(key) and value is not None}
+    flat = flatten(config.model_dump())
+    flat = {first_name(key): value for key, value in flat.items() if in_hash(key) and value is not None}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -18,7 +18,7 @@ FLIGHT_RECORDER = {
 
 
 def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
-    """Join the ranks that torchrun's variables name; a world of one needs none of them. Joined twice is joined once.
+    """Join the ranks that torchrun's variables name; a world of one needs none of them. A second call does nothing.
 
     On CUDA, CPU tensors have a group too (gloo beside NCCL): checkpoints are written through it.
 

@@ -1,4 +1,4 @@
-"""Which linear layers a recipe quantises, and with which casts, by name alone. Pure: needs neither torch nor a model.
+"""Linear layers that a recipe quantises, and their casts, by name alone. Pure: needs neither torch nor a model.
 
 In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
 one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
@@ -68,11 +68,14 @@ def _block_of(name: str) -> int | None:
 def _ends(rules: ModuleRules, num_layers: int) -> Iterator[tuple[str, range]]:
     """Yield the blocks that stay high at each end, with the key that says so."""
     for end in ("first", "last"):
-        count, fraction = getattr(rules, f"{end}_blocks_high"), getattr(rules, f"{end}_fraction_high")
+        count, fraction = (
+            getattr(rules, f"{end}_blocks_high_precision"),
+            getattr(rules, f"{end}_fraction_high_precision"),
+        )
         blocks = blocks_of(count, fraction, num_layers)
-        text = f"modules.{end}_blocks_high={count}"
+        text = f"modules.{end}_blocks_high_precision={count}"
         if fraction is not None:
-            text = f"modules.{end}_fraction_high={fraction:g}: {blocks} of {num_layers} blocks"
+            text = f"modules.{end}_fraction_high_precision={fraction:g}: {blocks} of {num_layers} blocks"
         yield text, range(blocks) if end == "first" else range(num_layers - blocks, num_layers)
 
 
@@ -81,7 +84,9 @@ def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
     return [
         text
         for (text, inside), fraction in zip(
-            _ends(rules, num_layers), (rules.first_fraction_high, rules.last_fraction_high), strict=True
+            _ends(rules, num_layers),
+            (rules.first_fraction_high_precision, rules.last_fraction_high_precision),
+            strict=True,
         )
         if fraction and not inside
     ]
@@ -122,8 +127,9 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
         return [Problem("precision", f"'{recipe.name}' quantises linear layers, but the model has none.")]
     met = "; ".join(dict.fromkeys(why for why in reasons.values() if why is not None))
     text = (
-        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower first/last_blocks_high "
-        f"or _fraction_high, widen include, narrow exclude, or take precision={recipe.compute_dtype}."
+        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower "
+        "first/last_blocks_high_precision or _fraction_high_precision, widen include, narrow exclude, or take "
+        f"precision={recipe.compute_dtype}."
     )
     return [Problem("precision.modules", text)]
 
@@ -142,11 +148,11 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) ->
         for glob in several
         if not any(fnmatchcase(name, glob) for name in known)
     ]
-    said = {problem.key for problem in problems}
+    reported = {problem.key for problem in problems}
     return problems + [
         Problem(f"precision.modules.casts.{number}", f"is for no layer: {why}. Put it first, widen it, or drop it.")
         for number, why in idle_rules(recipe, known, num_layers).items()
-        if f"precision.modules.casts.{number}.names" not in said
+        if f"precision.modules.casts.{number}.names" not in reported
     ]
 
 

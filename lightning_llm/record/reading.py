@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
@@ -148,6 +149,7 @@ def read_run(folder: Path) -> Run:
         tree = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader)
         if not isinstance(tree, dict):
             raise ValueError("config.yaml holds no mapping")
+        migrate(tree)
         run = Run(folder, flatten(tree), summary_of(folder))
         _read_metrics(run, folder / "metrics.jsonl")
         if run.finished and not run.last_step:

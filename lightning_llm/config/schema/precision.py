@@ -30,6 +30,7 @@ from lightning_llm.config.schema.casts import (
     Rounding,
     Scale,
 )
+from lightning_llm.config.schema.migrations import first_name
 from lightning_llm.config.schema.module_rules import SELECTS, CastRule, ModuleRules
 
 __all__ = [
@@ -60,8 +61,8 @@ __all__ = [
 Dtype = Literal["fp32", "bf16", "fp16"]
 LATER = (
     ("", "allow"),
-    ("modules", "first_fraction_high"),
-    ("modules", "last_fraction_high"),
+    ("modules", "first_fraction_high_precision"),
+    ("modules", "last_fraction_high_precision"),
     ("modules", "casts"),
 )
 """Keys, with their group, that recipes once did not have: null is no part of a recipe's hash."""
@@ -202,13 +203,16 @@ class PrecisionConfig(Group):
     def recipe_hash(self) -> str:
         """The recipe's identity: 12 hex digits of BLAKE2b over every key that changes numbers, and over `allow`.
 
-        Keys that came later are left out while they are null, so that recipes without them keep their hash.
+        Keys that came later are left out while they are null, and renamed ones count by their first name, so that
+        recipes keep their hash.
         """
         content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend", "casts"})
         for group, key in LATER:
             values = content[group] if group else content
             if values[key] is None:
                 del values[key]
+        modules = content["modules"].items()
+        content["modules"] = {first_name(f"precision.modules.{key}").rpartition(".")[2]: each for key, each in modules}
         if self.modules.casts is not None:  # by what they come to, however a rule says it
             rules = [rule.model_dump(mode="json", include=SELECTS) for rule in self.modules.casts]
             for number, rule in enumerate(rules):
