@@ -1,1 +1,1 @@
-"""What `make bench` measures."""
+"""Measurements of `make bench`."""

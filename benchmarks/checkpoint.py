@@ -1,4 +1,4 @@
-"""What it takes to verify a checkpoint of 60 million parameters, against reading it: both from the page cache.
+"""The cost of verifying a checkpoint of 60 million parameters, against reading it: both from the page cache.
 
 Parameters and AdamW's two moments in fp32, 720 MB in one file, as one rank writes them. Seconds of CPU time: a busy
 machine changes those less than the wall clock's.

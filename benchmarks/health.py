@@ -1,4 +1,4 @@
-"""What quantisation health adds to training: a step that is looked at, over one that is not."""
+"""The cost of quantisation health: a step that is looked at, over one that is not."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""What MLflow takes from the quickstart's steps: time that they wait for it, and CPU time that its writer uses.
+"""The cost of MLflow in the quickstart's steps: time that they wait for it, and CPU time that its writer uses.
 
 Counted and not compared with a run without it: two such runs differ by more than the 1 % in question on a machine with
 two cores (turns of 40 steps came out from -3 to +7 % apart). The writer's CPU seconds count as if training stood still

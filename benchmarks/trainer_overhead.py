@@ -14,7 +14,7 @@ from lightning_llm.data.corpus import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning, tracking_sinks
+from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning, run_loggers
 from lightning_llm.run.start import Start
 from lightning_llm.train.datamodule import CorpusDataModule
 
@@ -42,7 +42,7 @@ def trainer_steps(run: Any, corpus: Any) -> tuple[Iterator[None], Turnstile, thr
     plan = check_config(run)
     prepare_folder(run, corpus, Start())
     device = torch.device("cpu")
-    trainer = build_trainer(plan, device, open_layout(plan, device), Start(), tracking_sinks(run))
+    trainer = build_trainer(plan, device, open_layout(plan, device), Start(), run_loggers(run))
     # Signals can be handled in the main thread alone, and there is nothing here to save.
     trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ != "Checkpointing"]
     turnstile = Turnstile()

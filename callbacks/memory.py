@@ -1,4 +1,4 @@
-"""How much memory a run needs at its highest."""
+"""Peak memory of a run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How far a run is: a bar with loss, speed and time left on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: a bar with loss, speed and time left on a terminal, a plain line now and then elsewhere."""
 
 import time
 from collections import deque

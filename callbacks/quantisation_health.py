@@ -1,4 +1,4 @@
-"""What a precision recipe does to each tensor while it trains: how much is lost, where, and where NaN began."""
+"""Statistics of what a precision recipe does to each tensor in training: how much is lost, where, and where NaN began."""
 
 import json
 import logging

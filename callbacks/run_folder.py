@@ -30,12 +30,12 @@ from lightning_llm.record.provenance import code_hash, git_state, process_mark, 
 from lightning_llm.terminal.text import escaped
 from lightning_llm.train.record_logger import RecordLogger
 
-__all__ = ["RecordSink", "RunFolder", "Status", "cut_back"]
+__all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]
 
 log = logging.getLogger(__name__)
 
 
-class RecordSink(Protocol):
+class RunLogger(Protocol):
     """Where records go beside the run's folder. No method may raise, or hold up training."""
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
@@ -48,7 +48,7 @@ class RecordSink(Protocol):
         """End within a bounded time; the folder's last files are in place."""
 
     def summary_fields(self) -> dict[str, Any]:
-        """Return what `summary.json` says about this sink, as far as it is known by now."""
+        """Return what `summary.json` says about this logger, as far as it is known by now."""
 
 
 class RunFolder(pl.Callback):
@@ -65,13 +65,13 @@ class RunFolder(pl.Callback):
     def __init__(
         self,
         run_dir: Path,
-        sinks: Sequence[RecordSink] = (),
+        loggers: Sequence[RunLogger] = (),
         resumed_from_step: int | None = None,
         facts: Mapping[str, Any] | None = None,
         adopt: Callable[[], None] | None = None,
     ):
         self.run_dir = Path(run_dir)
-        self.sinks = list(sinks)
+        self.loggers = list(loggers)
         self.resumed_from_step = resumed_from_step
         self.facts = dict(facts or {})
         self.adopt = adopt
@@ -82,7 +82,7 @@ class RunFolder(pl.Callback):
         self._started = 0.0
 
     def open(self, device: str) -> None:
-        """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the sinks. `device`: one line.
+        """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the loggers. `device`: one line.
 
         Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed;
         StorageError if that shows only when records have been cut back.
@@ -128,8 +128,8 @@ class RunFolder(pl.Callback):
         except OSError as error:
             raise StorageError(f"{self.run_dir} could not be written: {error.strerror}") from error
         self._heartbeat.start()
-        for sink in self.sinks:
-            sink.open(self._summary, self.resumed_from_step)
+        for logger in self.loggers:
+            logger.open(self._summary, self.resumed_from_step)
 
     def _earlier_starts(self) -> dict[str, Any]:
         """Return `starts`, this one included, and `first_started_at`, seconds since the epoch."""
@@ -147,8 +147,8 @@ class RunFolder(pl.Callback):
         """
         record = {**record, "time": round(time.time(), 3)}
         self._append(encode(record))
-        for sink in self.sinks:
-            sink.record(record)
+        for logger in self.loggers:
+            logger.record(record)
 
     def _append(self, line: bytes) -> None:
         try:
@@ -178,9 +178,9 @@ class RunFolder(pl.Callback):
         self._write_last_summary()
         self._heartbeat.stop()
         self._draw()
-        for sink in self.sinks:
-            sink.close(status, detail, figures)
-        if self.sinks:
+        for logger in self.loggers:
+            logger.close(status, detail, figures)
+        if self.loggers:
             self._write_last_summary()
 
     def _write_last_summary(self) -> None:
@@ -194,8 +194,8 @@ class RunFolder(pl.Callback):
                 log.warning("summary.json could not be written (%s): the run is %s", error, self._summary["status"])
 
     def _write_summary(self) -> None:
-        for sink in self.sinks:
-            self._summary |= sink.summary_fields()
+        for logger in self.loggers:
+            self._summary |= logger.summary_fields()
         write_json(self.run_dir / "summary.json", self._summary)
 
     def _draw(self) -> None:

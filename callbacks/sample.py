@@ -1,4 +1,4 @@
-"""What the trained model writes: a sample at the end of a run, for people who would rather read than look at a loss."""
+"""A text sample of the trained model at the end of a run, for people who would rather read than look at a loss."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the machine does meanwhile: processor, memory and GPU of rank 0."""
+"""System metrics of rank 0: processor, memory and GPU."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""How fast training goes: tokens per second, where a step's time goes, and what share of the device's peak that is."""
+"""Training speed: tokens per second, where a step's time goes, and what share of the device's peak that is."""
 
 import time
 from typing import Any

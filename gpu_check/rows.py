@@ -1,4 +1,4 @@
-"""What a check found, row by row: written as it is found, so that a check that is stopped keeps what it had."""
+"""Results of a check, row by row: written as it is found, so that a check that is stopped keeps what it had."""
 
 import json
 import math

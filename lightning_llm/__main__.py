@@ -94,7 +94,7 @@ def _meant(options: list[str]) -> str:
     from lightning_llm.config.schema.aliases import known_elsewhere
 
     names = (word.lstrip("-").partition("=")[0] for word in options if word.startswith("-"))
-    return "".join(f". {name}:{said}" for name in names if (said := known_elsewhere(name)))
+    return "".join(f". {name}:{hint}" for name in names if (hint := known_elsewhere(name)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""What a user can get wrong, said so that they can mend it.
+"""Errors of users, reported so that they can be fixed.
 
-A message names the key, the value, what is allowed and what to change. Everything that is wrong is said at once, so
+A message names the key, the value, what is allowed and what to change. Everything that is wrong is reported at once, so
 `ConfigError` carries a list. The command line prints it without a traceback and exits with 2.
 """
 

@@ -1,4 +1,4 @@
-"""What a device is called and how fast it could be at best: the denominator of model FLOPs utilisation.
+"""Names and peak speeds of devices: the denominator of model FLOPs utilisation.
 
 Peaks are dense (the figures that datasheets star as "with sparsity" are halved), with accumulation in fp32 where a
 vendor lists two. A device or format that is not in the table has no peak: `None`, never a neighbour's figure.

@@ -1,4 +1,4 @@
-"""What a recipe costs beside the baseline: time to a loss, speed, memory, and what went wrong on the way."""
+"""Cost of a recipe beside the baseline: time to a loss, speed, memory, and what went wrong on the way."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which keys of two runs differ, and what such a difference means for a verdict."""
+"""Keys in which two runs differ, and what such a difference means for a verdict."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

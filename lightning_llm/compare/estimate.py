@@ -29,7 +29,7 @@ class Measured:
     `differences`: {seed: nats} of pairs of which neither run diverged; `diverged_seeds`, `baseline_diverged_seeds`:
     where one did; `missing_seeds`: where the recipe's run did not come to its end and the baseline's did; `identical`:
     every pair is equal to the last bit; `unlearned`: (the baseline's loss, what it should be below) where no run of the
-    baseline has learned anything, so that nothing can be said of the recipe.
+    baseline has learned anything, so that nothing follows for the recipe.
     """
 
     label: str

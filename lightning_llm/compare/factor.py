@@ -84,8 +84,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
         )
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)
-    baseline, said = _baseline(name, labels, wanted, runs, keys)
-    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, said))))
+    baseline, reason = _baseline(name, labels, wanted, runs, keys)
+    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, reason))))
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
@@ -101,8 +101,8 @@ def varying_keys(runs: Sequence[Run]) -> list[str]:
 
 def _most_likely(varying: list[str]) -> tuple[str, str]:
     """Return the factor to take where none was asked for, and what to say of the choice."""
-    told = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
-    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in told} - {"parallel"}]
+    telling = [key for key in varying if key not in NOT_THE_RECIPE and not below(key, ROUNDING)]
+    candidates = [group for group in GROUPS if group in {key.partition(".")[0] for key in telling} - {"parallel"}]
     if candidates:
         several = f"{', '.join(candidates)} vary; compared by {candidates[0]} (--baseline GROUP=LEVEL chooses)."
         return candidates[0], several if len(candidates) > 1 else ""
@@ -202,8 +202,8 @@ def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list
     for usual in USUAL_BASELINES.get(name, ()):
         found = by_name.get(usual, [])
         if len(found) == 1:
-            said = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
-            return found[0], said if several else ""
+            reason = f"The baseline is {usual}, for {several}: --baseline {name}=LEVEL chooses one of them."
+            return found[0], reason if several else ""
         if found and not several:
             several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
     if name == "precision":

@@ -54,16 +54,16 @@ def draw_intervals(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> 
     axes = figure.subplots()
     axes.axvline(0, color=BASELINE_COLOUR, linewidth=0.8)
     axes.axvline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
-    for place, verdict in enumerate(reversed(verdicts)):
+    for row, verdict in enumerate(reversed(verdicts)):
         estimate, colour = verdict.judged.estimate, COLOURS[verdict.colour]
         if math.isfinite(estimate.low):
             interval = [estimate.low, estimate.high]
-            axes.plot(interval, [place, place], color=colour, linewidth=3, solid_capstyle="butt", alpha=0.6)
+            axes.plot(interval, [row, row], color=colour, linewidth=3, solid_capstyle="butt", alpha=0.6)
         if estimate.pairs:
-            axes.plot(estimate.gap, place, marker="o", color=colour)
+            axes.plot(estimate.gap, row, marker="o", color=colour)
         for seed, gap in verdict.judged.measured.differences.items():
             out = seed in estimate.outlier_seeds
-            axes.plot(gap, place - 0.22, marker="x" if out else "|", color=COLOURS["lossy"] if out else "#555555")
+            axes.plot(gap, row - 0.22, marker="x" if out else "|", color=COLOURS["lossy"] if out else "#555555")
     names = [f"{each.name} ({each.family.words})" if each.family.words else each.name for each in reversed(verdicts)]
     axes.set_yticks(range(len(verdicts)), names)
     axes.set_ylim(-0.6, len(verdicts) - 0.4)

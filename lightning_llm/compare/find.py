@@ -1,4 +1,4 @@
-"""RUN words of the command line -> folders of runs."""
+"""RUN arguments of the command line -> folders of runs."""
 
 import os
 import re
@@ -34,50 +34,50 @@ class Found:
     home: Path = Path()
 
 
-def find_runs(words: Sequence[str]) -> Found:
-    """Return the runs that `words` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
+def find_runs(arguments: Sequence[str]) -> Found:
+    """Return the runs that `arguments` name: folders of runs or above runs, experiments, sweeps, SWEEP/N, MLflow ids.
 
-    Without words, those of the last sweep.
+    Without arguments, those of the last sweep.
 
     Raises:
         ConfigError: nothing was found at all.
     """
     root = Path(default_outputs())
     found = Found()
-    places: list[Path] = []
-    for word in words or [str(_newest_sweep(root))]:
+    above: list[Path] = []
+    for word in arguments or [str(_newest_sweep(root))]:
         try:
-            places += _places_of(word, root, found)
+            above += _folders_named(word, root, found)
         except ConfigError as error:
             found.problems += error.problems
-    for place in places:
-        below = list(_runs_below(place))
+    for folder in above:
+        below = list(_runs_below(folder))
         if not below:
             found.problems.append(
-                Problem(str(place), "there is no run in this folder. Give one that holds config.yaml.")
+                Problem(str(folder), "there is no run in this folder. Give one that holds config.yaml.")
             )
         found.folders += below
-        found.sweeps += [file.parent.resolve() for depth in range(DEPTH) for file in place.glob("*/" * depth + FILE)]
+        found.sweeps += [file.parent.resolve() for depth in range(DEPTH) for file in folder.glob("*/" * depth + FILE)]
     found.folders = list(dict.fromkeys(folder.resolve() for folder in found.folders))
     if not found.folders:
         raise ConfigError(found.problems)
-    found.home = _home(places, found.folders)
+    found.home = _home(above, found.folders)
     return found
 
 
-def _home(places: list[Path], folders: list[Path]) -> Path:
+def _home(above: list[Path], folders: list[Path]) -> Path:
     """Return the folder that was named if it is one above runs, else the nearest one that holds all of them."""
-    if len(places) == 1 and places[0].resolve() not in folders:
-        return places[0].resolve()
+    if len(above) == 1 and above[0].resolve() not in folders:
+        return above[0].resolve()
     return Path(os.path.commonpath([folder.parent for folder in folders]))
 
 
-def _runs_below(place: Path) -> Iterator[Path]:
-    if is_run(place):
-        yield place
+def _runs_below(folder: Path) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
         return
     for depth in range(1, DEPTH + 1):
-        files = place.glob("/".join(["*"] * depth) + "/config.yaml")
+        files = folder.glob("/".join(["*"] * depth) + "/config.yaml")
         yield from sorted((file.parent for file in files if is_run(file.parent)), key=_by_number)
 
 
@@ -102,7 +102,7 @@ def _newest_sweep(root: Path) -> Path:
     return max(sweeps, key=lambda sweep: max(file.stat().st_mtime for file in sweep.glob("*/config.yaml")))
 
 
-def _places_of(word: str, root: Path, found: Found) -> list[Path]:
+def _folders_named(word: str, root: Path, found: Found) -> list[Path]:
     """Return the folders that one word names; `found` gets the problem of each that is gone.
 
     Raises:
@@ -111,11 +111,11 @@ def _places_of(word: str, root: Path, found: Found) -> list[Path]:
     if RUN_ID.fullmatch(word) and not Path(word).is_dir():  # MLflow names folders of its own so, below its artifacts
         known = [file.parent for file in _id_files(root) if file.read_text(encoding="utf-8").strip() == word]
         return known or _ask_mlflow(word, root, found)
-    places = folders_named(word, root)
-    if len(places) == 1:
-        return places
-    if len(places) > 1:
-        text = f"is the name of {len(places)}. Say which: {', '.join(str(each.relative_to(root)) for each in places)}."
+    above = folders_named(word, root)
+    if len(above) == 1:
+        return above
+    if len(above) > 1:
+        text = f"is the name of {len(above)}. Say which: {', '.join(str(each.relative_to(root)) for each in above)}."
         raise ConfigError(Problem(word, text))
     if known := _experiment_in_mlflow(word, root, found):
         return known

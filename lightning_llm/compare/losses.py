@@ -1,4 +1,4 @@
-"""What a run's curve comes to: the tail of its validation loss, and whether it diverged or learned anything."""
+"""Figures of a run's curve: the tail of its validation loss, and whether it diverged or learned anything."""
 
 import math
 from collections.abc import Sequence

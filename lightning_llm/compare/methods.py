@@ -1,4 +1,4 @@
-"""How verdicts are made, in words with sources: the one text of the report, of `compare.json` and of the docs."""
+"""The method behind verdicts, with sources: the one text of the report, of `compare.json` and of the docs."""
 
 from lightning_llm.compare.power import PLANNED_GAP, POWER
 from lightning_llm.compare.stability import OUTLIER_FACTOR, STABILITY_MARGIN

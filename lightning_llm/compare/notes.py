@@ -1,4 +1,4 @@
-"""What to read along with the verdicts: how far they reach, and what the runs do not let one know."""
+"""Notes to read with the verdicts: how far they reach, and what the runs cannot show."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which run is held against which: pairs of the same seed that differ in the factor, and in what else."""
+"""Pairs of runs to compare: pairs of the same seed that differ in the factor, and in what else."""
 
 from collections import Counter
 from collections.abc import Sequence

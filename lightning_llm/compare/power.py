@@ -1,4 +1,4 @@
-"""How many seeds would decide, and how often a verdict is the right one.
+"""The number of seeds that would decide, and how often a verdict is the right one.
 
 The spread is itself an estimate: three pairs know it to a factor of two or so. A number of seeds that takes it for the
 truth decides too seldom (in 58 to 77 % of cases where 80 % was promised), so the probability is averaged over what the

@@ -26,9 +26,9 @@ def write_report(comparison: Comparison, folder: Path) -> None:
         waiting.tell(len(pictures))
     for stale in folder.glob("figure-*.svg"):
         stale.unlink()
-    for place, found in enumerate(pictures.values()):
+    for number, found in enumerate(pictures.values()):
         for name, svg in found.items():
-            suffix = f"-{place}" if len(pictures) > 1 else ""
+            suffix = f"-{number}" if len(pictures) > 1 else ""
             (folder / f"figure-{name}{suffix}.svg").write_text(svg, encoding="utf-8")
     file = folder / "report.html"
     partial = file.with_suffix(".partial")

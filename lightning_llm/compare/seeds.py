@@ -1,4 +1,4 @@
-"""How many more seeds would decide a verdict that is open, and the command that runs them."""
+"""The number of further seeds that would decide a verdict that is open, and the command that runs them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Whether a recipe's runs fail where the baseline's do not: a verdict of its own, beside the one on loss.
+"""The stability verdict, on runs that fail where the baseline's do not: beside the one on loss.
 
 A run failed where it diverged, or where its pair lies so far out that the seed was a catastrophe (`outlier_seeds`).
 How many of S runs fail is binomial: its rate has an exact interval (C. J. Clopper and E. S. Pearson,

@@ -24,7 +24,7 @@ HIGH_PRECISION = "val_loss_high_precision"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one recipe in one setting. Everything else about it follows from these."""
+    """The verdict on one recipe in one setting. Everything else about it follows from these."""
 
     judged: Judged
     family: Family
@@ -114,16 +114,16 @@ class Verdict:
     @property
     def qualified(self) -> str:
         """The decision in a few words, with what keeps it from being taken at its word: for tables and tags."""
-        said: list[str] = [self.decision]
+        parts: list[str] = [self.decision]
         if reason := self.open_because:
-            said.append(reason)
+            parts.append(reason)
         if self.judged.stability.verdict == "unstable":
-            said.append("unstable")
+            parts.append("unstable")
         if self.may_not_have_acted:
-            said.append("may not have acted")
+            parts.append("may not have acted")
         if not self.controlled:
-            said.append("not controlled")
-        return f"{said[0]} ({', '.join(said[1:])})" if len(said) > 1 else said[0]
+            parts.append("not controlled")
+        return f"{parts[0]} ({', '.join(parts[1:])})" if len(parts) > 1 else parts[0]
 
     @property
     def colour(self) -> Decision:

@@ -1,4 +1,4 @@
-"""A verdict in words: what has to be said beside the numbers, and everything in one line."""
+"""A verdict in words: what has to be reported beside the numbers, and everything in one line."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_in
 from lightning_llm.compare.verdict import Verdict
 
 LOOKS = (
-    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is said falsely "
+    "Every look at a growing sweep is another chance to err: with a true gap at the margin, lossless is reported falsely "
     "at some look of {few} where the looks are after 2, 3, 4 and 5 seeds, of {many} over 2 to 20, and not 2.5 %. "
     "Choose the number of seeds first, and take the verdict at that number."
 )
 FALSE_LOSSLESS_BY_LOOKS = {(2, 5): 0.068, (2, 20): 0.129}
-"""{(first, last number of seeds looked at): how often lossless is said at some look though the gap is the margin}: one
+"""{(first, last number of seeds looked at): how often lossless is reported at some look though the gap is the margin}: one
 recipe, 95 % intervals; tests/compare/test_stability.py."""
 
 
@@ -23,9 +23,9 @@ def line_of(verdict: Verdict) -> str:
     """Return a verdict in one line: with the model's size, the tokens, the setting and the margin, every time."""
     scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
     where = f"{scale}, {verdict.family.words}" if verdict.family.words else scale
-    said = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin:g}"
+    decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin:g}"
     reason = reason_of(verdict)
-    text = f"{verdict.name} at {where}: {said} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
+    text = f"{verdict.name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
     if not verdict.controlled:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
@@ -34,7 +34,7 @@ def line_of(verdict: Verdict) -> str:
 
 
 def reason_of(verdict: Verdict) -> str:
-    """Return what has to be said beside the numbers, as one phrase; empty where they say it all."""
+    """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
     parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), _open(verdict)]
     return "; ".join(filter(None, parts))
 
@@ -147,8 +147,8 @@ def _seed_plan(verdict: Verdict) -> str:
         text = f"more than {MOST_SEEDS} seeds would be needed to decide if the true gap is 0"
         return text if plan.if_lossy is None else f"{text}, about {plan.if_lossy} if it is {PLANNED_GAP} margins"
     if plan.more is None:
-        told = f"{_count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
-        return f"the gap is likely near the margin: {told}"
+        power = f"{_count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
+        return f"the gap is likely near the margin: {power}"
     return (
         f"about {_count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
         f"{plan.if_lossy} in all if it is {PLANNED_GAP} margins"

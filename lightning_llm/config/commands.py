@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import which
 
-from lightning_llm.config.config_dir import config_dir_words
+from lightning_llm.config.config_dir import config_dir_arguments
 
 
-def command(*words: str) -> str:
-    """Return a command of this program; `words` are its verb and what follows."""
-    return shlex.join([*program("lightning-llm", "lightning_llm"), *words])
+def command(*arguments: str) -> str:
+    """Return a command of this program; `arguments` are its verb and what follows."""
+    return shlex.join([*program("lightning-llm", "lightning_llm"), *arguments])
 
 
 def program(name: str, module: str) -> list[str]:
@@ -26,13 +26,13 @@ def program(name: str, module: str) -> list[str]:
 def resume_command(run_dir: str | Path, *overrides: str) -> str:
     """Return the command that goes on with the run in `run_dir` from its newest checkpoint."""
     config = Path(run_dir).absolute() / "config.yaml"
-    return command("train", *config_dir_words(), "--config", str(config), "resume=auto", *overrides)
+    return command("train", *config_dir_arguments(), "--config", str(config), "resume=auto", *overrides)
 
 
 def resume_elsewhere_command(checkpoint: Path, run_dir: Path, max_steps: int) -> str:
     """Return the command that goes on from `checkpoint` of the run in `run_dir` to `max_steps`, in a new folder."""
-    words = [f"resume={checkpoint.absolute()}", "run.name=NEW", f"trainer.max_steps={max_steps}"]
-    return command("train", *config_dir_words(), "--config", str(run_dir.absolute() / "config.yaml"), *words)
+    arguments = [f"resume={checkpoint.absolute()}", "run.name=NEW", f"trainer.max_steps={max_steps}"]
+    return command("train", *config_dir_arguments(), "--config", str(run_dir.absolute() / "config.yaml"), *arguments)
 
 
 def how_to_go_on(run_dir: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Command-line words and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
+"""Command-line arguments and YAML files -> one checked `Config`, or every problem at once. Imports no torch.
 
 Hydra composes; pydantic checks what came out. An override is forced into the composition (`a.b=1` as `++a.b=1`), so a
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
@@ -35,7 +35,7 @@ from lightning_llm.terminal.waiting import Waiting
 
 CONFIG_MODULE = "lightning_llm.conf"
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
-"""What Hydra raises for files and words that do not compose; a ValueError for keywords of a defaults list."""
+"""What Hydra raises for files and arguments that do not compose; a ValueError for keywords of a defaults list."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
@@ -48,10 +48,10 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     Raises:
         ConfigError: with every problem found: unknown groups' values, keys, types, unresolvable interpolations.
     """
-    return read_words(overrides, config_dir).checked()
+    return read_composed(overrides, config_dir).checked()
 
 
-def read_words(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
     """Return what `compose_config` does, with the sound part beside the problems for the rules to go on with.
 
     Raises:
@@ -91,12 +91,12 @@ def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> l
     its `sweep.also`. What is typed takes the place of the recipe's choices for the same key, in both.
 
     Raises:
-        ConfigError: with the problems of all jobs, each said once.
+        ConfigError: with the problems of all jobs, each reported once.
     """
     read = read_sweep(overrides, config_dir)
     if problems := dict.fromkeys(problem for _, reading in read for problem in reading.problems):
         raise ConfigError(problems)
-    return [(words, reading.checked()) for words, reading in read]
+    return [(arguments, reading.checked()) for arguments, reading in read]
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Reading]]:
@@ -114,10 +114,10 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
         jobs: list[tuple[list[str], Reading]] = []
         waiting = Waiting("composing the sweep's jobs")
         choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
-        for words in (words for product_of_one in choices for words in product_of_one):
+        for arguments in (arguments for product_of_one in choices for arguments in product_of_one):
             waiting.tell(len(jobs))
-            chosen = [redact_uri(word) for word in words if word not in overrides]
-            jobs.append((chosen, _compose_one(parse_overrides(words), composer, problems)))
+            chosen = [redact_uri(word) for word in arguments if word not in overrides]
+            jobs.append((chosen, _compose_one(parse_overrides(arguments), composer, problems)))
         return jobs
 
 
@@ -230,7 +230,7 @@ def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[s
 
 
 def _also(tree: DictConfig) -> Sequence[str]:
-    """Return `sweep.also`: overrides of further jobs, one line of words each. Raises ConfigError if it is not that."""
+    """Return `sweep.also`: overrides of further jobs, one line of arguments each. Raises ConfigError if it is not that."""
     lines = OmegaConf.select(tree, "sweep.also") or []
     unknown = set(tree.get("sweep") or {}) - {"also"}
     if unknown or not isinstance(lines, list | ListConfig) or not all(isinstance(line, str) for line in lines):
@@ -245,12 +245,12 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
 
 
 def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence[Problem]) -> Reading:
-    """Return what Hydra composes, read; `known` are problems of words that are not among `parsed`."""
+    """Return what Hydra composes, read; `known` are problems of arguments that are not among `parsed`."""
     unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
     problems = [*known, *unknown.values()]
     try:
-        sound_words = [each for each in parsed if each.key_or_group not in unknown]
-        reading = read_tree(_tree(sound_words, composer)[0], stand_ins=unknown)
+        sound_overrides = [each for each in parsed if each.key_or_group not in unknown]
+        reading = read_tree(_tree(sound_overrides, composer)[0], stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:

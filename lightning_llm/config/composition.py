@@ -44,11 +44,11 @@ class Composer:
         Raises:
             HydraException, OmegaConfBaseException: as Hydra does.
         """
-        words = [forced(each, self.search) for each in parsed]
-        values = [each for each, word in zip(parsed, words, strict=True) if word.startswith(FORCED)]
+        arguments = [forced(each, self.search) for each in parsed]
+        values = [each for each, word in zip(parsed, arguments, strict=True) if word.startswith(FORCED)]
         if any(each.is_delete() or isinstance(each.value(), dict) for each in parsed):
-            return self._composed(words)  # of a group or of its values, and then the order counts
-        base = tuple(word for word in words if not word.startswith(FORCED))
+            return self._composed(arguments)  # of a group or of its values, and then the order counts
+        base = tuple(word for word in arguments if not word.startswith(FORCED))
         try:
             if base not in self._bases:
                 self._bases[base] = pickle.dumps(self._composed(list(base)))
@@ -56,11 +56,11 @@ class Composer:
             for each in values:
                 OmegaConf.update(composed.tree, each.key_or_group, each.value(), force_add=True)
         except (HydraException, OmegaConfBaseException):
-            return self._composed(words)  # for Hydra's own words on what is wrong
+            return self._composed(arguments)  # for Hydra's own words on what is wrong
         return composed
 
-    def _composed(self, words: list[str]) -> Composed:
-        tree = compose("config", overrides=[*self.search, *words], return_hydra_config=True)
+    def _composed(self, arguments: list[str]) -> Composed:
+        tree = compose("config", overrides=[*self.search, *arguments], return_hydra_config=True)
         choices = dict(tree.hydra.runtime.choices)
         params = dict(tree.hydra.sweeper.get("params") or {})
         with open_dict(tree):

@@ -34,7 +34,7 @@ def open_config_dir(folder: Path | None) -> None:
     importlib.invalidate_caches()
 
 
-def config_dir_words() -> list[str]:
+def config_dir_arguments() -> list[str]:
     """Return the words that open the same folder in a process started from here: a rank, a job of a sweep."""
     module = sys.modules.get(PACKAGE)
     return ["--config-dir", *module.__path__] if module else []

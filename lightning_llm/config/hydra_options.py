@@ -31,7 +31,7 @@ HYDRA_OPTIONS |= {
 
 
 def without_hydra_options(argv: list[str], verbs: Collection[str]) -> list[str]:
-    """Return the words with `--cfg job` behind one of `verbs` made into the verb `config`.
+    """Return the arguments with `--cfg job` behind one of `verbs` made into the verb `config`.
 
     Raises:
         ConfigError: for Hydra's other options, with what to write here.
@@ -39,11 +39,11 @@ def without_hydra_options(argv: list[str], verbs: Collection[str]) -> list[str]:
     if not argv or argv[0] not in verbs:
         return argv
     verb, rest = argv[0], []
-    words = iter(argv[1:])
-    for word in words:
+    arguments = iter(argv[1:])
+    for word in arguments:
         option, _, value = word.partition("=")
         if option in ("--cfg", "-c"):
-            value = value or next(words, "job")
+            value = value or next(arguments, "job")
             if value != "job":
                 raise ConfigError(Problem(f"{option} {value}", "Hydra only composes here. Write lightning-llm config."))
             verb = "config"

@@ -1,4 +1,4 @@
-"""What makes a run the run it is: its config hash, and what may differ when it resumes."""
+"""Identity of a run: its config hash, and what may differ when it resumes."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_llm.config.schema import Config
 
-PLACE = ("run.", "logger.", "launcher.", "resume", "hardware")
+RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (*PLACE, "precision.casts", "precision.backend")
+NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend")
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
 
 OBSERVERS = "lightning_llm.callbacks."

@@ -35,19 +35,19 @@ def hydra_setting(key: str) -> str:
     return "is Hydra's own, and nothing here reads it. " + (f"Use {instead}." if instead else "Leave it out.")
 
 
-def parse_overrides(words: Sequence[str]) -> list[Override]:
-    """Return the words as Hydra's grammar reads them. Raises ConfigError with all that are no overrides."""
-    parsed, problems = read_overrides(words)
+def parse_overrides(arguments: Sequence[str]) -> list[Override]:
+    """Return the arguments as Hydra's grammar reads them. Raises ConfigError with all that are no overrides."""
+    parsed, problems = read_overrides(arguments)
     if problems:
         raise ConfigError(problems)
     return parsed
 
 
-def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-    """Return the words that are overrides, as Hydra's grammar reads them, and what is wrong with the others."""
+def read_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+    """Return the arguments that are overrides, as Hydra's grammar reads them, and what is wrong with the others."""
     parsed = []
-    words, problems = _joined(words)
-    for word in words:
+    arguments, problems = _joined(arguments)
+    for word in arguments:
         try:
             each = _read(word)
         except HydraException as error:
@@ -67,22 +67,22 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Override], list[Problem]]
     return parsed, problems
 
 
-def _joined(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return `words` less each `key = value` and `key: value`, which a shell takes apart, and a problem for each."""
-    rest: list[str] = list(words)
+def _joined(arguments: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return `arguments` less each `key = value` and `key: value`, which a shell takes apart, and a problem for each."""
+    rest: list[str] = list(arguments)
     problems: list[Problem] = []
-    for place in reversed(range(len(words) - 1)):
-        equals = rest[place + 1 : place + 2] == ["="]
-        spaced = rest[place : place + (3 if equals else 2)]
+    for index in reversed(range(len(arguments) - 1)):
+        equals = rest[index + 1 : index + 2] == ["="]
+        spaced = rest[index : index + (3 if equals else 2)]
         key, value = spaced[0].removesuffix(":"), spaced[-1]
         if not (equals or spaced[0].endswith(":")) or not KEY.fullmatch(key) or not value or "=" in value:
             continue
         problems.insert(0, Problem(" ".join(spaced), f"has spaces. Write {key}={value}."))
-        del rest[place : place + len(spaced)]
+        del rest[index : index + len(spaced)]
     return rest, problems
 
 
-@lru_cache(maxsize=65536)  # the jobs of a sweep share most of their words
+@lru_cache(maxsize=65536)  # the jobs of a sweep share most of their arguments
 def _read(word: str) -> Override:
     """Return the override. A value that the grammar cannot take is text, and so is all that is typed for a text key.
 

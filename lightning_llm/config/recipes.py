@@ -47,13 +47,13 @@ def describe(file: Traversable) -> str:
     """Return what a file's leading comment says first: one sentence; "" where it begins with no comment."""
     if not file.is_file():
         return ""
-    said: list[str] = []
+    lines: list[str] = []
     for line in file.read_bytes().decode("utf-8-sig", "replace").splitlines():
         if not line.startswith("#"):
             break
         if not line.lstrip("# ").startswith("@"):
-            said.append(line.lstrip("# ").strip())
-    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(said), maxsplit=1)[0]
+            lines.append(line.lstrip("# ").strip())
+    return re.split(r"(?<=\.) (?=[A-Z])", " ".join(lines), maxsplit=1)[0]
 
 
 def folder_problems(config_dir: Path) -> list[Problem]:

@@ -37,10 +37,10 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
 def make_paths_absolute(values: dict[str, Any]) -> None:
     """Give each local path of a resolved config, changed in place, as it is from any folder."""
     data = _mapping(values, "data")
-    places = [(values, "resume"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
-    places += [(_mapping(data, "tokenizer"), "path")]
-    places += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
-    for node, key in places:
+    paths = [(values, "resume"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
+    paths += [(_mapping(data, "tokenizer"), "path")]
+    paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
+    for node, key in paths:
         value = node.get(key)
         if isinstance(value, str) and value and not _is_no_path(node, key, value):
             node[key] = str(Path(os.path.expanduser(value)).absolute())  # Path.expanduser raises for ~nobody
@@ -90,7 +90,7 @@ def _no_groups(tree: DictConfig) -> Iterator[Problem]:
 
 
 def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
-    """Return the paths of what cannot be resolved, with None where a missing key that is said already is the cause."""
+    """Return the paths of what cannot be resolved, with None where a missing key that is reported already is the cause."""
     found: dict[tuple[str, ...], Problem | None] = {}
     for key in tree:
         path = (*above, str(key))

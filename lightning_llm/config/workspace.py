@@ -1,4 +1,4 @@
-"""Where runs are kept, whatever folder a command is started in."""
+"""Folders of runs, whatever folder a command is started in."""
 
 import os
 from pathlib import Path

@@ -24,7 +24,7 @@ def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value
 
     Args:
         file: UTF-8 text, with or without a byte order mark.
-        key: what the problems are told of: a flag, or `group=name`.
+        key: what the problems are reported for: a flag, or `group=name`.
         wanted: a sentence on what to give, behind each problem.
 
     Raises:
@@ -86,9 +86,9 @@ def _yaml_fault(error: yaml.YAMLError, text: str) -> str:
         line = text.count("\n", 0, error.position) + 1
         return f", line {line}: character {chr(int(error.character))!r} is not allowed in YAML"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    said = ": ".join(each for each in (getattr(error, "context", None), getattr(error, "problem", None)) if each)
+    reason = ": ".join(each for each in (getattr(error, "context", None), getattr(error, "problem", None)) if each)
     where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return f"{where}: {said or error}{' (indent with spaces, not tabs)' if repr(chr(9)) in said else ''}"
+    return f"{where}: {reason or error}{' (indent with spaces, not tabs)' if repr(chr(9)) in reason else ''}"
 
 
 def _faults(node: yaml.Node | None) -> Iterator[str]:

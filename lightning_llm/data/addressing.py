@@ -1,7 +1,7 @@
-"""Which window of which source a global sample index means: a pure function, O(sources) per sample, nothing to resume.
+"""Global sample index -> window of a source: a pure function, O(sources) per sample, nothing to resume.
 
 Two steps. The index is first given to a source: indices come in blocks of `BLOCK` or a power of ten more, a block's
-places are shared out by the weights with the largest-remainder method (Hamilton), and within the block they are
+positions are shared out by the weights with the largest-remainder method (Hamilton), and within the block they are
 interleaved by smooth weighted round robin (the balancer of nginx), so that every prefix, not only every block, is
 close to the weights. The same pattern serves every block, hence the count of a source's samples before any index is
 one multiplication. That count is the source's ordinal; ordinal // windows is the epoch, and ordinal % windows goes
@@ -25,7 +25,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Address:
-    """One window: `source` by its place in the mix, `window` within the source, `epoch` of the source (from 0)."""
+    """One window: `source` by its position in the mix, `window` within the source, `epoch` of the source (from 0)."""
 
     source: int
     window: int
@@ -44,9 +44,9 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
 
 
 def interleave(counts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Spread `counts[s]` places of each source s evenly over sum(counts) places.
+    """Spread `counts[s]` positions of each source s evenly over sum(counts) positions.
 
-    Returns the source at each place, and how many places of that same source come before it.
+    Returns the source at each position, and how many positions of that same source come before it.
     """
     total = sum(counts)
     credit = [0] * len(counts)
@@ -117,9 +117,9 @@ class SampleOrder:
 
     def locate(self, index: int) -> Address:
         """Return where global sample `index` (from 0) lies."""
-        block, place = divmod(index, self.block)
-        source = self._pattern[place]
-        ordinal = block * self.counts[source] + self._before[place]
+        block, position = divmod(index, self.block)
+        source = self._pattern[position]
+        ordinal = block * self.counts[source] + self._before[position]
         epoch, i = divmod(ordinal, self.windows[source])
         if self.shuffle:
             i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
@@ -127,8 +127,8 @@ class SampleOrder:
 
     def drawn(self, total: int) -> list[int]:
         """Return how many of the samples [0, total) each source gives."""
-        blocks, place = divmod(total, self.block)
+        blocks, position = divmod(total, self.block)
         drawn = [blocks * count for count in self.counts]
-        for source in self._pattern[:place]:
+        for source in self._pattern[:position]:
             drawn[source] += 1
         return drawn

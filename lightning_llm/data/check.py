@@ -1,4 +1,4 @@
-"""What can be wrong with `data` and is cheap to see: no torch, no datasets, no document read."""
+"""Checks of `data` that are cheap: no torch, no datasets, no document read."""
 
 import os
 from codecs import BOM_UTF8
@@ -216,7 +216,7 @@ def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
                 all_read = False
                 size = sum(file.stat().st_size for file in source.files)
                 text_bytes += size * (PARQUET_COMPRESSION if source_config.loader == "parquet" else 1)
-        except ConfigError:  # no such files, which is told by its own problem
+        except ConfigError:  # no such files, which is reported by its own problem
             continue
     if all_read:
         return []

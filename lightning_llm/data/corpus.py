@@ -150,7 +150,7 @@ class Corpus:
         address = self.order.locate(index)
         start, stream = address.window * self.config.sequence_length, self.train[address.source]
         ends = start, start + self.config.sequence_length
-        first, last = (int(place) - 1 for place in np.searchsorted(stream.starts, ends, side="right"))
+        first, last = (int(index) - 1 for index in np.searchsorted(stream.starts, ends, side="right"))
         return Origin(self.names[address.source], address.epoch, start, first, last)
 
     def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:

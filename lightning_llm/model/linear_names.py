@@ -7,8 +7,8 @@ from lightning_llm.model.spec import LinearSpec, block_parts, for_layers
 def block_linears(config: ModelConfig, index: int) -> list[LinearSpec]:
     """Return the linears of block `index` of `Decoder(config)`, in module order; names are those within the block."""
     return [
-        linear._replace(name=f"{place}.{linear.name}")
-        for place, part in block_parts(config, index).items()
+        linear._replace(name=f"{part_name}.{linear.name}")
+        for part_name, part in block_parts(config, index).items()
         for linear in part.linears(config)
     ]
 

@@ -205,15 +205,15 @@ def _checked(part: object, kind: type[PartClass]) -> PartClass:
 def block_parameters(model: ModelConfig, index: int) -> list[ParameterSpec]:
     """Return the parameters of block `index`, by their names within it."""
     found = []
-    for place, part in block_parts(model, index).items():
+    for part_name, part in block_parts(model, index).items():
         for linear in part.linears(model):
-            name, shape = f"{place}.{linear.name}", (linear.outputs.length, linear.inputs.length)
+            name, shape = f"{part_name}.{linear.name}", (linear.outputs.length, linear.inputs.length)
             found.append(ParameterSpec(f"{name}.weight", shape, linear.role, None))
             if linear.bias:
                 # A bias lies with the outputs: every rank has the whole of one whose weight is cut by its inputs.
                 role = "replicate" if linear.role == "row" else linear.role
                 found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
-        found += [each._replace(name=f"{place}.{each.name}") for each in part.own_parameters(model)]
+        found += [each._replace(name=f"{part_name}.{each.name}") for each in part.own_parameters(model)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What crosses a group of ranks in a forward pass and, the other way round, in the backward pass.
+"""Collectives of a forward pass whose backward pass is the opposite collective.
 
 Megatron's conjugate pairs: f (identity forward, all-reduce backward) and g (all-reduce forward, identity backward) of
 Shoeybi et al. 2019 (arXiv 1909.08053, section 3); with sequence parallelism all-gather and reduce-scatter, either of

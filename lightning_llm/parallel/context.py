@@ -19,20 +19,20 @@ from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 
 
-def positions_of(place: int, ranks: int, length: int, device: torch.device | None = None) -> Tensor:
-    """Return int64 [length / ranks], where in its sequence each token of rank `place` stands: its two chunks.
+def positions_of(rank: int, ranks: int, length: int, device: torch.device | None = None) -> Tensor:
+    """Return int64 [length / ranks], where in its sequence each token of rank `rank` stands: its two chunks.
 
     Made on `device` (null: the CPU), so that no step waits for a copy of it.
     """
     chunks = torch.arange(length, device=device).view(2 * ranks, -1)
-    return torch.cat([chunks[place], chunks[2 * ranks - 1 - place]])
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-class SequenceCut:
+class SequenceSharder:
     """Takes from whole sequences the tokens that this rank computes."""
 
     def __init__(self, layout: Layout):
-        self.ranks, self.place = layout.degrees.cp, layout.place.cp
+        self.ranks, self.rank = layout.degrees.cp, layout.coordinates.cp
 
     def __call__(
         self, tokens: Tensor, labels: Tensor, document_ids: Tensor | None
@@ -44,7 +44,7 @@ class SequenceCut:
         """
         if self.ranks == 1:
             return tokens, labels, None, document_ids
-        positions = positions_of(self.place, self.ranks, tokens.shape[1], tokens.device)
+        positions = positions_of(self.rank, self.ranks, tokens.shape[1], tokens.device)
         return tokens[:, positions], labels[:, positions], positions, document_ids
 
 
@@ -67,7 +67,7 @@ def context_mask(positions: Tensor, document_ids: Tensor | None, window: int | N
     `document_ids` is `[B, T]`, in the order of the sequence. Of a `window` a query sees the last so many tokens.
     """
     length = ranks * positions.shape[-1]
-    keys = torch.cat([positions_of(place, ranks, length, positions.device) for place in range(ranks)])  # [T]
+    keys = torch.cat([positions_of(rank, ranks, length, positions.device) for rank in range(ranks)])  # [T]
     mask = (keys[None, :] <= positions[:, None])[None]  # [1, T / R, T]
     if window is not None:
         mask = mask & (positions[:, None] - keys[None, :] < window)

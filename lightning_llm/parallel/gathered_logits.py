@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import GroupRef, gathered
-from lightning_llm.parallel.context import SequenceCut, positions_of
+from lightning_llm.parallel.context import SequenceSharder, positions_of
 from lightning_llm.parallel.layout import Layout
 
 
@@ -29,7 +29,7 @@ def whole_vocabulary(logits: Tensor, layout: Layout) -> Tensor:
     return torch.cat(list(by_rank.unflatten(0, (group.size(), *logits.shape[:2]))), dim=-1)
 
 
-class WholeLogits(nn.Module):
+class GatheredLogits(nn.Module):
     """Gives the logits after any number of tokens: they are padded, where ranks must have equally many."""
 
     def __init__(self, model: Decoder, layout: Layout):
@@ -42,7 +42,7 @@ class WholeLogits(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits `[B, 1, V]` after `tokens` `[B, T]`, the last position's, the same on every rank."""
         padded, length = window(tokens, self.config.max_sequence_length, self.multiple)
-        own, _, positions, _ = SequenceCut(self.layout)(padded, padded, None)
+        own, _, positions, _ = SequenceSharder(self.layout)(padded, padded, None)
         logits = self._at(length - 1, self.model(own, positions), padded.shape[1])  # [B, 1, V / R]
         return whole_vocabulary(logits, self.layout)
 
@@ -51,6 +51,6 @@ class WholeLogits(nn.Module):
         group, ranks = self.layout.group("cp"), self.layout.degrees.cp
         if group is None:
             return logits[:, position : position + 1]
-        places = torch.stack([positions_of(place, ranks, length) for place in range(ranks)])  # [C, length / C]
-        holder, index = (places == position).nonzero()[0].tolist()
+        held = torch.stack([positions_of(rank, ranks, length) for rank in range(ranks)])  # [C, length / C]
+        holder, index = (held == position).nonzero()[0].tolist()
         return gathered(logits[:, index : index + 1], GroupRef.of(group))[:, holder : holder + 1]

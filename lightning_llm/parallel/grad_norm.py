@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tensor import is_cut
+from lightning_llm.parallel.tensor import is_tp_shard
 
 
 def clip_gradients(
@@ -39,9 +39,9 @@ def global_norm(
     counted = [pair for pair in zip(parameters, shards, strict=True) if id(pair[0]) not in elsewhere]
     norms: list[Tensor] = list(torch._foreach_norm([shard for _, shard in counted], 2, dtype=torch.float64))
     squares = torch.stack(norms).square()
-    cut = torch.tensor([is_cut(parameter) for parameter, _ in counted], device=squares.device)
+    sharded = torch.tensor([is_tp_shard(parameter) for parameter, _ in counted], device=squares.device)
     # What every rank of a tensor-parallel group holds whole is counted by its first: a sum over the group, and with it
     # the norm, is one number on all, whatever each has.
-    total = squares.sum() if layout.place.tp == 0 else squares[cut].sum()
+    total = squares.sum() if layout.coordinates.tp == 0 else squares[sharded].sum()
     layout.reduce(total, dist.ReduceOp.SUM, "tp", *(["fsdp"] if layout.shards else []), "pp")
     return total.sqrt().float().item()

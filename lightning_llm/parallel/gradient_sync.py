@@ -1,4 +1,4 @@
-"""When and how the gradients of a step's micro-batches become one sum on every rank that needs it."""
+"""Gradient reduction: the gradients of a step's micro-batches become one sum on every rank that needs it."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.tensor import is_cut
+from lightning_llm.parallel.tensor import is_tp_shard
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
 from lightning_llm.plan.memory import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.units import reduces_once
@@ -37,32 +37,32 @@ class GradientSync:
         self.once = reduces_once(layout.config, layout.degrees)
         self._sum = TreeSum()
 
-    def before_backward(self, turn: int, last: bool) -> None:
-        """Set up for the backward pass of the rank's micro-batch number `turn`; backward passes come in this order."""
+    def before_backward(self, micro_batch: int, last: bool) -> None:
+        """Set up for the backward pass of the rank's micro-batch number `micro_batch`; backward passes come in this order."""
         if self.root is None:
             return
         # FSDP2 reduces on a stream of its own, and waits for it at the end of a backward pass it takes for the last.
-        read_next = self.layout.tree and not self.once and turn % 2 == 1  # by `after_backward`
+        read_next = self.layout.tree and not self.once and micro_batch % 2 == 1  # by `after_backward`
         self.root.set_is_last_backward(last or read_next)
         if self.layout.config.zero_stage < 3:
             self.root.set_reshard_after_backward(last)  # what is gathered stays so until the step ends
         if self.once:
-            hold = self.layout.tree and turn % 2 == 1 and not last
+            hold = self.layout.tree and micro_batch % 2 == 1 and not last
             self.root.set_requires_gradient_sync(last or hold)
             for scatter in self.scatters:
                 scatter.hold = hold
         elif not self.layout.tree:
             self.root.set_requires_all_reduce(last)
 
-    def after_backward(self, turn: int, last: bool) -> None:
-        """Keep or sum what the backward pass of micro-batch `turn` left in `.grad`."""
+    def after_backward(self, micro_batch: int, last: bool) -> None:
+        """Keep or sum what the backward pass of micro-batch `micro_batch` left in `.grad`."""
         if not self.layout.tree or (self.once and last):
             return
         if self.once:
             self._drop()  # zeros: the scatter holds the sum back
         elif last:
             self._sum.close(self._gradients())
-        elif turn % 2 == 1:  # autograd has added this micro-batch to the even one before it: a node of two
+        elif micro_batch % 2 == 1:  # autograd has added this micro-batch to the even one before it: a node of two
             self._sum.push(self._gradients(), level=1)
             self._drop()
 
@@ -76,7 +76,7 @@ class GradientSync:
         """
         layout = self.layout
         if (group := layout.group("tp")) is not None:
-            whole = [parameter for parameter in self.parameters if not is_cut(parameter)]
+            whole = [parameter for parameter in self.parameters if not is_tp_shard(parameter)]
             parts = [p for p in whole if layout.config.sequence_parallel or id(p) in self._per_head]
             alike = [p for p in whole if not layout.config.sequence_parallel and id(p) not in self._per_head]
             _reduce_buckets(self._gradients(parts), partial(dist.all_reduce, group=group))

@@ -1,4 +1,4 @@
-"""One rank's place in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
+"""One rank's coordinates in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
 import functools
 from dataclasses import dataclass, field
@@ -46,14 +46,14 @@ class Layout:
         return layout
 
     @property
-    def place(self) -> Degrees:
+    def coordinates(self) -> Degrees:
         """This rank's coordinates on the mesh."""
         return self.degrees.coordinates(self.rank)
 
     @property
     def dp_rank(self) -> int:
         """This rank's number among those that train on different data."""
-        return self.place.dp_replicate * self.degrees.dp_shard + self.place.dp_shard
+        return self.coordinates.dp_replicate * self.degrees.dp_shard + self.coordinates.dp_shard
 
     @property
     def shards(self) -> bool:

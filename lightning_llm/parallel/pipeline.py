@@ -32,7 +32,7 @@ def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:
     """
     if layout.degrees.pp == 1:
         return [model]
-    parts = parts_of(model.config, layout.config, layout.degrees, layout.place.pp)
+    parts = parts_of(model.config, layout.config, layout.degrees, layout.coordinates.pp)
     stages = [model.stage(part.layers, part.first, part.last) for part in parts]
     kept = [index for part in parts for index in part.layers]
     first, last = parts[0].first, parts[-1].last
@@ -107,7 +107,7 @@ class TrainStage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's place in a pipeline: its `stages`, earliest first, and the schedule of a step's micro-batches."""
+    """This rank's part of a pipeline: its `stages`, earliest first, and the schedule of a step's micro-batches."""
 
     def __init__(
         self, syncs: list[GradientSync], layout: Layout, data: DataConfig, micro_batches: int, device: torch.device
@@ -115,12 +115,12 @@ class Pipeline:
         """`syncs`: one for each stage of this rank. Collective."""
         for method in ("forward_one_chunk", "backward_one_chunk"):
             check_overridden(TrainStage, method)
-        pp, place = layout.degrees.pp, layout.place.pp
+        pp, pp_rank = layout.degrees.pp, layout.coordinates.pp
         self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
-        self.stages = [TrainStage(sync, place + turn * pp, layout, data, device) for turn, sync in enumerate(syncs)]
-        self.has_first, self.has_last = place == 0, place == pp - 1
+        self.stages = [TrainStage(sync, pp_rank + chunk * pp, layout, data, device) for chunk, sync in enumerate(syncs)]
+        self.has_first, self.has_last = pp_rank == 0, pp_rank == pp - 1
         self.group = layout.group("pp")
-        self._next, self._previous = (place + 1) % pp, (place - 1) % pp
+        self._next, self._previous = (pp_rank + 1) % pp, (pp_rank - 1) % pp
         self._loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
         self.schedule = _schedule(layout.config.schedule, self.stages, micro_batches, self._loss)
         dist.barrier(self.group)  # NCCL wants all ranks of a group in its first collective, and a schedule's is none
@@ -136,7 +136,7 @@ class Pipeline:
     ) -> Tensor:
         """Run forward and backward of all micro-batches [A, B, T]; return their losses [A], fp32, on every rank.
 
-        `begin_micro_batch(stage, turn)` is called before the forward pass of micro-batch `turn` (0 .. A - 1) on each
+        `begin_micro_batch(stage, micro_batch)` is called before the forward pass of micro-batch `micro_batch` (0 .. A - 1) on each
         stage; `loss_of(logits [B, T, V], labels [B, T])` gives a micro-batch's share of the step's loss, whose gradient
         is taken times `loss_scale`.
         """

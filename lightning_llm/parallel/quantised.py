@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.linear import Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.quantize import Origin
@@ -19,7 +19,7 @@ from lightning_llm.precision.quantize import Origin
 def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: torch.device) -> None:
     """Tell every quantised layer of `model` which part of x, w and dy this rank has, and who has the others.
 
-    Stochastic rounding is then keyed by an element's place in the whole, and a tensor's amax is that of the whole:
+    Stochastic rounding is then keyed by an element's position in the whole, and a tensor's amax is that of the whole:
     operands are the parts of a single process's, bit for bit. `sequence_length`: of a whole sequence, in tokens.
     """
     if layout.degrees.tp == layout.degrees.cp == 1:
@@ -32,34 +32,34 @@ def place_shards(model: Decoder, layout: Layout, sequence_length: int, device: t
 def _shards(
     layer: QuantisedLinear, role: str, layout: Layout, sequence_length: int, device: torch.device
 ) -> dict[str, Shard]:
-    ranks, place, tensor_group, context_group = (
+    ranks, tp_rank, tensor_group, context_group = (
         layout.degrees.tp,
-        layout.place.tp,
+        layout.coordinates.tp,
         layout.group("tp"),
         layout.group("cp"),
     )
     widths = {"x": layer.in_features, "w": layer.in_features, "dy": layer.out_features}
     positions = None
     if context_group is not None:
-        positions = positions_of(layout.place.cp, layout.degrees.cp, sequence_length).to(device)
+        positions = positions_of(layout.coordinates.cp, layout.degrees.cp, sequence_length).to(device)
     shards = {}
     for operand, width in widths.items():
         groups, counts = [], True
         column = row = 0
-        axis = CUT_AXES[role][operand]
+        axis = SHARD_AXES[role][operand]
         if axis == 1:
-            column = place * width // ranks
+            column = tp_rank * width // ranks
         elif axis == 0:
-            row = place * layer.out_features // ranks
+            row = tp_rank * layer.out_features // ranks
         if axis is not None:
             groups.append(tensor_group)
         else:
-            counts = place == 0
+            counts = tp_rank == 0
         tokens = None if operand == "w" else positions
         if tokens is not None:
             groups.append(context_group)
         else:
-            counts &= layout.place.cp == 0
+            counts &= layout.coordinates.cp == 0
         origin = Origin(row, column, width, tokens, sequence_length)
         maximum = _maximum_over([group for group in groups if group is not None])
         shards[operand] = Shard(origin, maximum, counts)

@@ -1,7 +1,7 @@
 """Tensor parallelism by the model's roles, with Megatron's sequence parallelism between the cut parts.
 
 Weights become DTensors: names, initial values, FSDP2 and checkpoints see one tensor with a layout. The forward pass
-works on each rank's own part, and what crosses the group is said here and nowhere else (`collectives`): a quantiser
+works on each rank's own part, and what crosses the group stands here and nowhere else (`collectives`): a quantiser
 must see a plain tensor and know where it lies, which no dispatch tells it. Tokens are gathered once for all linears
 of a part (q, k and v; gate and up), and its row-parallel linear's partial sums are scattered back, then get its bias.
 
@@ -28,7 +28,7 @@ from lightning_llm.parallel.collectives import (
     reduce_scatter_tokens,
 )
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.shard_axes import SHARD_AXES
 
 
 def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
@@ -39,24 +39,24 @@ def shard_over_tensor_group(model: Decoder, layout: Layout) -> None:
     group = layout.group("tp")
     if group is None or layout.mesh is None:
         return
-    edge = Edge(group, layout.config.sequence_parallel)
-    model.token_shards = group.size() if edge.sequence else 1
+    region = Region(group, layout.config.sequence_parallel)
+    model.token_shards = group.size() if region.sequence else 1
     model.first_id = group.rank() * model.config.padded_vocab_size // group.size()
     for name, role in model.roles().items():
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             # A bias lies with the outputs: cut where the weight's rows are, whole where its columns are.
-            axis = None if (key, role) == ("bias", "row") else CUT_AXES[role]["w"]
-            cut = cut_parameter(parameter, layout.mesh["tp"], axis)
-            module.register_parameter(key, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        _become(module, _kind_of(model, module, role), edge)
+            axis = None if (key, role) == ("bias", "row") else SHARD_AXES[role]["w"]
+            sharded = shard_parameter(parameter, layout.mesh["tp"], axis)
+            module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        _become(module, _kind_of(model, module, role), region)
     for block in model.blocks.values():
         for part in block.children():
             if getattr(part, "roles", None):
-                _become(part, _Part, edge)
+                _become(part, _Part, region)
 
 
-def cut_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:
+def shard_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTensor:
     """Return a DTensor of the shape of `parameter`, of which each rank of `mesh` has its part along `axis`, or all."""
     local = parameter.detach()
     if axis is not None:
@@ -67,7 +67,7 @@ def cut_parameter(parameter: Tensor, mesh: DeviceMesh, axis: int | None) -> DTen
     )
 
 
-def is_cut(parameter: Tensor) -> bool:
+def is_tp_shard(parameter: Tensor) -> bool:
     """Return whether the ranks of a tensor-parallel group hold different parts of `parameter`."""
     if not isinstance(parameter, DTensor):
         return False
@@ -75,7 +75,7 @@ def is_cut(parameter: Tensor) -> bool:
     return "tp" in names and parameter.placements[names.index("tp")].is_shard()
 
 
-class Edge:
+class Region:
     """The two sides of a cut part: what its input comes from, and what its output becomes."""
 
     def __init__(self, group: dist.ProcessGroup, sequence: bool):
@@ -100,14 +100,14 @@ class Edge:
 class _TensorParallel(nn.Module):
     """A module's forward pass on its rank's part; the module's own class comes behind it (`_become`)."""
 
-    edge: Edge
+    region: Region
 
 
 class _Part(_TensorParallel):
     """Attention or feed-forward: its column-parallel linears take all tokens, gathered once for all of them."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return super().forward(self.edge.enter(x), *rest)
+        return super().forward(self.region.enter(x), *rest)
 
 
 class _Column(_TensorParallel):
@@ -123,7 +123,7 @@ class _Head(_Column):
     """Column-parallel, and no part of a block that has gathered for it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.edge.enter(x))
+        return super().forward(self.region.enter(x))
 
 
 class _Row(_TensorParallel):
@@ -132,7 +132,7 @@ class _Row(_TensorParallel):
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.edge.leave(self.multiply(x, _local(self.weight), None))
+        y = self.region.leave(self.multiply(x, _local(self.weight), None))
         bias = _local(self.bias)
         # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
         return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
@@ -153,13 +153,13 @@ class _TokenEmbedding(_TensorParallel):
     def forward(self, tokens: Tensor) -> Tensor:
         """One rank has each token's row, the others add zeros: the sum is exact."""
         rows = self.weight.to_local()
-        own = tokens - self.edge.group.rank * rows.shape[0]
+        own = tokens - self.region.group.rank * rows.shape[0]
         elsewhere = (own < 0) | (own >= rows.shape[0])  # [B, T]
         x = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)  # [B, T, D]
-        return self.edge.leave(x)
+        return self.region.leave(x)
 
     def project(self, x: Tensor) -> Tensor:
-        x = self.edge.enter(x)
+        x = self.region.enter(x)
         return F.linear(x, self.weight.to_local().to(x.dtype))
 
 
@@ -167,7 +167,7 @@ class _PositionEmbedding(_TensorParallel):
     weight: DTensor
 
     def forward(self, positions: Tensor) -> Tensor:
-        return F.embedding(self.edge.own(positions), self.weight.to_local())
+        return F.embedding(self.region.own(positions), self.weight.to_local())
 
 
 def _kind_of(model: Decoder, module: nn.Module, role: str) -> type[_TensorParallel]:
@@ -178,7 +178,7 @@ def _kind_of(model: Decoder, module: nn.Module, role: str) -> type[_TensorParall
     return {"replicate": _Norm, "per_head": _Norm, "row": _Row, "column": _Column, "vocabulary": _Head}[role]
 
 
-def _become(module: nn.Module, kind: type[_TensorParallel], edge: Edge) -> None:
+def _become(module: nn.Module, kind: type[_TensorParallel], region: Region) -> None:
     """Give `module` the forward pass of `kind` by its class, as FSDP2 does.
 
     A forward of each module's own would be another function to the compiler: another graph for every block.
@@ -188,7 +188,7 @@ def _become(module: nn.Module, kind: type[_TensorParallel], edge: Edge) -> None:
         _CLASSES[kind, own] = type(f"{kind.__name__.strip('_')}{own.__name__}", (kind, own), {})
     module.__class__ = _CLASSES[kind, own]
     replaced: Any = module
-    replaced.edge = edge
+    replaced.region = region
 
 
 _CLASSES: dict[tuple[type, type], type] = {}

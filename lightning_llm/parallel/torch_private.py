@@ -1,4 +1,4 @@
-"""What layouts take from torch beyond its documented interface, all of it here, and what is said where it is gone.
+"""Uses of torch beyond its documented interface, all of them here, and the error where one is gone.
 
 The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and on GPUs with 2.11.
 """

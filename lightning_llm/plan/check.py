@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from lightning_llm.config.place import place_problems, tracking_problems
+from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
@@ -18,7 +18,7 @@ from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.degrees import Degrees, layout_problems
-from lightning_llm.plan.divisibility import cut_problems
+from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.units import units_of
@@ -56,7 +56,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
         lambda: monitor_problems(config),
-        lambda: place_problems(config),
+        lambda: run_path_problems(config),
         lambda: tracking_problems(config),
         lambda: _logger_problems(config) if to_train else [],
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
@@ -65,7 +65,7 @@ def config_problems(found: Resolution) -> list[Problem]:
 
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    return [] if shape_problems(config.model) else list(cut_problems(config, degrees))
+    return [] if shape_problems(config.model) else list(sharding_problems(config, degrees))
 
 
 def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:

@@ -39,18 +39,18 @@ class Degrees:
         return self.dp_shard * self.cp
 
     def coordinates(self, rank: int) -> "Degrees":
-        """Return the place of `rank` (0 .. world - 1) on each axis, from 0."""
-        places = []
+        """Return the coordinate of `rank` (0 .. world - 1) on each axis, from 0."""
+        coordinates = []
         for degree in reversed(astuple(self)):
-            rank, place = divmod(rank, degree)
-            places.append(place)
-        return Degrees(*reversed(places))
+            rank, coordinate = divmod(rank, degree)
+            coordinates.append(coordinate)
+        return Degrees(*reversed(coordinates))
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return the ranks that differ in their place on `axes` alone, one list per group."""
+        """Return the ranks that differ in their coordinates on `axes` alone, one list per group."""
         shared: dict[tuple[int, ...], list[int]] = {}
-        for rank, places in enumerate(product(*(range(degree) for degree in astuple(self)))):
-            others = tuple(place for name, place in zip(AXES, places, strict=True) if name not in axes)
+        for rank, coordinates in enumerate(product(*(range(degree) for degree in astuple(self)))):
+            others = tuple(coordinate for name, coordinate in zip(AXES, coordinates, strict=True) if name not in axes)
             shared.setdefault(others, []).append(rank)
         return list(shared.values())
 
@@ -76,7 +76,7 @@ def resolve_degrees(config: ParallelConfig, world: int) -> Degrees:
 
 
 def given_degrees(config: ParallelConfig) -> Degrees:
-    """Return the degrees of `config`, 1 for those that are null: what can be said where no number of ranks fits."""
+    """Return the degrees of `config`, 1 for those that are null: what is known where no number of ranks fits."""
     return Degrees(**{axis: getattr(config, axis) or 1 for axis in AXES})
 
 
@@ -96,11 +96,11 @@ def micro_batches_of(degrees: Degrees, zero_stage: int, rank: int, count: int) -
     micro-batch (ZeRO-2, 3) the ranks of a shard group take neighbours: the tree's low levels lie across ranks, the next
     are sums of shards. Where ranks are reduced once per step (DDP, ZeRO-1, and the replicas of HSDP) each takes a run.
     """
-    place = degrees.coordinates(rank)
+    own = degrees.coordinates(rank)
     if zero_stage >= 2:
-        shards, first = degrees.dp_shard, place.dp_replicate * degrees.dp_shard * count
-        return [first + turn * shards + place.dp_shard for turn in range(count)]
-    first = (place.dp_replicate * degrees.dp_shard + place.dp_shard) * count
+        shards, first = degrees.dp_shard, own.dp_replicate * degrees.dp_shard * count
+        return [first + micro_batch * shards + own.dp_shard for micro_batch in range(count)]
+    first = (own.dp_replicate * degrees.dp_shard + own.dp_shard) * count
     return list(range(first, first + count))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
-from lightning_llm.plan.memory import heaviest_place, memory_bytes
+from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import bubble_fraction, split_layers
@@ -58,9 +58,9 @@ def cost_facts(plan: Plan) -> dict[str, dict[str, int]]:
 def pipeline_facts(plan: Plan) -> dict[str, Any]:
     """Return a pipeline's `schedule`, `virtual_stages`, `stages` and `bubble_fraction`.
 
-    Each of `stages` has its `place` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
+    Each of `stages` has its `pp_rank` (0 .. pp - 1) in the pipeline, `layers` as [first, last], and whether it has the
     `embedding` and the `head`. `bubble_fraction` is the idle part of a step where all stages take equally long, and
-    `heaviest_place` the ranks that `memory_bytes` and `bytes_sent` are of.
+    `peak_memory_pp_rank` the ranks that `memory_bytes` and `bytes_sent` are of.
     """
     config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
     return {
@@ -68,7 +68,7 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
         "virtual_stages": parallel.virtual_stages,
         "stages": [
             {
-                "place": part.index % degrees.pp,
+                "pp_rank": part.index % degrees.pp,
                 "layers": [part.layers[0], part.layers[-1]],
                 "embedding": part.first,
                 "head": part.last,
@@ -76,7 +76,7 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
             for part in split_layers(config.model, degrees.pp * parallel.virtual_stages)
         ],
         "bubble_fraction": bubble_fraction(degrees.pp, plan.micro_batches, parallel.virtual_stages),
-        "heaviest_place": heaviest_place(config, degrees),
+        "peak_memory_pp_rank": peak_memory_pp_rank(config, degrees),
     }
 
 
@@ -130,7 +130,7 @@ def _pipeline_rows(pipeline: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     several = pipeline["virtual_stages"] > 1
     words = [pipeline["schedule"], *([f"{pipeline['virtual_stages']} stages per rank"] if several else [])]
-    words += [f"bubble {pipeline['bubble_fraction']:.1%}", f"most memory on stage {pipeline['heaviest_place']}"]
+    words += [f"bubble {pipeline['bubble_fraction']:.1%}", f"most memory on stage {pipeline['peak_memory_pp_rank']}"]
     texts = []
     for stage in pipeline["stages"]:
         low, high = stage["layers"]

@@ -10,7 +10,7 @@ from lightning_llm.errors import Problem
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import LinearSpec, Size, block_parts, for_layers, mixer_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.module_rules import layers_of_casts
 
 CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.dy": 0, "wgrad.x": 0}
@@ -18,7 +18,7 @@ CONTRACTION = {"fprop.x": 1, "fprop.w": 1, "dgrad.dy": 1, "dgrad.w": 0, "wgrad.d
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedAxis:
     """An axis of length `whole` in `parts`; `text` says what it is, `axis` of the mesh cuts it.
 
     Its length is `times` the value of `key`.
@@ -36,7 +36,7 @@ class Cut:
         return self.parts * size // math.gcd(self.times, self.parts * size)
 
 
-def cut_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def sharding_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield everything that the tensor- and context-parallel ranks of `degrees` do not divide."""
     if degrees.cp > 1 and degrees.pp > 1:
         yield Problem(
@@ -90,25 +90,25 @@ def _block_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """Yield where ranks would cut blocks or rotations, which would then be others than one rank's, and whose."""
     model, recipe = config.model, config.precision
     layers, every = layers_of_casts(linear_names(model), recipe, model.num_layers), linears_of(model)
-    slots: dict[tuple[Cut, int], dict[str, None]] = {}
+    slots: dict[tuple[ShardedAxis, int], dict[str, None]] = {}
     for key, casts in recipe.cast_sets().items():
         linears = list(dict.fromkeys(every[name] for name in layers[key]))
         prefix = f"{key}." if key.startswith("modules.") else ""
         for slot, cast in casts.items():
             if not (cast.quantises and linears):
                 continue
-            for axis, cut in _cuts(slot.rpartition(".")[2], linears, config, degrees):
+            for axis, sharded in _sharded_axes(slot.rpartition(".")[2], linears, config, degrees):
                 for size, what in _extents(cast, axis == CONTRACTION[slot]):
-                    if size > 1 and cut.whole % (cut.parts * size):
-                        slots.setdefault((cut, size), {})[f"{prefix}{slot} ({what})"] = None
-    for (cut, size), found in slots.items():
-        share = f"{cut.whole} / {cut.parts} = {cut.whole / cut.parts:g}"
+                    if size > 1 and sharded.whole % (sharded.parts * size):
+                        slots.setdefault((sharded, size), {})[f"{prefix}{slot} ({what})"] = None
+    for (sharded, size), found in slots.items():
+        share = f"{sharded.whole} / {sharded.parts} = {sharded.whole / sharded.parts:g}"
         text = (
-            f"is {getattr(degrees, cut.axis)}, and each part of {cut.text} is {share} long, no multiple of {size}: "
-            f"that would cut precision.{', '.join(found)}. Set parallel.{cut.axis}=1, or {cut.key} to a multiple of "
-            f"{cut.passing(size)}."
+            f"is {getattr(degrees, sharded.axis)}, and each part of {sharded.text} is {share} long, no multiple of {size}: "
+            f"that would cut precision.{', '.join(found)}. Set parallel.{sharded.axis}=1, or {sharded.key} to a multiple of "
+            f"{sharded.passing(size)}."
         )
-        yield Problem(f"parallel.{cut.axis}", text)
+        yield Problem(f"parallel.{sharded.axis}", text)
 
 
 def _optimizer_problems(config: Config, tp: int) -> Iterator[Problem]:
@@ -128,23 +128,25 @@ def _extents(cast: CastConfig, contraction: bool) -> Iterator[tuple[int, str]]:
         yield cast.hadamard.size, f"rotations of {cast.hadamard.size}"
 
 
-def _cuts(operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees) -> Iterator[tuple[int, Cut]]:
+def _sharded_axes(
+    operand: str, linears: list[LinearSpec], config: Config, degrees: Degrees
+) -> Iterator[tuple[int, ShardedAxis]]:
     """Yield the axes of `operand` (x [M, K], w [N, K], dy [M, N]) of `linears` that ranks have parts of."""
     tp, cp, length = degrees.tp, degrees.cp, config.data.sequence_length
     if cp > 1 and operand != "w":
-        yield 0, Cut("a sequence (two per rank)", length, 2 * cp, "cp", "data.sequence_length")
+        yield 0, ShardedAxis("a sequence (two per rank)", length, 2 * cp, "cp", "data.sequence_length")
     if tp == 1:
         return
     alike: dict[tuple[int, str, str, int], list[LinearSpec]] = {}
     for linear in linears:
-        axis = CUT_AXES[linear.role][operand]
+        axis = SHARD_AXES[linear.role][operand]
         if axis is not None:
             part, side = linear.name.partition(".")[0], "outputs" if linear.role == "column" else "inputs"
             alike.setdefault((axis, part, side, _shared_side(linear).length), []).append(linear)
     for (axis, _, side, width), several in alike.items():
         short = ", ".join(dict.fromkeys(linear.name.rpartition(".")[2] for linear in several))
         made_of = _shared_side(several[0])
-        yield axis, Cut(f"the {side} of {short}", width, tp, "tp", made_of.key, made_of.times)
+        yield axis, ShardedAxis(f"the {side} of {short}", width, tp, "tp", made_of.key, made_of.times)
 
 
 def _shared_side(linear: LinearSpec) -> Size:

@@ -26,7 +26,7 @@ REPLICA_BUCKET_BYTES = 25 * 2**20
 def memory_bytes(plan: Plan) -> dict[str, int]:
     """Return bytes on the rank that holds the most, by kind; kinds peak at different times, so the sum is a bound.
 
-    Of equal ranks that is rank 0. In a pipeline it is a rank of the stage that holds the most (`heaviest_place`).
+    Of equal ranks that is rank 0. In a pipeline it is a rank of the stage that holds the most (`peak_memory_pp_rank`).
 
     - `parameters`, `gradients`, `optimizer`: what persists, in shards or whole (ZeRO, arXiv 1910.02054, section 5; here
       masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
@@ -45,34 +45,36 @@ def memory_bytes(plan: Plan) -> dict[str, int]:
     - `logits`: s b V in the compute dtype and twice in fp32 (log-probabilities and their gradient); GPipe keeps those
       of all micro-batches in the compute dtype.
     """
-    return _bytes_at(plan.config, plan.degrees, heaviest_place(plan.config, plan.degrees))
+    return _bytes_at(plan.config, plan.degrees, peak_memory_pp_rank(plan.config, plan.degrees))
 
 
-def heaviest_place(config: Config, degrees: Degrees) -> int:
-    """Return the place in the pipeline, from 0, of the ranks that hold the most bytes; 0 without one."""
-    return max(range(degrees.pp), key=lambda place: sum(_bytes_at(config, degrees, place).values()))
+def peak_memory_pp_rank(config: Config, degrees: Degrees) -> int:
+    """Return the pp_rank in the pipeline, from 0, of the ranks that hold the most bytes; 0 without one."""
+    return max(range(degrees.pp), key=lambda pp_rank: sum(_bytes_at(config, degrees, pp_rank).values()))
 
 
-def _bytes_at(config: Config, degrees: Degrees, place: int) -> dict[str, int]:
-    parts = parts_of(config.model, config.parallel, degrees, place)
+def _bytes_at(config: Config, degrees: Degrees, pp_rank: int) -> dict[str, int]:
+    parts = parts_of(config.model, config.parallel, degrees, pp_rank)
     units, ranks = units_at(config.model, parts, degrees.tp), shard_ranks(config.parallel, degrees)
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     state = state_bytes(units.shards(ranks), config.optim, config.precision)
-    turns, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
-    buffers = tree_buffers(turns) if sums_in_tree(config.parallel) else 0
-    chunks = chunks_in_flight(config.parallel, degrees.pp, place, turns)
+    micro_batches, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
+    buffers = tree_buffers(micro_batches) if sums_in_tree(config.parallel) else 0
+    chunks = chunks_in_flight(config.parallel, degrees.pp, pp_rank, micro_batches)
     return {
         "parameters": state.parameters,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "unsharded_gradients": gradient * units.shard(1) if once and turns > 1 else 0,
+        "unsharded_gradients": gradient * units.shard(1) if once and micro_batches > 1 else 0,
         "tree_gradients": buffers * gradient * units.shard(ranks) * (ranks if once else 1),
         "gathered": gathered_bytes(config, units, degrees),
         "compute_copies": _compute_copies(config, units, degrees, parts, chunks),
         "communication": _communication_bytes(config, units, degrees),
-        "pipeline_buffers": turns * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts),
+        "pipeline_buffers": micro_batches
+        * boundary_bytes(config, degrees)
+        * sum(2 - part.first - part.last for part in parts),
         "activations": activation_bytes(config, degrees, parts, chunks),
-        "logits": _logits_bytes(config, degrees, turns) if parts[-1].last else 0,
+        "logits": _logits_bytes(config, degrees, micro_batches) if parts[-1].last else 0,
     }
 
 
@@ -87,20 +89,20 @@ def boundary_bytes(config: Config, degrees: Degrees) -> int:
     return DTYPE_BYTES[config.precision.compute_dtype] * tokens * config.model.hidden_size
 
 
-def _logits_bytes(config: Config, degrees: Degrees, turns: int) -> int:
+def _logits_bytes(config: Config, degrees: Degrees, micro_batches: int) -> int:
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
-    kept = turns if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
+    kept = micro_batches if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
     capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
     return logits * ((kept + capped) * DTYPE_BYTES[config.precision.compute_dtype] + 8)
 
 
-def tree_buffers(turns: int) -> int:
-    """Return how many sums wait at most beside the running one while `turns` micro-batches are added by the tree.
+def tree_buffers(micro_batches: int) -> int:
+    """Return how many sums wait at most beside the running one while `micro_batches` micro-batches are added by the tree.
 
-    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(turns) - 1 for powers
+    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for powers
     of two.
     """
-    return ((turns + 1) // 2).bit_length() - 1
+    return ((micro_batches + 1) // 2).bit_length() - 1
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees) -> int:

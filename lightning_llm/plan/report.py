@@ -126,7 +126,7 @@ def _pattern(layers: list[str]) -> str:
 
 
 def _backend(facts: dict[str, Any]) -> str:
-    """Return " native" or " emulated" behind a recipe that quantises; why is said where its layers are counted."""
+    """Return " native" or " emulated" behind a recipe that quantises; the reason stands where its layers are counted."""
     quantises = any(
         "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
     )

@@ -69,7 +69,7 @@ class Resolution:
 
     @property
     def likely_degrees(self) -> Degrees:
-        """The degrees; where they do not fit, those given: what can be said whatever the number of ranks."""
+        """The degrees; where they do not fit, those given: what holds whatever the number of ranks."""
         return self.degrees or given_degrees(self.config.parallel)
 
     @property

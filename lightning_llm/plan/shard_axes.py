@@ -1,6 +1,6 @@
 """The axis along which tensor parallelism shards a linear's tensors, by its role: the one table. Imports no torch."""
 
-CUT_AXES: dict[str, dict[str, int | None]] = {
+SHARD_AXES: dict[str, dict[str, int | None]] = {
     "column": {"x": None, "w": 0, "dy": 1},
     "vocabulary": {"x": None, "w": 0, "dy": 1},
     "row": {"x": 1, "w": 1, "dy": None},

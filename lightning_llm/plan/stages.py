@@ -87,12 +87,12 @@ def _lightest_maximum(sums: list[int], own: list[int]) -> int:
     return bisect_left(range(sums[-1] + sum(own)), True, key=kept)
 
 
-def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, place: int) -> list[StagePart]:
-    """Return the stages of the ranks at `place` (0 .. pp - 1) of the pipeline, earliest first.
+def parts_of(model: ModelConfig, parallel: ParallelConfig, degrees: Degrees, pp_rank: int) -> list[StagePart]:
+    """Return the stages of the ranks at `pp_rank` (0 .. pp - 1) of the pipeline, earliest first.
 
     With virtual stages a rank holds every pp-th (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
-    return split_layers(model, degrees.pp * parallel.virtual_stages)[place :: degrees.pp]
+    return split_layers(model, degrees.pp * parallel.virtual_stages)[pp_rank :: degrees.pp]
 
 
 def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
@@ -114,16 +114,16 @@ def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> flo
     return (pp - 1) / (virtual_stages * micro_batches + pp - 1)
 
 
-def chunks_in_flight(parallel: ParallelConfig, pp: int, place: int, micro_batches: int) -> int:
-    """Return how many forward passes of one stage a rank at `place` keeps at most for their backward passes."""
+def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: int) -> int:
+    """Return how many forward passes of one stage a rank at `pp_rank` keeps at most for their backward passes."""
     if pp == 1:
         return 1
     if parallel.schedule == "gpipe":
         return micro_batches
     if parallel.schedule == INTERLEAVED:
-        warm_up = 2 * (pp - 1 - place) + (parallel.virtual_stages - 1) * pp
+        warm_up = 2 * (pp - 1 - pp_rank) + (parallel.virtual_stages - 1) * pp
         return min(warm_up + 1, parallel.virtual_stages * micro_batches)
-    return min(pp - place, micro_batches)
+    return min(pp - pp_rank, micro_batches)
 
 
 def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.spec import block_parameters, for_layers, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory import boundary_bytes, heaviest_place, recomputed_layers, tokens_of
+from lightning_llm.plan.memory import boundary_bytes, peak_memory_pp_rank, recomputed_layers, tokens_of
 from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
@@ -55,8 +55,8 @@ def traffic_bytes(plan: Plan) -> dict[str, int]:
 def _sent(config: Config, degrees: Degrees) -> Sent:
     parallel, recipe = config.parallel, config.precision
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
-    parts = parts_of(config.model, parallel, degrees, heaviest_place(config, degrees))
-    units, turns = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
+    parts = parts_of(config.model, parallel, degrees, peak_memory_pp_rank(config, degrees))
+    units, micro_batches = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
     sent: Sent = Counter()
 
     def gather(unit: Unit) -> int:
@@ -65,13 +65,15 @@ def _sent(config: Config, degrees: Degrees) -> Sent:
 
     if uses_fsdp(parallel, degrees):
         forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
-        sent["all_gather", SHARDS] = turns * (forward + blocks) if parallel.zero_stage == 3 else forward
+        sent["all_gather", SHARDS] = micro_batches * (forward + blocks) if parallel.zero_stage == 3 else forward
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
     tree = sums_in_tree(parallel)
     sent["all_to_all" if tree else "reduce_scatter", SHARDS] += (
-        (turns if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
+        (micro_batches if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
     )
-    sent["send", "pp"] = turns * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
+    sent["send", "pp"] = (
+        micro_batches * boundary_bytes(config, degrees) * sum(2 - part.first - part.last for part in parts)
+    )
     if degrees.pp > 1 and config.model.tie_embeddings and (parts[0].first or parts[-1].last):
         table = config.model.padded_vocab_size // degrees.tp * config.model.hidden_size
         sent["send", "pp"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
@@ -84,15 +86,17 @@ def _sent(config: Config, degrees: Degrees) -> Sent:
     sharing, exchanged = ranks * degrees.tp, sum(map(config.optim.exchanged_bytes, units.shards(ranks)))
     sent["all_to_all", f"{SHARDS} tp" if ranks > 1 else "tp"] += 2 * exchanged * (sharing - 1) // sharing
     if degrees.tp > 1:
-        _add_tensor_parallel(sent, config, degrees, parts, turns)
+        _add_tensor_parallel(sent, config, degrees, parts, micro_batches)
     if degrees.cp > 1:
-        _add_context_parallel(sent, config, degrees, parts, turns)
+        _add_context_parallel(sent, config, degrees, parts, micro_batches)
         if not uses_fsdp(parallel, degrees):
             sent["all_reduce", "cp"] += 2 * shard * (degrees.cp - 1) // degrees.cp
     return sent
 
 
-def _add_tensor_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
+def _add_tensor_parallel(
+    sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], micro_batches: int
+) -> None:
     """Add what crosses a tensor-parallel group.
 
     Each cut part is entered and left once, forward and backward: four times per layer a gather or a scatter of the
@@ -115,13 +119,13 @@ def _add_tensor_parallel(sent: Sent, config: Config, degrees: Degrees, parts: li
     width, ranks = DTYPE_BYTES[recipe.main_grad_dtype], shard_ranks(config.parallel, degrees)
     sent["all_reduce", "tp"] += 2 * (width * summed // ranks) * (degrees.tp - 1) // degrees.tp
     if sequence:
-        sent["all_gather", "tp"] += turns * ((4 * layers + 2 * again + last) * once + first * looked_up)
-        sent["reduce_scatter", "tp"] += turns * ((4 * layers + again + last) * once + first * looked_up)
+        sent["all_gather", "tp"] += micro_batches * ((4 * layers + 2 * again + last) * once + first * looked_up)
+        sent["reduce_scatter", "tp"] += micro_batches * ((4 * layers + again + last) * once + first * looked_up)
     else:
-        sent["all_reduce", "tp"] += turns * 2 * ((4 * layers + again + last) * once + first * looked_up)
+        sent["all_reduce", "tp"] += micro_batches * 2 * ((4 * layers + again + last) * once + first * looked_up)
         sent["broadcast", "tp"] += (width * alike // ranks) * (degrees.tp - 1) // degrees.tp
     if last:
-        sent["all_reduce", "tp"] += turns * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
+        sent["all_reduce", "tp"] += micro_batches * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
 
 
 def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
@@ -133,7 +137,9 @@ def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
     return sum(for_layers(model, layers, within))
 
 
-def _add_context_parallel(sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], turns: int) -> None:
+def _add_context_parallel(
+    sent: Sent, config: Config, degrees: Degrees, parts: list[StagePart], micro_batches: int
+) -> None:
     """Add what every mixer gathers (keys and values), forward, twice where recomputed, and its gradients back."""
     model, layers = config.model, layers_of(parts)
     per_element = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * (degrees.cp - 1)
@@ -142,5 +148,5 @@ def _add_context_parallel(sent: Sent, config: Config, degrees: Degrees, parts: l
         return per_element * (mixer_of(model, index).context_elements(model)[0] // degrees.tp)
 
     forward = for_layers(model, [*layers, *recomputed_layers(config, parts)], gathered)
-    sent["all_gather", "cp"] += turns * sum(forward)
-    sent["reduce_scatter", "cp"] += turns * sum(for_layers(model, layers, gathered))
+    sent["all_gather", "cp"] += micro_batches * sum(forward)
+    sent["reduce_scatter", "cp"] += micro_batches * sum(for_layers(model, layers, gathered))

@@ -8,7 +8,7 @@ from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.model.spec import block_parameters, for_layers, norm_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.shard_axes import SHARD_AXES
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def units_of(
 
 def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:
     """Return what a tensor-parallel rank has of a block's parameter of this role: rows, and the elements of each."""
-    axis = CUT_AXES[role]["w"]
+    axis = SHARD_AXES[role]["w"]
     rows, *rest = (size // tp if index == axis else size for index, size in enumerate(shape))
     return ParameterShard(rows, math.prod(rest), role_in_block(len(shape)))
 

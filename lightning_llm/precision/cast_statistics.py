@@ -1,4 +1,4 @@
-"""What casts did to their tensors: sums that add up over layers, micro-batches and ranks, and figures made of them.
+"""Statistics of casts: sums that add up over layers, micro-batches and ranks, and figures made of them.
 
 With x what a cast rounds (after a rotation), q what it made of it, and sums over finite elements:
 

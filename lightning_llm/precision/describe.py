@@ -1,4 +1,4 @@
-"""What a precision recipe does, as plain data and as words, for `plan`. Pure: needs neither torch nor a model."""
+"""A precision recipe as plain data and as text, for `plan`. Pure: needs neither torch nor a model."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -62,7 +62,7 @@ def why_not(device_type: str) -> str | None:
 
 
 def _trial(x: Tensor) -> Tensor:
-    """Return [2, *x.shape]: what a compiler may leave out or approximate where it is told, or left, to be fast."""
+    """Return [2, *x.shape]: what a compiler may leave out or approximate where it is asked, or left, to be fast."""
     return torch.stack([x.to(torch.bfloat16).float(), scales.divide(1.0, x)])
 
 
@@ -153,7 +153,7 @@ def operand(
     """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
 
     `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
-    to its maximum over the ranks that share the tensor. `observe` is told what was rounded, by which scales, to what.
+    to its maximum over the ranks that share the tensor. `observe` is called with what was rounded, by which scales, to what.
     """
     x, amax = x.detach(), None
     if quantize.needs_tensor_amax(cast):

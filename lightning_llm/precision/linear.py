@@ -63,7 +63,7 @@ class LinearPlan:
 
     `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
     `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
-    `observe` is told of every cast, once, and must change nothing.
+    `observe` is called with every cast, once, and must change nothing.
     """
 
     casts: Mapping[str, CastConfig]

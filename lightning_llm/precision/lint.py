@@ -18,7 +18,7 @@ GEMMS = {"fprop": ("fprop.x", "fprop.w"), "dgrad": ("dgrad.dy", "dgrad.w"), "wgr
 def _mx_gradients_in_e5m2(recipe: PrecisionConfig, slots: dict[str, CastConfig]) -> Iterator[Problem]:
     """MXFP8 with E5M2 gradients: the block scale already gives the range, and two mantissa bits diverge.
 
-    Source: NVIDIA-NeMo/Megatron-Bridge PR #638 (`hybrid` -> `e4m3` mended a diverging MXFP8 recipe).
+    Source: NVIDIA-NeMo/Megatron-Bridge PR #638 (`hybrid` -> `e4m3` fixed a diverging MXFP8 recipe).
     """
     for slot in GRADIENTS:
         if slots[slot].format == "e5m2" and slots[slot].scale.startswith("e8m0"):

@@ -1,4 +1,4 @@
-"""Which linear layers a recipe quantises, and with which casts, by name alone. Pure: needs neither torch nor a model.
+"""Linear layers that a recipe quantises, and their casts, by name alone. Pure: needs neither torch nor a model.
 
 In this order: a layer outside the blocks stays high; so does one in the first or last blocks that `modules` keeps high,
 one that `exclude` matches, and one that `include` does not. Every other layer has the casts of the first rule in
@@ -81,7 +81,9 @@ def fractions_of_no_block(rules: ModuleRules, num_layers: int) -> list[str]:
     return [
         text
         for (text, inside), fraction in zip(
-            _ends(rules, num_layers), (rules.first_fraction_high, rules.last_fraction_high), strict=True
+            _ends(rules, num_layers),
+            (rules.first_fraction_high_precision, rules.last_fraction_high_precision),
+            strict=True,
         )
         if fraction and not inside
     ]
@@ -122,7 +124,7 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
         return [Problem("precision", f"'{recipe.name}' quantises linear layers, but the model has none.")]
     met = "; ".join(dict.fromkeys(why for why in reasons.values() if why is not None))
     text = (
-        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower first/last_blocks_high "
+        f"'{recipe.name}' would quantise none of {len(reasons)} linear layers: {met}. Lower first/last_blocks_high_precision "
         f"or _fraction_high, widen include, narrow exclude, or take precision={recipe.compute_dtype}."
     )
     return [Problem("precision.modules", text)]
@@ -142,11 +144,11 @@ def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) ->
         for glob in several
         if not any(fnmatchcase(name, glob) for name in known)
     ]
-    said = {problem.key for problem in problems}
+    reported = {problem.key for problem in problems}
     return problems + [
         Problem(f"precision.modules.casts.{number}", f"is for no layer: {why}. Put it first, widen it, or drop it.")
         for number, why in idle_rules(recipe, known, num_layers).items()
-        if f"precision.modules.casts.{number}.names" not in said
+        if f"precision.modules.casts.{number}.names" not in reported
     ]
 
 

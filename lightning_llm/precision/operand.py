@@ -1,4 +1,4 @@
-"""What a GEMM multiplies: elements exact in the tensor's dtype, and the scales that are applied outside of them."""
+"""Operands of a GEMM: elements exact in the tensor's dtype, and the scales that are applied outside of them."""
 
 from typing import NamedTuple
 

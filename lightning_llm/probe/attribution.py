@@ -1,4 +1,4 @@
-"""Which slots and which layers carry the error of a recipe's gradient, measured by leaving others out.
+"""Attribution of a recipe's gradient error to slots and layers, measured by leaving others out.
 
 The error of a pass is |g' - g|^2 / |g|^2 over every parameter of the model, g the gradient of an fp32 pass over the
 same weights and batches. The gap of a recipe is its error less that of the same pass without any cast (bf16, or the

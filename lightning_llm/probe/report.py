@@ -1,4 +1,4 @@
-"""What was measured, as a table for a terminal, a picture, and recipes to go on with."""
+"""The probe's report: a table for a terminal, a picture, and recipes to go on with."""
 
 import math
 from collections.abc import Mapping, Sequence

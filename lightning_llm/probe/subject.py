@@ -1,4 +1,4 @@
-"""What is probed: the weights at PATH, the model they belong to, and a few batches of text."""
+"""The subject of a probe: the weights at PATH, the model they belong to, and a few batches of text."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says other
 
 
 @dataclass(frozen=True)
-class Place:
+class Subject:
     """What lies at PATH: `checkpoint` for one of ours, None for a Hugging Face folder; `config` with its data."""
 
     folder: Path
@@ -46,17 +46,17 @@ class Place:
         return self.folder.name if self.checkpoint is None else f"{self.folder.name}-step={self.checkpoint.step}"
 
 
-def find_place(path: Path, words: Sequence[str], text: Path | None) -> Place:
-    """Return what lies at `path`; `words` are overrides of its config, `text` a file of documents.
+def find_subject(path: Path, arguments: Sequence[str], text: Path | None) -> Subject:
+    """Return what lies at `path`; `arguments` are overrides of its config, `text` a file of documents.
 
-    Raises ConfigError where it is nothing that can be probed, or the words or the file do not go with it.
+    Raises ConfigError where it is nothing that can be probed, or the arguments or the file do not go with it.
     """
     path = path.expanduser().absolute()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
     if (path / "config.json").is_file():
-        return _huggingface(path, words, text)
+        return _huggingface(path, arguments, text)
     checkpoint, passed_over = checkpoint_at(path, content_damage)
     run = checkpoint.run_folder if checkpoint else path
     if not checkpoint and not (run / "config.yaml").is_file():
@@ -73,13 +73,13 @@ def find_place(path: Path, words: Sequence[str], text: Path | None) -> Place:
     file = run_tokenizer(run)
     own = [] if file is None else ["data.tokenizer.kind=file", "data.tokenizer.vocab_size=null"]
     own += [] if file is None else [f"data.tokenizer.path={file}"]
-    place = ["trainer.devices=1", "world=null", *own, *words]
-    config = load_config(run / "config.yaml", place)
+    subject = ["trainer.devices=1", "world=null", *own, *arguments]
+    config = load_config(run / "config.yaml", subject)
     alone = compose_config([]).parallel  # how the run was spread is no matter here
-    return Place(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
+    return Subject(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
 
 
-def _huggingface(path: Path, words: Sequence[str], text: Path | None) -> Place:
+def _huggingface(path: Path, arguments: Sequence[str], text: Path | None) -> Subject:
     problems: list[Problem] = []
     try:
         values = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -91,7 +91,7 @@ def _huggingface(path: Path, words: Sequence[str], text: Path | None) -> Place:
     if not (path / "tokenizer.json").is_file():
         problems.append(Problem(str(path / "tokenizer.json"), "is missing: save the tokenizer as a fast one."))
     problems += _weight_file_problems(path)
-    has_data = any(word.startswith("data=") for word in words)
+    has_data = any(word.startswith("data=") for word in arguments)
     if text is None and not has_data:
         given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
         problems.append(Problem("data", given))
@@ -105,9 +105,9 @@ def _huggingface(path: Path, words: Sequence[str], text: Path | None) -> Place:
     tokenizer = ("data.tokenizer.kind=file", f"data.tokenizer.path={path / 'tokenizer.json'}")
     config = compose_config(
         [*_text_words(text), *tokenizer, "data.tokenizer.vocab_size=null", f"data.sequence_length={length}",
-         "data.micro_batch_size=2", *words]
+         "data.micro_batch_size=2", *arguments]
     )  # fmt: skip
-    return Place(path, "huggingface", config.model_copy(update={"model": model}), None)
+    return Subject(path, "huggingface", config.model_copy(update={"model": model}), None)
 
 
 def _text_words(text: Path | None) -> list[str]:
@@ -133,26 +133,26 @@ def _weight_file_problems(path: Path) -> list[Problem]:
     return [Problem(str(file), f"is missing, so there are no weights.{hint}") for file in missing]
 
 
-def read_weights(place: Place) -> dict[str, Tensor]:
+def read_weights(subject: Subject) -> dict[str, Tensor]:
     """Return the model's parameters by our names, fp32, on the CPU.
 
     Raises ConfigError where one is missing, unknown or of another shape.
     """
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(place.config.model).named_parameters()}
-    if place.checkpoint is not None:
-        stored = read_tensors(place.checkpoint, "model.")
+        shapes = {name: p.shape for name, p in Decoder(subject.config.model).named_parameters()}
+    if subject.checkpoint is not None:
+        stored = read_tensors(subject.checkpoint, "model.")
         found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
     else:
         state: dict[str, Tensor] = {}
-        for file in _weight_files(place.folder):
+        for file in _weight_files(subject.folder):
             state |= load_file(file)
         try:
-            found = from_huggingface(state, place.config.model)
+            found = from_huggingface(state, subject.config.model)
         except KeyError as error:
             text = f"has no tensor {error}, which its config.json asks for."
-            raise ConfigError(Problem(str(place.folder), text)) from error
-    _check_shapes(place.folder, shapes, found)
+            raise ConfigError(Problem(str(subject.folder), text)) from error
+    _check_shapes(subject.folder, shapes, found)
     return {name: tensor.float() for name, tensor in found.items()}
 
 
@@ -168,23 +168,23 @@ def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], found: Mapping
         raise ConfigError(problems)
 
 
-def delayed_state(place: Place) -> dict[str, dict[str, Tensor]]:
+def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:
     """Return the delayed scales that the checkpoint holds, by layer; empty where it holds none."""
-    if place.checkpoint is None:
+    if subject.checkpoint is None:
         return {}
     nested: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in load_file(place.checkpoint.folder / PRECISION).items():
+    for name, tensor in load_file(subject.checkpoint.folder / PRECISION).items():
         layer, _, key = name.rpartition(".")
         nested.setdefault(layer, {})[key] = tensor
     return nested
 
 
-def read_batches(place: Place, count: int) -> tuple[list[TokenBatch], str]:
+def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
     """Return up to `count` micro-batches, evenly spread over the held-out sequences, and where they are from.
 
     Training text is taken where nothing is held out.
     """
-    config = place.config
+    config = subject.config
     corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     if corpus.validation_sequences:
         held: list[Any] = list(corpus.validation_batches(config.data.micro_batch_size))
@@ -196,17 +196,17 @@ def read_batches(place: Place, count: int) -> tuple[list[TokenBatch], str]:
     return batches, "the text itself"
 
 
-def with_recipe(place: Place, recipe: PrecisionConfig | None) -> Config:
-    """Return the place's config under `recipe`, emulated; None: the run's own.
+def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
+    """Return the subject's config under `recipe`, emulated; None: the run's own.
 
     Raises ConfigError with all that keeps the recipe from being probed here.
     """
-    own = place.config.precision
+    own = subject.config.precision
     if not (recipe or own).quantises:
         which = f"'{recipe.name}' quantises" if recipe else f"the run's own, '{own.name}', quantises"
         text = f"{which} nothing, so there is nothing to probe. Say precision=NAME[,NAME...] or precision=all."
         raise ConfigError(Problem("precision", text))
     emulated = (recipe or own).model_copy(update={"backend": "emulated"})
-    config = place.config.model_copy(update={"precision": emulated})
+    config = subject.config.model_copy(update={"precision": emulated})
     check_config(config)
     return config

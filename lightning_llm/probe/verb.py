@@ -19,27 +19,27 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
-from lightning_llm.probe.subject import Place, delayed_state, find_place, read_batches, read_weights, with_recipe
+from lightning_llm.probe.subject import Subject, delayed_state, find_subject, read_batches, read_weights, with_recipe
 
 ALL = "all"
 
 
 def probe(arguments: argparse.Namespace) -> int:
     """Measure, print, and write table, JSON, pictures and recipes; return 0."""
-    place, configs, skipped = _checked(arguments)
+    subject, configs, skipped = _checked(arguments)
     device = _device(arguments.device)
-    if place.config.trainer.threads:
-        torch.set_num_threads(place.config.trainer.threads)
-    facts, recipes = _measure(place, configs, device, arguments)
+    if subject.config.trainer.threads:
+        torch.set_num_threads(subject.config.trainer.threads)
+    facts, recipes = _measure(subject, configs, device, arguments)
     facts["skipped"] = skipped
-    folder = Path(arguments.output or Path(default_outputs(), "probe", place.name)).expanduser().absolute()
-    _write(facts, recipes, place.config.model.num_layers, folder)
+    folder = Path(arguments.output or Path(default_outputs(), "probe", subject.name)).expanduser().absolute()
+    _write(facts, recipes, subject.config.model.num_layers, folder)
     print(json.dumps(as_json(facts), indent=1, allow_nan=False) if arguments.json else render(facts))
     print(f"written    {folder}", file=sys.stderr)
     return 0
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], dict[str, str]]:
+def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config], dict[str, str]]:
     """Return what is probed, its config under each recipe, and why the rest of `all` is not; raise all problems."""
     names, own_words, words = _split(arguments.overrides)
     problems = [
@@ -49,9 +49,9 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], d
     ]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         problems.append(Problem("--device", f"is 'cuda', and torch {torch.__version__} finds no CUDA device."))
-    place = None
+    subject = None
     try:
-        place = find_place(arguments.path, words if names else [*words, *own_words], arguments.text)
+        subject = find_subject(arguments.path, words if names else [*words, *own_words], arguments.text)
     except ConfigError as error:
         problems += error.problems
     wanted: list[str | None] = [*(_shipped() if ALL in names else names)]
@@ -62,19 +62,19 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, dict[str, Config], d
     for name in dict.fromkeys(wanted):
         try:
             recipe = None if name is None else compose_config([f"precision={name}", *own_words]).precision
-            if place is not None:
-                config = with_recipe(place, recipe)
+            if subject is not None:
+                config = with_recipe(subject, recipe)
                 configs[config.precision.name] = config
         except ConfigError as error:
             if ALL in names:
                 skipped[str(name)] = "; ".join(map(str, error.problems))
             else:
                 problems += error.problems
-    if problems or place is None:
+    if problems or subject is None:
         raise ConfigError(dict.fromkeys(problems))
     if not configs:
         raise ConfigError([Problem(f"precision={name}", reason) for name, reason in skipped.items()])
-    return place, configs, skipped
+    return subject, configs, skipped
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -110,20 +110,20 @@ def _device(wanted: str) -> torch.device:
 
 
 def _measure(
-    place: Place, configs: dict[str, Config], device: torch.device, arguments: argparse.Namespace
+    subject: Subject, configs: dict[str, Config], device: torch.device, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, PrecisionConfig]]:
-    opening = _progress(place.name)
+    opening = _progress(subject.name)
     opening("reading weights")
-    weights = read_weights(place)
+    weights = read_weights(subject)
     opening("reading data")
-    batches, source = read_batches(place, arguments.batches)
+    batches, source = read_batches(subject, arguments.batches)
     opening("")
-    shape = place.config.model
+    shape = subject.config.model
     everything = ALL not in _split(arguments.overrides)[0]
     facts: dict[str, Any] = {
-        "path": str(place.folder if place.checkpoint is None else place.checkpoint.folder),
-        "kind": place.kind,
-        "step": None if place.checkpoint is None else place.checkpoint.step,
+        "path": str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder),
+        "kind": subject.kind,
+        "step": None if subject.checkpoint is None else subject.checkpoint.step,
         "model": shape.name,
         "parameters": count_parameters(shape).total,
         "device": describe_device(device),
@@ -137,8 +137,8 @@ def _measure(
         if reference is None:
             progress("fp32 pass")
             reference = model.reference()
-        same = config.precision.recipe_hash == place.config.precision.recipe_hash
-        delayed = delayed_state(place) if same else None
+        same = config.precision.recipe_hash == subject.config.precision.recipe_hash
+        delayed = delayed_state(subject) if same else None
         facts["recipes"][name] = measure(model, reference, delayed, arguments.keys, everything, progress)
         progress("")
     facts["ranking"] = ranking(facts["recipes"])

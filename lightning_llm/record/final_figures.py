@@ -1,4 +1,4 @@
-"""What a run's records come to: final figures for `summary.json`, and the curves of `loss.png`."""
+"""Summary of a run's records: final figures for `summary.json`, and the curves of `loss.png`."""
 
 import math
 from collections import Counter

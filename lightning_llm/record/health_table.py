@@ -1,4 +1,4 @@
-"""What `QuantisationHealth` measured, for eyes: the worst tensors first."""
+"""Table of what `QuantisationHealth` measured, the worst tensors first."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median

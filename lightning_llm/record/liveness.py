@@ -1,4 +1,4 @@
-"""Whether the process that trains in a run's folder still lives, as any machine can tell that sees the folder."""
+"""Liveness of the process that trains in a run's folder, for any machine that sees the folder."""
 
 import contextlib
 import os
@@ -45,36 +45,38 @@ def last_sign(folder: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
-def has_died(folder: Path, mark: str) -> bool:
-    """Return whether the process of `mark`, which trains in `folder`, is gone.
+def has_died(folder: Path, fingerprint: str) -> bool:
+    """Return whether the process of `fingerprint`, which trains in `folder`, is gone.
 
-    On this machine its number says so. On another its silence does, as it does where there is no mark.
+    On this machine its number says so. On another its silence does, as it does where there is no fingerprint.
     """
-    return has_ended(mark) or (not is_of_this_machine(mark) and time.time() - last_sign(folder) > SILENT_SECONDS)
+    return has_ended(fingerprint) or (
+        not is_of_this_machine(fingerprint) and time.time() - last_sign(folder) > SILENT_SECONDS
+    )
 
 
-def await_sign(folder: Path, mark: str) -> bool:
-    """Return whether the process of `mark` lives; for one of another machine wait for its next sign, or its silence."""
-    if has_died(folder, mark):
+def await_sign(folder: Path, fingerprint: str) -> bool:
+    """Return whether the process of `fingerprint` lives; for one of another machine wait for its next sign, or its silence."""
+    if has_died(folder, fingerprint):
         return False
-    if is_of_this_machine(mark):
+    if is_of_this_machine(fingerprint):
         return True
     heard = last_sign(folder)
     left = heard + SILENT_SECONDS - time.time()
     print(
-        f"note   {folder} was being trained by {whose(mark)}: waiting for a sign of it, {left:.0f} s at most",
+        f"note   {folder} was being trained by {whose(fingerprint)}: waiting for a sign of it, {left:.0f} s at most",
         flush=True,
     )
-    while not has_died(folder, mark):
+    while not has_died(folder, fingerprint):
         if last_sign(folder) > heard:
             return True
         time.sleep(0.5)
     return False
 
 
-def whose(mark: str) -> str:
-    """Return the process of `mark` in words."""
-    host, _, rest = mark.partition(" ")
+def whose(fingerprint: str) -> str:
+    """Return the process of `fingerprint` in words."""
+    host, _, rest = fingerprint.partition(" ")
     number = rest.partition(" ")[0]
-    where = "this machine" if is_of_this_machine(mark) else f"the machine {host}"
+    where = "this machine" if is_of_this_machine(fingerprint) else f"the machine {host}"
     return f"process {number} of {where}" if number else "an unnamed process"

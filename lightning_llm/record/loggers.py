@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 WANDB_ID_FILE = "wandb_run_id.txt"
 
 
-class LoggerSink:
-    """A `RecordSink` that hands every number of a record to one of Lightning's loggers, at the record's step.
+class LightningRunLogger:
+    """A `RunLogger` that hands every number of a record to one of Lightning's loggers, at the record's step.
 
     `csv/metrics.csv` is written anew from metrics.jsonl when a run resumes. In `tensorboard/` what came after the
     checkpoint is hidden (SummaryWriter's purge_step). wandb's run goes on under its id, offline unless logger.offline
-    is false. A logger that fails is said so once, and left alone.
+    is false. A logger that fails is reported once, and left alone.
     """
 
     def __init__(self, config: Config, run_dir: Path):

@@ -1,4 +1,4 @@
-"""Which code a run came from, and which process."""
+"""Provenance of a run: its code, and its process."""
 
 import getpass
 import os
@@ -82,15 +82,15 @@ def process_mark() -> str:
     return f"{platform.node()} {os.getpid()} {psutil.Process().create_time():.0f}"
 
 
-def is_of_this_machine(mark: str) -> bool:
-    """Return whether the process of `mark` is, or was, one of this machine; no mark is of none."""
-    return mark.partition(" ")[0] == platform.node()
+def is_of_this_machine(fingerprint: str) -> bool:
+    """Return whether the process of `fingerprint` is, or was, one of this machine; no fingerprint is of none."""
+    return fingerprint.partition(" ")[0] == platform.node()
 
 
-def has_ended(mark: str) -> bool:
-    """Return whether the process of `mark` is known to be gone; False for one of another machine, or for no mark."""
-    number, _, started = mark.partition(" ")[2].partition(" ")
-    if not is_of_this_machine(mark) or not number.isdigit():
+def has_ended(fingerprint: str) -> bool:
+    """Return whether the process of `fingerprint` is known to be gone; False for one of another machine, or for no fingerprint."""
+    number, _, started = fingerprint.partition(" ")[2].partition(" ")
+    if not is_of_this_machine(fingerprint) or not number.isdigit():
         return False
     try:
         process = psutil.Process(int(number))

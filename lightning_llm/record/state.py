@@ -1,4 +1,4 @@
-"""What has become of a sweep's jobs, read from their folders. Imports no torch."""
+"""States of a sweep's jobs, read from their folders. Imports no torch."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a sweep is: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
+"""Definition of a sweep: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
 
 import json
 from collections import Counter
@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.commands import sweep_command
-from lightning_llm.config.identity import PLACE, below, config_hash, flatten, in_hash, is_data_path, training_hash
+from lightning_llm.config.identity import (
+    RUN_LOCATION,
+    below,
+    config_hash,
+    flatten,
+    in_hash,
+    is_data_path,
+    training_hash,
+)
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs
@@ -17,13 +25,13 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import write_json
 
 FILE = "sweep.json"
-CLAIMS = ".claims"
+LOCKS = ".claims"
 """The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
 UNHASHED = ("callbacks.",)
 """Of which `training_hash` leaves some out."""
-BEGINNING = (CLAIMS, f"{FILE}.partial")
+BEGINNING = (LOCKS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
 
@@ -66,8 +74,12 @@ class Typed:
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
         words = [redact_uri(word) for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
-        place = {} if self.only_from is None else {"folder": self.only_from}
-        return {"overrides": words, "config_dir": str(self.config_dir.absolute()) if self.config_dir else None, **place}
+        in_folder = {} if self.only_from is None else {"folder": self.only_from}
+        return {
+            "overrides": words,
+            "config_dir": str(self.config_dir.absolute()) if self.config_dir else None,
+            **in_folder,
+        }
 
 
 @dataclass(frozen=True)
@@ -158,10 +170,10 @@ def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
     Raises:
         ConfigError: `folder` holds no sweep.
     """
-    place = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_place(folder)]
+    in_folder = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
     starts = _read(folder).get("typed", [])
     return " && ".join(
-        sweep_command([*each["overrides"], *place], each["config_dir"], each.get("folder")) for each in starts
+        sweep_command([*each["overrides"], *in_folder], each["config_dir"], each.get("folder")) for each in starts
     )
 
 
@@ -170,10 +182,10 @@ def command_to_go_on(sweep: Sweep) -> str:
     typed = sweep.typed or Typed()
     words = [redact_uri(word) for word in typed.overrides if _key_of(word) not in ("run.name", "run.root", "run.dir")]
     config_dir = typed.config_dir and typed.config_dir.absolute()
-    return sweep_command([*words, *_place(sweep.folder)], config_dir, typed.only_from)
+    return sweep_command([*words, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
 
 
-def _place(folder: Path) -> list[str]:
+def _folder_overrides(folder: Path) -> list[str]:
     """Return the overrides that lead to the folder of a sweep from anywhere."""
     root = folder.absolute().parent.parent
     return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]
@@ -188,7 +200,7 @@ def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str,
 def _described(job: Job) -> dict[str, Any]:
     """Return a job as `sweep.json` lists it; jobs of one `kind` differ in the seed alone, whatever their words."""
     config = flatten(job.config.model_dump(mode="json"))
-    rest = (*PLACE, "recipe", "seed")
+    rest = (*RUN_LOCATION, "recipe", "seed")
     kind = {key: value for key, value in config.items() if value is not None and not below(key, rest)}
     digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
     return {

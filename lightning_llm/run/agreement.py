@@ -1,4 +1,4 @@
-"""What ranks settle together before they train: one config, one way to run its casts, one start."""
+"""Agreement of ranks before they train: one config, one way to run its casts, one start."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.start import Start, claim, decide_start
+from lightning_llm.run.start import Start, decide_start, lock_run
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
 
 
@@ -97,21 +97,21 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def decide_together(config: Config, claims: list[FileLock]) -> Start:
+def decide_together(config: Config, locks: list[FileLock]) -> Start:
     """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
 
-    Rank 0 adds its claim on the folder to `claims`, to be released when the run has ended.
+    Rank 0 adds its lock on the folder to `locks`, to be released when the run has ended.
 
     Raises:
         ConfigError: on every rank, what rank 0 found wrong.
     """
     if not dist.is_initialized():
-        claims.append(claim(Path(config.run.dir)))
+        locks.append(lock_run(Path(config.run.dir)))
         return decide_start(config, content_damage)
     decision: Start | ConfigError
     if is_first_rank():
         try:
-            claims.append(claim(Path(config.run.dir)))
+            locks.append(lock_run(Path(config.run.dir)))
             decision = decide_start(config, _verify_on_all_ranks)
         except ConfigError as error:
             decision = error

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lightning_llm.callbacks.run_folder import RecordSink, RunFolder
+from lightning_llm.callbacks.run_folder import RunFolder, RunLogger
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
 from lightning_llm.data.corpus import Corpus
@@ -60,7 +60,7 @@ def build_trainer(
     device: torch.device,
     layout: Layout,
     start: Start,
-    sinks: list[RecordSink],
+    loggers: list[RunLogger],
     facts: Mapping[str, Any] | None = None,
     chosen: Mapping[str, pl.Callback] | None = None,
     adopt: Callable[[], None] | None = None,
@@ -78,7 +78,7 @@ def build_trainer(
         # search for faults in kernels, and 3.5 % of a quickstart step's operator time on a CPU.
         settings: Any = torch.utils.deterministic  # a module whose attributes a type checker does not see
         settings.fill_uninitialized_memory = False
-    folder = RunFolder(Path(config.run.dir), sinks, _resumed_from(config, start), facts, adopt)
+    folder = RunFolder(Path(config.run.dir), loggers, _resumed_from(config, start), facts, adopt)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
@@ -94,7 +94,7 @@ def build_trainer(
         deterministic=config.trainer.deterministic,
         use_distributed_sampler=False,
         callbacks=_callbacks(plan, chosen, folder, start),
-        logger=RecordLogger(folder.run_dir, sinks),
+        logger=RecordLogger(folder.run_dir, loggers),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,

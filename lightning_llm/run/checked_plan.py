@@ -1,8 +1,8 @@
-"""What a verb was given -> the one plan it is about, past every check; all problems in one list before any work."""
+"""A verb's arguments -> the one plan it is about, past every check; all problems in one list before any work."""
 
 import argparse
 
-from lightning_llm.config.compose import read_file, read_words
+from lightning_llm.config.compose import read_composed, read_file
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem
@@ -15,7 +15,7 @@ def read_arguments(arguments: argparse.Namespace) -> Reading:
     """Return the config that --config, or else the overrides and --config-dir, say. Raises ConfigError."""
     if arguments.config:
         return read_file(arguments.config, arguments.overrides, arguments.config_dir)
-    return read_words(arguments.overrides, arguments.config_dir)
+    return read_composed(arguments.overrides, arguments.config_dir)
 
 
 def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:

@@ -1,4 +1,4 @@
-"""Which rank this process is, where torchrun or Slurm started it. Imports no torch."""
+"""This process's rank, where torchrun or Slurm started it. Imports no torch."""
 
 from __future__ import annotations
 

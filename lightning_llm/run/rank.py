@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
-from lightning_llm.callbacks.run_folder import RecordSink
+from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
@@ -34,7 +34,7 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import choose_backend
-from lightning_llm.record.loggers import LoggerSink
+from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.provenance import code_hash, versions
@@ -44,7 +44,7 @@ from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
-from lightning_llm.run.resume_history import earlier_parts
+from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
@@ -64,7 +64,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
         Exception: any other failure: its traceback is the message, and the run's folder says "failed".
     """
     folder = plan.config.run.dir
-    claims: list[FileLock] = []
+    locks: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in handlers:
@@ -73,7 +73,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
         quiet_lightning()
         rank = prepare_rank(plan)
         folder = rank.plan.config.run.dir
-        start = start or decide_together(rank.plan.config, claims)
+        start = start or decide_together(rank.plan.config, locks)
         if start.finished:
             say(start.nothing_left(rank.plan.config))
         else:
@@ -83,7 +83,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
             raise
         return report_end(error, folder)
     finally:
-        for each in claims:
+        for each in locks:
             each.release()
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
@@ -162,12 +162,12 @@ def fit(rank: Rank, start: Start) -> None:
         say(line)
     agree_on_data(corpus.fingerprint, start)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts()
-    if is_first_rank() and (earlier := earlier_parts(config, start, origin_here(device) | facts)):
+    if is_first_rank() and (earlier := resume_history(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
     module = build_module(rank.plan, corpus)
-    sinks = tracking_sinks(config)
-    trainer = build_trainer(rank.plan, device, rank.layout, start, sinks, facts, rank.callbacks, adopt)
+    loggers = run_loggers(config)
+    trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
     with watched_ranks(config, module), failures_marked(config, rank.callbacks):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
@@ -279,12 +279,12 @@ def origin_here(device: torch.device) -> dict[str, Any]:
     return {"versions": versions(), "code_hash": code_hash(), "device": describe_device(device)}
 
 
-def tracking_sinks(config: Config) -> list[RecordSink]:
+def run_loggers(config: Config) -> list[RunLogger]:
     """Return where the run's records go beside its own folder; rank 0 alone tracks."""
     if config.logger.name == "none" or not is_first_rank():
         return []
-    sink = MLflowTracker if config.logger.name == "mlflow" else LoggerSink
-    return [sink(config, Path(config.run.dir))]
+    logger = MLflowTracker if config.logger.name == "mlflow" else LightningRunLogger
+    return [logger(config, Path(config.run.dir))]
 
 
 def _stop_before_training(number: int, frame: FrameType | None) -> None:

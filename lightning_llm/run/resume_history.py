@@ -1,4 +1,4 @@
-"""What earlier parts of a resumed run had otherwise: a comparison has to know that not all of it was made alike."""
+"""Differences between a resumed run and its earlier parts, which a comparison has to know of."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_llm.record.provenance import origin_of
 from lightning_llm.run.start import Start
 
 
-def earlier_parts(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
+def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
     """Return {key: values that earlier parts of the run had and this one has not}; {} for a run that begins here.
 
     Keys are those of the config that may change on resume, and of where the numbers come from (versions, device, code,

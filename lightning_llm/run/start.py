@@ -1,4 +1,4 @@
-"""What lies in run.dir, and so whether a run may start there, go on, or is done. Imports no torch."""
+"""The start of a run, decided by what lies in run.dir: it may start there, go on, or is done. Imports no torch."""
 
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.state import settled_state, state_of
-from lightning_llm.record.sweep_definition import CLAIMS
+from lightning_llm.record.sweep_definition import LOCKS
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
@@ -160,7 +160,7 @@ def _with_records(config: Config, verify: Verify) -> Verify:
 
 
 def _known_summary(folder: Path) -> dict[str, Any]:
-    """Return the folder's summary, {} where it is damaged: that is told by whoever needs what it says."""
+    """Return the folder's summary, {} where it is damaged: that is reported by whoever needs what it says."""
     try:
         return summary_of(folder)
     except ValueError:
@@ -212,7 +212,7 @@ def resumable_runs(config: Config) -> list[Path]:
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
-def claim(folder: Path) -> FileLock:
+def lock_run(folder: Path) -> FileLock:
     """Return the lock of a run's folder, beside it and taken: held until its process ends, or it is released.
 
     `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
@@ -220,9 +220,9 @@ def claim(folder: Path) -> FileLock:
     Raises:
         ConfigError: another process holds it, or it cannot be made.
     """
-    lock = FileLock(folder.parent / CLAIMS / f"{folder.name}.run")
+    lock = FileLock(folder.parent / LOCKS / f"{folder.name}.run")
     try:
-        (folder.parent / CLAIMS).mkdir(parents=True, exist_ok=True)
+        (folder.parent / LOCKS).mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         text = f"{folder} is being trained right now, by another process. Wait, or stop it."
@@ -236,12 +236,12 @@ def claim(folder: Path) -> FileLock:
 def _refuse_running(folder: Path, wait: bool) -> None:
     """Raise ConfigError where the folder's run is under way, or where nothing says whether it is."""
     try:
-        mark = summary_of(folder).get("process", "")
+        fingerprint = summary_of(folder).get("process", "")
     except ValueError as error:
         text = f"{error}. If no process trains there, remove that file: resume=auto goes on from the last checkpoint."
         raise ConfigError(Problem("run.dir", text)) from error
     if (settled_state(folder) if wait else state_of(folder)) == "running":
-        text = f"{folder} is being trained right now, by {whose(mark)}. Wait, or stop it."
+        text = f"{folder} is being trained right now, by {whose(fingerprint)}. Wait, or stop it."
         raise ConfigError(Problem("run.dir", text))
 
 

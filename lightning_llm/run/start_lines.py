@@ -1,4 +1,4 @@
-"""What a run says as it starts: where it goes on from, and which data it takes."""
+"""Lines that a run prints as it starts: where it goes on from, and which data it takes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which CUDA devices a job of a sweep may use, so that jobs side by side do not all take the first one."""
+"""CUDA devices that a job of a sweep may use, so that jobs side by side do not all take the first one."""
 
 import os
 import threading

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_llm.config.config_dir import config_dir_words
+from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
 from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
-from lightning_llm.sweep.claims import Outcome, claimed
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
+from lightning_llm.sweep.job_locks import Outcome, locked
 from lightning_llm.sweep.progress import Progress
 
 
@@ -53,21 +53,21 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
     One at a time speaks on this terminal; several write to `logs/N.log` beside their folders, share the cores, and get
     CUDA devices of their own as far as there are any.
     """
-    told = threading.Lock()
+    printing = threading.Lock()
     devices = DevicePool(cuda_devices() if at_once > 1 and any(map(_may_use_cuda, jobs)) else [])
 
     def one(job: Job) -> None:
         if relay.received:
             return
-        with claimed(job) as mine:
+        with locked(job) as mine:
             if not mine or state_of(job.folder) in SETTLED:  # another start of this sweep was faster
                 return
-            with told:
+            with printing:
                 progress.starting(job)
             began = time.monotonic()
             with devices.lent(job.config.trainer.devices if _may_use_cuda(job) else 0) as mine_alone:
                 code = _run(job, at_once, relay, mine_alone)
-        with told:
+        with printing:
             progress.ended(Outcome(job, code, time.monotonic() - began))
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -88,7 +88,7 @@ def job_command(job: Job) -> tuple[list[str], Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
     write_config(job.config.model_copy(update={"resume": resume}), file)
-    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()], file
+    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file), *config_dir_arguments()], file
 
 
 def _may_use_cuda(job: Job) -> bool:

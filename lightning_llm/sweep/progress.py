@@ -1,10 +1,10 @@
-"""How far a sweep is, line by line."""
+"""Progress of a sweep, line by line."""
 
 import time
 
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import Job
-from lightning_llm.sweep.claims import Outcome
+from lightning_llm.sweep.job_locks import Outcome
 
 
 class Progress:

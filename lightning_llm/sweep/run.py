@@ -20,7 +20,7 @@ from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
-from lightning_llm.sweep.claims import Outcome, one_at_a_time
+from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
@@ -71,7 +71,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 def checked_jobs(
     arguments: argparse.Namespace, *, to_train: bool = True
 ) -> tuple[list[tuple[list[str], Config]], str | None, Typed]:
-    """Return the composed jobs that the words name, the name given to their sweep, and the words, for `define`.
+    """Return the composed jobs that the arguments name, the name given to their sweep, and the arguments, for `define`.
 
     Every job is checked: against this machine, too, where it is `to_train`.
 
@@ -89,7 +89,7 @@ def checked_jobs(
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
     if problems:
         raise ConfigError(problems)
-    jobs = [(words, plan_of(reading.checked()).config) for words, reading in read]
+    jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]
     typed = Typed(tuple(arguments.overrides), arguments.config_dir)
     return jobs, typed_value(arguments.overrides, "run.name"), typed
 
@@ -149,8 +149,8 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
         status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
         counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
         counts["total"] = len(states)
-        told = _tell_mlflow(whole, None if running else status, counts)
-        if told and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
+        logged = _log_end(whole, None if running else status, counts)
+        if logged and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
             text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
@@ -178,8 +178,8 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
     return 1 if failed or elsewhere else 0
 
 
-def _tell_mlflow(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
-    """Return whether MLflow could be told how the sweep ended; say so where not."""
+def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
+    """Log how the sweep ended to MLflow; return whether that was possible, and print where not."""
     with one_at_a_time(whole.folder):  # another start of it may end at the same time
         about = write(whole)
     job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))

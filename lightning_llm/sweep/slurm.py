@@ -16,7 +16,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed, write_json
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
-from lightning_llm.sweep.claims import Outcome, allow_open_files, claimed
+from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
 from lightning_llm.sweep.local import Relay, frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
 
@@ -35,7 +35,7 @@ def slurm_problems(launcher: LauncherConfig) -> Iterator[Problem]:
 
 
 def array_parameters(config: Config) -> dict[str, Any]:
-    """Return what submitit's executor is told: one task per rank, as many nodes as the world needs."""
+    """Return the parameters of submitit's executor: one task per rank, as many nodes as the world needs."""
     launcher, devices = config.launcher, config.trainer.devices
     nodes = max(1, (config.world or devices) // devices)
     shared = {
@@ -72,8 +72,8 @@ def run_on_slurm(jobs: Sequence[Job], relay: Relay, progress: Progress) -> None:
     """
     began = time.monotonic()
     allow_open_files(len(jobs))
-    with ExitStack() as claims:
-        mine = [each for each in jobs if claims.enter_context(claimed(each)) and state_of(each.folder) not in SETTLED]
+    with ExitStack() as locks:
+        mine = [each for each in jobs if locks.enter_context(locked(each)) and state_of(each.folder) not in SETTLED]
         for job in mine:
             progress.starting(job)
         waiting = _known_to_slurm(mine)

@@ -33,8 +33,8 @@ def callback_failures(chosen: Mapping[str, pl.Callback], folder: Path, rank: int
         interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
         cause = error.__context__ if interrupted and error.__context__ else error  # Lightning exits upon that
         if (where := _place(cause, chosen)) is not None:
-            said = f"{where}: {type(cause).__name__}: {one_line(str(cause))}"
-            raise CallbackFailedError(f"{said} | whole traceback: {_keep(cause, folder, rank)}") from error
+            reason = f"{where}: {type(cause).__name__}: {one_line(str(cause))}"
+            raise CallbackFailedError(f"{reason} | whole traceback: {_keep(cause, folder, rank)}") from error
         if isinstance(error, SystemExit):
             raise RuntimeError(f"something ended the process within training: SystemExit({error.code})") from error
         raise

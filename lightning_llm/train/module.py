@@ -16,8 +16,8 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
-from lightning_llm.parallel.context import SequenceCut
-from lightning_llm.parallel.gathered_logits import WholeLogits
+from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
@@ -48,7 +48,7 @@ class LanguageModule(pl.LightningModule):
     gradient_syncs: list[GradientSync]
     pipeline: Pipeline | None = None
     train_step: TrainStep
-    sequence_cut: SequenceCut
+    sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     validation: Validation
@@ -77,11 +77,11 @@ class LanguageModule(pl.LightningModule):
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
-        self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
+        self.sequence_sharder, self.loss_sum = SequenceSharder(layout), loss_sum_of(layout)
         self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
         if layout.degrees.pp > 1:
-            turns = micro_batches_per_rank(self.config, layout.degrees)
-            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)
+            micro_batches = micro_batches_per_rank(self.config, layout.degrees)
+            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, micro_batches, device)
         self.quantisation.watch_overflow(model)
         self.model = model
         self.validation = Validation(
@@ -89,7 +89,7 @@ class LanguageModule(pl.LightningModule):
             layout=layout,
             syncs=self.gradient_syncs,
             pipeline=self.pipeline,
-            sequence_cut=self.sequence_cut,
+            sequence_sharder=self.sequence_sharder,
             loss_sum=self.loss_sum,
             quantisation=self.quantisation,
             source_names=self.source_names,
@@ -114,7 +114,7 @@ class LanguageModule(pl.LightningModule):
             layout=layout,
             syncs=self.gradient_syncs,
             pipeline=self.pipeline,
-            sequence_cut=self.sequence_cut,
+            sequence_sharder=self.sequence_sharder,
             loss_sum=self.loss_sum,
             quantisation=self.quantisation,
             scaler=self.scaler,
@@ -180,10 +180,10 @@ class LanguageModule(pl.LightningModule):
         return self.train_step.copied_parameters
 
     @property
-    def whole_model(self) -> WholeLogits | PipelinedDecoder:
+    def whole_model(self) -> GatheredLogits | PipelinedDecoder:
         """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
         layout = self.trainer.strategy.layout
-        return WholeLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
+        return GatheredLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not self.model.training:

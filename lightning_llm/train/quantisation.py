@@ -1,4 +1,4 @@
-"""What a precision recipe needs from the training loop: keys, phases, delayed scales, a second view of validation."""
+"""A precision recipe's part in the training loop: keys, phases, delayed scales, a second view of validation."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -19,10 +19,10 @@ class RecordLogger(Logger):
     TensorBoard's SummaryWriter, wandb's Run; None where there is none, and on other ranks than 0.
     """
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Any] = ()):
+    def __init__(self, run_dir: Path, loggers: Sequence[Any] = ()):
         super().__init__()
         self._run_dir = run_dir
-        self._sinks = sinks
+        self._loggers = loggers
         self._values: dict[str, Any] = {}
         self._names: set[str] = set()
 
@@ -44,7 +44,7 @@ class RecordLogger(Logger):
     @property
     def experiment(self) -> Any:
         """What the chosen logger writes to."""
-        found = (getattr(sink, "experiment", None) for sink in self._sinks)
+        found = (getattr(logger, "experiment", None) for logger in self._loggers)
         return next((each for each in found if each is not None), None)
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:

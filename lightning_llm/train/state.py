@@ -1,4 +1,4 @@
-"""How far a run is, and what is known of its newest step."""
+"""Progress of a run, and figures of its newest step."""
 
 from dataclasses import dataclass, field
 from typing import Any

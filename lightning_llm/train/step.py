@@ -16,7 +16,7 @@ from lightning_llm.data.corpus import Batch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
@@ -39,7 +39,7 @@ class TrainStep:
     syncs: list[GradientSync]
     """One for each pipeline stage of this rank, or of the whole model."""
     pipeline: Pipeline | None
-    sequence_cut: SequenceCut
+    sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     quantisation: Quantisation
@@ -117,16 +117,18 @@ class TrainStep:
         """Run one micro-batch after the other, without a pipeline."""
         (sync,), model, quantisation = self.syncs, self.model, self.quantisation
         indices, losses = self.layout.micro_batches(len(batch.tokens)), []
-        for turn, index in enumerate(indices):
-            last = turn == len(indices) - 1
-            sync.before_backward(turn, last)
+        for micro_batch, index in enumerate(indices):
+            last = micro_batch == len(indices) - 1
+            sync.before_backward(micro_batch, last)
             quantisation.begin_micro_batch(model, self.state.completed_steps, index)
-            documents = batch.document_ids[turn] if batch.document_ids is not None else None
-            tokens, labels, positions, documents = self.sequence_cut(batch.tokens[turn], batch.labels[turn], documents)
+            documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
+            tokens, labels, positions, documents = self.sequence_sharder(
+                batch.tokens[micro_batch], batch.labels[micro_batch], documents
+            )
             loss = self.loss_sum(model(tokens, positions, documents), labels) / targets
             shares = self._auxiliary_shares(model.auxiliary_losses(), len(indices))
             (sum(shares, start=loss) * self.scaler.scale).backward()
-            sync.after_backward(turn, last)
+            sync.after_backward(micro_batch, last)
             quantisation.end_micro_batch(model, self._largest_amax)
             losses.append(loss.detach())
         return torch.stack(losses)
@@ -135,8 +137,8 @@ class TrainStep:
         """Run all micro-batches through the pipeline's schedule."""
         indices = self.layout.micro_batches(len(batch.tokens))
 
-        def begin(stage: torch.nn.Module, turn: int) -> None:
-            self.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[turn])
+        def begin(stage: torch.nn.Module, micro_batch: int) -> None:
+            self.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return self.loss_sum(logits, labels) / targets

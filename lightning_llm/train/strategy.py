@@ -1,4 +1,4 @@
-"""Lightning's strategy over a `Layout`: ranks, devices, reductions, and how a run begins and is told to stop."""
+"""Lightning's strategy over a `Layout`: ranks, devices, reductions, and how a run begins and is asked to stop."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from lightning_llm.data.corpus import ValidationBatch
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL
-from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.fully_shard import reshard
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
@@ -32,7 +32,7 @@ class Validation:
     layout: Layout
     syncs: list[GradientSync]
     pipeline: Pipeline | None
-    sequence_cut: SequenceCut
+    sequence_sharder: SequenceSharder
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     quantisation: Quantisation
     source_names: list[str]
@@ -55,7 +55,7 @@ class Validation:
             self._sums[1] = self._sums[0]  # the forward pass is the same one
 
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:
-        tokens, all_labels, positions, documents = self.sequence_cut(batch.tokens, batch.labels, batch.document_ids)
+        tokens, all_labels, positions, documents = self.sequence_sharder(batch.tokens, batch.labels, batch.document_ids)
         forward = self.pipeline.forward if self.pipeline else self.model
         logits = forward(tokens, positions, documents)  # [B, T, V]
         if logits is None:  # the pipeline's last stage has them

@@ -1,4 +1,4 @@
-"""What a shell offers behind `lightning-llm` on a press of Tab: argcomplete knows the shells, this the overrides."""
+"""Completion in a shell behind `lightning-llm`: argcomplete knows the shells, this the overrides."""
 
 import argparse
 import os

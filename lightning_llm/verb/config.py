@@ -1,4 +1,4 @@
-"""The verb `config`: what words or a file come to, what differs from the defaults, and what each group offers."""
+"""The verb `config`: what arguments or a file resolve to, what differs from the defaults, and what each group offers."""
 
 import argparse
 import json
@@ -54,17 +54,19 @@ def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
         _, defaults = _plain_tree([], arguments)
         choices = _choices_in(found, arguments.config_dir)
         values = found.model_dump(mode="json")
-        words = difference(values, choices, defaults, lambda overrides: _resolved_tree(overrides, arguments.config_dir))
+        changes = difference(
+            values, choices, defaults, lambda overrides: _resolved_tree(overrides, arguments.config_dir)
+        )
     else:
         tree, choices = _plain_tree(arguments.overrides, arguments)
         _, defaults = _plain_tree([], arguments)
-        words = difference(tree, choices, defaults, lambda overrides: _plain_tree(overrides, arguments)[0])
+        changes = difference(tree, choices, defaults, lambda overrides: _plain_tree(overrides, arguments)[0])
     if arguments.json:
-        print(json.dumps({each.key: {"value": each.value, "default": each.default} for each in words}, indent=1))
+        print(json.dumps({each.key: {"value": each.value, "default": each.default} for each in changes}, indent=1))
         return
     if found.recipe and not arguments.config:
         print(f"# recipe={found.recipe} and what was typed come to these overrides of the defaults:")
-    for each in words:
+    for each in changes:
         shown = "" if each.default is MISSING else f"  # {override_value(each.default)}"
         print(f"{shlex.quote(each.word)}{shown}", flush=True)
 
@@ -88,9 +90,9 @@ def difference(
     """Return the overrides that make `tree` of the defaults.
 
     Args:
-        tree: values by group and key; unresolved, what follows from another key (`${model.vocab_size}`) is not said.
-        choices: the groups' files it is made of, which are said as such, and not key by key.
-        defaults: the files that are taken where nothing is said.
+        tree: values by group and key; unresolved, what follows from another key (`${model.vocab_size}`) is not listed.
+        choices: the groups' files it is made of, which are listed as such, and not key by key.
+        defaults: the files that are taken where nothing is given.
         compose: the tree that overrides of groups make, of the same kind as `tree`.
     """
     chosen = [
@@ -100,15 +102,15 @@ def difference(
     ]
     base = compose([each.word for each in chosen])
     before, after = ({key: _shown(value) for key, value in flatten(each).items()} for each in (base, tree))
-    said = {"recipe", *(f"{group}.name" for group in choices)}
+    named = {"recipe", *(f"{group}.name" for group in choices)}
     for key, value in after.items():
-        if key not in said and before.get(key, MISSING) != value:
+        if key not in named and before.get(key, MISSING) != value:
             chosen.append(Difference(key, f"{key}={override_value(value)}", value, before.get(key, MISSING)))
     return [*chosen, *(Difference(key, f"~{key}", None, value) for key, value in _deleted(base, tree, ""))]
 
 
 def _deleted(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of `before` that `after` lacks, each with its value; what lies below one is not said again."""
+    """Yield the keys of `before` that `after` lacks, each with its value; what lies below one is not listed again."""
     for key, value in before.items():
         if key not in after:
             yield f"{prefix}{key}", value

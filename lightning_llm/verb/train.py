@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.compose import typed_value
-from lightning_llm.config.config_dir import config_dir_words
+from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem
@@ -23,7 +23,7 @@ from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
 from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.environment import rank_environment
-from lightning_llm.run.start import claim, decide_start, resumable_runs
+from lightning_llm.run.start import decide_start, lock_run, resumable_runs
 from lightning_llm.sweep.run import sweep
 from lightning_llm.terminal.text import escaped
 from lightning_llm.train.checkpoint.manifest import content_damage
@@ -89,7 +89,7 @@ def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
 
 def _run_alone(plan: Plan) -> int:
     """Run the only rank in this process, its start decided before anything heavy is imported."""
-    lock = claim(Path(plan.config.run.dir))
+    lock = lock_run(Path(plan.config.run.dir))
     try:
         start = decide_start(plan.config, content_damage)
         if start.finished:
@@ -136,12 +136,12 @@ def start_ranks(config: Config) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is said here, in a line
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is printed here, in a line
     folder = Path(config.run.dir)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-    claim(folder).release()  # signs of life there are another process's while it holds this
+    lock_run(folder).release()  # signs of life there are another process's while it holds this
     clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(
@@ -158,7 +158,7 @@ def start_ranks(config: Config) -> int:
     try:
         with in_memory(config) as file:  # the run's folder holds it as config.yaml
             elastic_launch(settings, sys.executable)(
-                "-m", "lightning_llm", "train", "--config", str(file), *config_dir_words()
+                "-m", "lightning_llm", "train", "--config", str(file), *config_dir_arguments()
             )
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
@@ -194,8 +194,8 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
     why = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     detail = f"rank {rank} failed first ({why}): {escaped(message.strip().splitlines()[0])}"
     if silent := silent_ranks(folder, timeout_seconds):
-        said = str(summary_of(folder).get("detail", ""))
-        if said.startswith(f"rank {silent[0].rank} ("):
+        detail = str(summary_of(folder).get("detail", ""))
+        if detail.startswith(f"rank {silent[0].rank} ("):
             return 1  # a rank that waited has said so
         detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
     print(f"error: {detail}", file=sys.stderr)

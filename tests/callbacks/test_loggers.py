@@ -14,7 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.record import loggers
 from lightning_llm.record.files import read_records
-from lightning_llm.record.loggers import WANDB_ID_FILE, LoggerSink
+from lightning_llm.record.loggers import WANDB_ID_FILE, LightningRunLogger
 
 
 def records(first: int, last: int) -> list[dict[str, Any]]:
@@ -24,14 +24,14 @@ def records(first: int, last: int) -> list[dict[str, Any]]:
     return [*steps, {"step": last - 1, "tokens": 64 * last, "val_loss": 5.0 - last / 8}]
 
 
-def write(config: Any, lines: list[dict[str, Any]], resumed: int | None = None) -> LoggerSink:
-    sink = LoggerSink(config, Path(config.run.dir))
-    folder = RunFolder(Path(config.run.dir), [sink], resumed)
+def write(config: Any, lines: list[dict[str, Any]], resumed: int | None = None) -> LightningRunLogger:
+    logger = LightningRunLogger(config, Path(config.run.dir))
+    folder = RunFolder(Path(config.run.dir), [logger], resumed)
     folder.open("cpu")
     for line in lines:
         folder.write(line)
     folder.close("stopped")
-    return sink
+    return logger
 
 
 def expected(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
@@ -49,8 +49,8 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def make(name: str) -> Path:
         config = make_config(tmp_path, logger={"name": name})
-        for sink in (write(config, records(1, 6)), write(config, records(4, 8), resumed=3)):
-            assert sink.summary_fields() == {"logger": {"name": name}}
+        for logger in (write(config, records(1, 6)), write(config, records(4, 8), resumed=3)):
+            assert logger.summary_fields() == {"logger": {"name": name}}
         return Path(config.run.dir)
 
     return make
@@ -116,8 +116,8 @@ def test_a_logger_that_fails_is_left_alone(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lightning_llm.callbacks.run_folder.draw_losses", lambda *_: None)
     monkeypatch.setattr(loggers.CSVLogger, "log_metrics", lambda *_: 1 / 0)
     config = make_config(tmp_path, logger={"name": "csv"})
-    sink = write(config, records(1, 4))
-    assert "ZeroDivisionError" in sink.summary_fields()["logger"]["problem"]
+    logger = write(config, records(1, 4))
+    assert "ZeroDivisionError" in logger.summary_fields()["logger"]["problem"]
     assert len([each for each in caplog.records if "left alone" in each.getMessage()]) == 1
     assert len(expected(Path(config.run.dir))) == 4
 

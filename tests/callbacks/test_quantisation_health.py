@@ -64,7 +64,7 @@ def test_a_bad_layer_is_the_worst(small_run, tmp_path, capsys):
     def outlier(model):
         model.get_submodule(BAD).weight[3, 5] = 3e4
 
-    words = "precision.modules.first_blocks_high=0", "precision.modules.last_blocks_high=0"
+    words = "precision.modules.first_blocks_high_precision=0", "precision.modules.last_blocks_high_precision=0"
     config = config_of(small_run, tmp_path, "fp8_current", *words)
     run_with(config, Plant(outlier), QuantisationHealth(every_steps=2, worst=3))
     first = rows(tmp_path / "run")[1]

@@ -20,7 +20,7 @@ from lightning_llm.record.final_figures import final_figures
 
 
 class Memo:
-    """A sink that keeps what it is told."""
+    """A logger that keeps what it is told."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -185,7 +185,7 @@ def test_a_resumed_run_goes_on_after_the_checkpoint(config: Config) -> None:
         fit(TinyModule(config, fail_at=(6, RuntimeError())), [RunFolder(run_dir)])
     first = lines(run_dir)
     memo, folder = Memo(), RunFolder(run_dir, resumed_from_step=4)
-    folder.sinks.append(memo)
+    folder.loggers.append(memo)
     folder.open("cpu")
     assert lines(run_dir) == [line for line in first if line["step"] <= 4]
     folder.write({"step": 5, "tokens": 40, "loss": 1.5})

@@ -8,7 +8,7 @@ from refusals import outputs, refused  # noqa: F401 - outputs is a fixture of ev
 from lightning_llm.__main__ import VERBS, main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import parse_overrides
-from lightning_llm.config.place import place_problems, tracking_problems
+from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema.aliases import ALIASES, KEY
 from lightning_llm.config.schema.strict import fields_at
 from lightning_llm.errors import ConfigError
@@ -133,11 +133,11 @@ def test_names_that_make_no_folder(name, said, config):
         run = config.run.model_copy(update={**parts, "dir": f"{config.run.root}/{parts['experiment']}/{parts['name']}"})
         assert (
             said
-            in {each.key: each.text for each in place_problems(config.model_copy(update={"run": run}))}[f"run.{key}"]
+            in {each.key: each.text for each in run_path_problems(config.model_copy(update={"run": run}))}[f"run.{key}"]
         )
     # a job of a sweep, whose words are its name, lies in a folder that is not made of them
     run = config.run.model_copy(update={"name": "0 data.sources.jsonl.path=../x", "dir": "/elsewhere/0"})
-    assert list(place_problems(config.model_copy(update={"run": run}))) == []
+    assert list(run_path_problems(config.model_copy(update={"run": run}))) == []
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,14 @@ def problems_of(config):
         (["precision=mxfp8", "precision.modules.exclude=['*']"], "modules.exclude has '*'"),
         (["precision=mxfp8", "precision.modules.include=['*.w1']"], "nothing in modules.include matches it"),
         (["precision=mxfp8", "precision.modules.include=['head']"], "nothing in modules.include matches it"),
-        (["precision=fp8_current", "model.num_layers=2"], "first_blocks_high=1; modules.last_blocks_high=1"),
-        (["precision=mxfp8", "precision.modules.first_blocks_high=9"], "modules.first_blocks_high=9"),
+        (
+            ["precision=fp8_current", "model.num_layers=2"],
+            "first_blocks_high_precision=1; modules.last_blocks_high_precision=1",
+        ),
+        (
+            ["precision=mxfp8", "precision.modules.first_blocks_high_precision=9"],
+            "modules.first_blocks_high_precision=9",
+        ),
         (["precision=bf16", LATE, "precision.modules.exclude=['layers.*']"], "modules.exclude has 'layers.*'"),
         (["precision=mxfp8", "model=gpt3_345m", "precision.modules.include=['*.gate_proj']"], "144 linear layers"),
     ],

@@ -89,10 +89,10 @@ def test_a_rule_that_cannot_be_followed_is_named(rule, key, said, folder):
 
 
 def test_a_rule_for_no_layer_is_a_problem():
-    words = ["precision=mxfp8", "precision.modules.first_blocks_high=1"]
+    words = ["precision=mxfp8", "precision.modules.first_blocks_high_precision=1"]
     config = compose_config([*words, 'precision.modules.casts=[{names: ["layers.0.*"], high: true}]'])
     with pytest.raises(
-        ConfigError, match=r"precision\.modules\.casts\.0: is for no layer: modules\.first_blocks_high=1"
+        ConfigError, match=r"precision\.modules\.casts\.0: is for no layer: modules\.first_blocks_high_precision=1"
     ):
         check_config(config)
 
@@ -159,5 +159,5 @@ def test_the_plan_says_what_is_allowed_and_what_a_fraction_comes_to(capsys, tmp_
     assert "mx_gradients_in_e5m2: known to fail, and asked for (precision.allow)" in capsys.readouterr().out
     assert main(["plan", "model=llama_tiny", "precision=nvfp4", f"run.root={tmp_path}"]) == 0
     text = capsys.readouterr().out
-    assert "7 high (modules.last_fraction_high=0.129: 1 of 4 blocks)" in text
-    assert "modules.first_fraction_high=0.032: 0 of 4 blocks" in text
+    assert "7 high (modules.last_fraction_high_precision=0.129: 1 of 4 blocks)" in text
+    assert "modules.first_fraction_high_precision=0.032: 0 of 4 blocks" in text

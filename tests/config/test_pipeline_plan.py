@@ -76,7 +76,7 @@ def test_plan_prints_the_stages_and_the_bubble(capsys):
     facts = json.loads(capsys.readouterr().out)
     pipeline = facts["layout"]["pipeline"]
     assert pipeline["bubble_fraction"] == 3 / 19
-    assert [stage["place"] for stage in pipeline["stages"]] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [stage["pp_rank"] for stage in pipeline["stages"]] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert sum(last - first + 1 for first, last in (stage["layers"] for stage in pipeline["stages"])) == 32
     assert facts["layout"]["bitwise"] is True
     assert facts["bytes_sent"]["send"] == 8 * 2 * 2048 * 4096 * 3  # first stage: one way; the other: both

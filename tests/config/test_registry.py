@@ -199,7 +199,7 @@ CHOOSE = """
     from lightning_llm.config.compose import compose_config
     from lightning_llm.model.linear_names import linear_names
     from lightning_llm.plan.degrees import Degrees
-    from lightning_llm.plan.divisibility import cut_problems
+    from lightning_llm.plan.divisibility import sharding_problems
     from lightning_llm.plan.report import plan_facts
     from lightning_llm.plan.resolve import plan_of
 
@@ -207,7 +207,7 @@ CHOOSE = """
     config = compose_config(["model=llama_tiny", block, "model.layers=[mean, mean_of_test]", "trainer.accelerator=cpu"])
     assert "layers.1.attention.o_proj" in linear_names(config.model)
     assert plan_facts(plan_of(config))["flops_per_token"] > 0
-    problems = cut_problems(config, Degrees(cp=2))
+    problems = sharding_problems(config, Degrees(cp=2))
     assert any("the mixer of 'mean' in model.layers takes whole sequences" in problem.text for problem in problems)
     assert "torch" not in sys.modules
     print("as planned")

@@ -39,7 +39,7 @@ def pair(recipe, master=torch.float32):
     block = {"up_proj": Linear(WIDTH, 384, bias=False), "down_proj": Linear(384, WIDTH, bias=False)}
     model = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.ModuleDict(block)})}).to(master)
     other = copy.deepcopy(model)
-    rules = recipe.modules.model_copy(update={"first_blocks_high": 0, "last_blocks_high": 0})
+    rules = recipe.modules.model_copy(update={"first_blocks_high_precision": 0, "last_blocks_high_precision": 0})
     recipe = recipe.model_copy(update={"modules": rules})
     swap_linears(model, recipe, 3, "cuda", "eager")
     report = swap_linears(other, recipe, 3, "cuda", decision=NATIVE)

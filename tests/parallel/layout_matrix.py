@@ -27,7 +27,7 @@ STAGED = [name for name in NAMES if CONFIGS[name].pp != 1]
 SHARED = [name for name in NAMES if (CONFIGS[name].tp, CONFIGS[name].cp) != (1, 1)]
 PIPELINED = [name for name in STAGED if name not in SHARED]
 CUT = [name for name in SHARED if name not in STAGED]
-CUT_STAGES = [name for name in STAGED if name in SHARED]
+SHARDED_STAGES = [name for name in STAGED if name in SHARED]
 DATA_PARALLEL = [name for name in NAMES if name not in STAGED and name not in SHARED]
 PRECISIONS = ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "mxfp4_sr"]
 CHECKPOINTING = ["none", "full", "selective"]
@@ -87,7 +87,8 @@ def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str])
     places = [(layout, world, degrees_of(layout, world)) for layout in layouts for world in worlds]
     cells = product([place for place in places if place[2]], (1, 2, 4), precisions, CHECKPOINTING)
     return [
-        Case(layout, world, degrees.dp * degrees.pp * turns, *rest) for (layout, world, degrees), turns, *rest in cells
+        Case(layout, world, degrees.dp * degrees.pp * micro_batches, *rest)
+        for (layout, world, degrees), micro_batches, *rest in cells
     ]
 
 

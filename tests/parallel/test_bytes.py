@@ -26,7 +26,7 @@ from lightning_llm.parallel.activation import _expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.plan.memory import heaviest_place, memory_bytes, selective_bytes_per_token, tree_buffers
+from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank, selective_bytes_per_token, tree_buffers
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
 from lightning_llm.plan.units import units_of
@@ -230,7 +230,7 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     words = words_of(layout, "tree", precision, f"trainer.devices={world}", "model.num_layers=4", *more)
     config = compose_config(small_run(tmp_path, *words, "data.global_batch_size=4", "data.sequence_length=64"))
     degrees = resolve_degrees(config.parallel, world)
-    rank = heaviest_place(config, degrees) * world // degrees.pp
+    rank = peak_memory_pp_rank(config, degrees) * world // degrees.pp
     sent, held, _ = ranks(world).call(measured_on, config, rank)
     ranks(world).close()  # as in test_model_parallel.py
     assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
@@ -261,14 +261,14 @@ def test_units_are_the_groups_that_are_sharded(model):
     assert Counter(units.root.parameters) == of("norm", "position_embedding", *(["embedding"] if tied else []))
 
 
-@pytest.mark.parametrize("turns", range(1, 33))
-def test_the_tree_needs_so_many_buffers(turns):
+@pytest.mark.parametrize("micro_batches", range(1, 33))
+def test_the_tree_needs_so_many_buffers(micro_batches):
     sums, most = TreeSum(), 0
-    for pair in range((turns - 1) // 2):
+    for pair in range((micro_batches - 1) // 2):
         sums.push([torch.full((1,), float(pair))], level=1)
         most = max(most, len(sums._nodes))
-    assert tree_buffers(turns) == most
-    assert most <= max(0, math.ceil(math.log2(turns)) - 1)
+    assert tree_buffers(micro_batches) == most
+    assert most <= max(0, math.ceil(math.log2(micro_batches)) - 1)
 
 
 class Kept(TorchDispatchMode):

@@ -16,7 +16,7 @@ from traced_run import layout_here, leave_groups
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.context import SequenceSharder
 
 LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
 LLAMA: dict[str, Any] = {}
@@ -48,7 +48,7 @@ def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str
     with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
         (sync,) = apply_parallel(model, layout, PrecisionConfig(name="bf16", compute_dtype="bf16"), 0, TOKENS, device)
     tokens = torch.arange(TOKENS)[None]
-    own, _, positions, _ = SequenceCut(layout)(tokens, tokens, None)
+    own, _, positions, _ = SequenceSharder(layout)(tokens, tokens, None)
     model(own, positions).float().sum().backward()
     sync.finish()
     assert all(parameter.grad is not None for parameter in model.parameters())

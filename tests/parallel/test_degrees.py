@@ -29,8 +29,8 @@ def test_groups_of_two_nodes_equal_the_published_ones():
 @given(POWERS, POWERS, POWERS, POWERS, POWERS)
 def test_every_rank_has_one_place_and_one_group_per_axis(pp, replicate, shard, cp, tp):
     degrees = Degrees(pp, replicate, shard, cp, tp)
-    places = [degrees.coordinates(rank) for rank in range(degrees.world)]
-    assert len(set(places)) == degrees.world
+    coordinates = [degrees.coordinates(rank) for rank in range(degrees.world)]
+    assert len(set(coordinates)) == degrees.world
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         groups = degrees.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(degrees.world))

@@ -9,9 +9,9 @@ import pytest
 from curve_limits import exceeded, limits_of, off
 from layout_matrix import (
     CLOSE_STEPS,
-    CUT_STAGES,
     PIPELINED,
     PRECISIONS,
+    SHARDED_STAGES,
     Case,
     cases_on,
     covering,
@@ -110,7 +110,7 @@ TIED, NATIVE = "model.tie_embeddings=true", "parallel.reduction=native"
 RECOMPUTED, COMPILED = "parallel.activation_checkpoint=full", "parallel.compile=true"
 CLOSE_CASES = [
     # Made from `conf/parallel/`: a new layout file with pp and tp is tested by existing.
-    *((layout, fewest_ranks(layout), precision, []) for layout in CUT_STAGES for precision in ("fp32", "nvfp4")),
+    *((layout, fewest_ranks(layout), precision, []) for layout in SHARDED_STAGES for precision in ("fp32", "nvfp4")),
     ("pp_tp", 4, "fp32", ["parallel.sequence_parallel=false", "parallel.schedule=gpipe"]),
     ("pp_tp", 4, "fp32", [COMPILED]),
     ("pp_tp", 4, "fp32", [RECOMPUTED]),

@@ -20,7 +20,7 @@ from traced_run import Trace, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel.gradient_sync import local
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.shard_axes import SHARD_AXES
 
 GPT = [
     "model.norm=layernorm", "model.bias=true", "model.position=learned", "model.activation=gelu",
@@ -258,13 +258,13 @@ class Planted(pl.Callback):
 
 
 def faulty_run(config: Any, fault: str) -> Trace:
-    axes = dict(CUT_AXES["column"])
+    axes = dict(SHARD_AXES["column"])
     if fault == "place":
-        CUT_AXES["column"]["dy"] = None
+        SHARD_AXES["column"]["dy"] = None
     try:
         return traced_run(config, Planted(fault))
     finally:
-        CUT_AXES["column"].update(axes)
+        SHARD_AXES["column"].update(axes)
 
 
 @pytest.mark.parametrize("fault", ["shard", "twice", pytest.param("missing", marks=pytest.mark.full), "none"])

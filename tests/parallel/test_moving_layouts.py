@@ -13,7 +13,7 @@ from traced_run import layout_here, leave_groups, traced_run
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
-from lightning_llm.parallel.gathered_logits import WholeLogits
+from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 
@@ -121,7 +121,7 @@ def logits_after(config: Any, length: int) -> Any:
         model = Decoder(config.model)
     syncs = apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"))
     pipeline = Pipeline(syncs, layout, config.data, 2, torch.device("cpu")) if layout.degrees.pp > 1 else None
-    whole = WholeLogits(model, layout) if pipeline is None else PipelinedDecoder(pipeline)
+    whole = GatheredLogits(model, layout) if pipeline is None else PipelinedDecoder(pipeline)
     with torch.no_grad():
         logits = whole(torch.arange(length)[None] % 300)
     leave_groups(layout)

@@ -93,8 +93,8 @@ def dealt(layouts: list[tuple[str, int]]) -> list[Any]:
     kinds = [kind for kind in KINDS if kind != "adamw"]
     cases = []
     for number, layout in enumerate(layouts):
-        for turn, kind in enumerate(kinds):
-            covering = layout[0] == "zero3" or number % len(kinds) == turn
+        for offset, kind in enumerate(kinds):
+            covering = layout[0] == "zero3" or number % len(kinds) == offset
             cases.append(pytest.param(kind, *layout, marks=[] if covering else pytest.mark.full))
     return cases
 

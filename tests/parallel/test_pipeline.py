@@ -212,7 +212,7 @@ class InfiniteLoss(pl.Callback):
     """Makes the loss infinite where it is computed: on the last stage alone."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.strategy.layout.place.pp == 1:
+        if trainer.strategy.layout.coordinates.pp == 1:
             pl_module.train_step.loss_sum = lambda logits, labels: logits.float().sum() * float("inf")
 
 

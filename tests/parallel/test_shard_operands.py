@@ -20,8 +20,8 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.context import positions_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.quantised import place_shards
-from lightning_llm.plan.divisibility import CONTRACTION, cut_problems
-from lightning_llm.plan.shard_axes import CUT_AXES
+from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
+from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan, _Call
@@ -104,10 +104,10 @@ def _differing(config: Config, layout: Layout, scope: str, backend: Backend) -> 
 def _own(tensor: Tensor, operand: str, role: str, layout: Layout, length: int) -> Tensor:
     """Return this rank's part of x [M, K], w [N, K] or dy [M, N]: plain slicing, by the definition of the roles."""
     if operand != "w":
-        positions = positions_of(layout.place.cp, 2, length)
+        positions = positions_of(layout.coordinates.cp, 2, length)
         tensor = tensor.unflatten(0, (BATCH, length))[:, positions].flatten(0, 1)
     axis = BY_DEFINITION[role][operand]
-    return (tensor if axis is None else tensor.chunk(2, axis)[layout.place.tp]).contiguous()
+    return (tensor if axis is None else tensor.chunk(2, axis)[layout.coordinates.tp]).contiguous()
 
 
 def test_operands_are_the_parts_of_one_process(ranks):
@@ -115,7 +115,7 @@ def test_operands_are_the_parts_of_one_process(ranks):
     configs.append(compose_config([*words_of("nvfp4_all_blocks"), MIX]))
     assert configs[-1].precision.recipe_hash != configs[RECIPES.index("nvfp4_all_blocks")].precision.recipe_hash
     degrees = Layout(configs[0].parallel, compose_degrees(configs[0])).degrees
-    assert [str(problem) for config in configs for problem in cut_problems(config, degrees)] == []
+    assert [str(problem) for config in configs for problem in sharding_problems(config, degrees)] == []
     assert ranks(4).call(differing_slots, configs, "logical") == []
 
 
@@ -146,15 +146,15 @@ LAYERS = {"layers.0.attention.q_proj": "column", "layers.0.attention.o_proj": "r
 Noted = dict[tuple[str, str], tuple[Tensor, Tensor, LinearPlan, Tensor | None]]
 
 
-def noted_operands(config: Config, uncut: str | None = None) -> list[Noted] | None:
+def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] | None:
     """Return, by rank, what the first micro-batch of a run gave each slot of `LAYERS`, and what became of it.
 
-    By (layer, slot): the operand's tensor, the operand, the layer's casts and its keys. `uncut`: a role whose dy is
+    By (layer, slot): the operand's tensor, the operand, the layer's casts and its keys. `unsharded`: a role whose dy is
     taken for whole, as a wrong table would have it. None on all ranks but the first.
     """
     noted: Noted = {}
     names: dict[int, str] = {}  # plans by identity: a call does not know its layer
-    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(CUT_AXES[uncut or "column"])
+    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(SHARD_AXES[unsharded or "column"])
 
     def multiply(layer: QuantisedLinear, *tensors: Any) -> Tensor:
         names[id(layer.plan)] = layer.name
@@ -169,13 +169,13 @@ def noted_operands(config: Config, uncut: str | None = None) -> list[Noted] | No
         return made
 
     _Call.operand, QuantisedLinear.multiply = note, multiply
-    if uncut is not None:
-        CUT_AXES[uncut]["dy"] = None
+    if unsharded is not None:
+        SHARD_AXES[unsharded]["dy"] = None
     try:
         leave_groups(run_with(config).strategy.layout)
     finally:
         _Call.operand, QuantisedLinear.multiply = operand, place
-        CUT_AXES[uncut or "column"].update(table)
+        SHARD_AXES[unsharded or "column"].update(table)
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, noted)
     return of_ranks if torch.distributed.get_rank() == 0 else None
@@ -206,7 +206,7 @@ def operands_of_a_run(ranks, small_run, tmp_path):
         words = [f"parallel={layout}", f"trainer.devices={world}", f"precision={recipe}", "precision.casts=eager"]
         words += ["model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=64", "model.num_layers=3"]
         words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
-        words += ["precision.modules.first_blocks_high=0", "trainer.validate_every_steps=null"]
+        words += ["precision.modules.first_blocks_high_precision=0", "trainer.validate_every_steps=null"]
         return ranks(world).call(noted_operands, compose_config(small_run(tmp_path / layout, *words)), *planted)
 
     return run
@@ -260,5 +260,5 @@ def compose_degrees(config: Config) -> Any:
 )
 def test_blocks_that_a_shard_would_cut_are_refused(recipe, words, said):
     config = compose_config([*words_of(recipe), *words])
-    problems = [str(problem) for problem in cut_problems(config, compose_degrees(config))]
+    problems = [str(problem) for problem in sharding_problems(config, compose_degrees(config))]
     assert any(said in problem for problem in problems), problems

@@ -29,11 +29,11 @@ def test_a_counter_of_pairs_sums_by_the_tree(count):
     """As gradients come: an odd leaf is added to the even one before it, and the last may be alone."""
     rows = leaves(count)
     counter, running = TreeSum(), None
-    for turn, leaf in enumerate(rows):
+    for micro_batch, leaf in enumerate(rows):
         running = leaf.clone() if running is None else running + leaf
-        if turn == count - 1:
+        if micro_batch == count - 1:
             counter.close([running])
-        elif turn % 2:
+        elif micro_batch % 2:
             counter.push([running], level=1)
             running = None
     assert torch.equal(running, by_definition(list(rows)))

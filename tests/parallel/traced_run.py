@@ -62,15 +62,15 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     quiet_lightning()
     device = torch.device("cpu")
     layout = open_layout(plan, device)
-    claims: list[FileLock] = []
-    start = decide_together(config, claims)
+    locks: list[FileLock] = []
+    start = decide_together(config, locks)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     adopt = prepare_folder(config, corpus, start)
     module = build_module(plan, corpus)
     trainer = build_trainer(plan, device, layout, start, [], adopt=adopt)
     trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))
-    for each in claims:
+    for each in locks:
         each.release()
     return trainer
 

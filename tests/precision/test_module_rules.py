@@ -58,16 +58,16 @@ def test_a_fraction_is_the_nearest_count_halves_up(thousandths, num_layers):
 
 
 def test_what_a_fraction_comes_to_is_said():
-    made = recipe(first_fraction_high=0.25, last_fraction_high=0.05)
+    made = recipe(first_fraction_high_precision=0.25, last_fraction_high_precision=0.05)
     reasons = reasons_to_stay_high(names(4), made, 4)
-    assert reasons["layers.0.attention.o_proj"] == "modules.first_fraction_high=0.25: 1 of 4 blocks"
-    assert fractions_of_no_block(made.modules, 4) == ["modules.last_fraction_high=0.05: 0 of 4 blocks"]
+    assert reasons["layers.0.attention.o_proj"] == "modules.first_fraction_high_precision=0.25: 1 of 4 blocks"
+    assert fractions_of_no_block(made.modules, 4) == ["modules.last_fraction_high_precision=0.05: 0 of 4 blocks"]
     assert fractions_of_no_block(made.modules, 20) == []
 
 
 @pytest.mark.parametrize(("modules", "message"), [
-    ({"first_blocks_high": 1, "first_fraction_high": 0.1}, "first_fraction_high=0.1; set first_blocks_high to 0, or"),
-    ({"last_fraction_high": 1.5}, "less than or equal to 1"),
+    ({"first_blocks_high_precision": 1, "first_fraction_high_precision": 0.1}, "first_fraction_high_precision=0.1; set first_blocks_high_precision to 0, or"),
+    ({"last_fraction_high_precision": 1.5}, "less than or equal to 1"),
     ({"casts": [{"names": ["*"]}]}, "says no casts; give `recipe`"),
     ({"casts": [{"high": True, "fprop": {"x": E4M3}}]}, "high: true leaves nothing to cast"),
     ({"casts": [{"high": False}]}, "Input should be True"),
@@ -83,7 +83,7 @@ def test_rules_without_a_meaning_are_refused(modules, message):
 
 def test_the_first_rule_that_fits_counts_and_what_stays_high_comes_before_all():
     made = recipe(
-        first_blocks_high=1,
+        first_blocks_high_precision=1,
         exclude=["*.5.attention.q_proj"],
         casts=[
             {"names": ["*.o_proj"], "last_blocks": 2, "high": True},
@@ -97,12 +97,12 @@ def test_the_first_rule_that_fits_counts_and_what_stays_high_comes_before_all():
     down = {f"layers.{index}.feed_forward.down_proj" for index in (1, 2, 3, 4, 5)}
     assert set(layers["modules.casts.1"]) == down | {f"layers.{index}.attention.o_proj" for index in (1, 2, 3)}
     reasons = reasons_to_stay_high(names(6), made, 6)
-    assert reasons["layers.0.attention.o_proj"] == "modules.first_blocks_high=1"
+    assert reasons["layers.0.attention.o_proj"] == "modules.first_blocks_high_precision=1"
     assert reasons["layers.5.attention.q_proj"] == "modules.exclude has '*.5.attention.q_proj'"
     assert reasons["layers.4.attention.o_proj"] == "modules.casts.0 keeps it high"
     assert rule_of("layers.0.attention.o_proj", made.modules, 6) == 1
     assert idle_rules(made, names(6), 6) == {
-        2: "modules.first_blocks_high=1; modules.casts.1 stands before it and fits its layers"
+        2: "modules.first_blocks_high_precision=1; modules.casts.1 stands before it and fits its layers"
     }
 
 
@@ -166,8 +166,8 @@ def test_the_hash_is_that_of_what_is_cast_however_a_rule_says_it():
         recipe(casts=[{"names": ["*.q_proj"], **_all_slots(E4M3)}]),
         recipe(casts=[{"names": ["*.o_proj"], **_all_slots({"format": "e5m2"})}]),
         recipe(casts=[{"names": ["*.o_proj"], "last_blocks": 1, **_all_slots(E4M3)}]),
-        recipe(last_fraction_high=0.1),
-        recipe(first_fraction_high=0.1),
+        recipe(last_fraction_high_precision=0.1),
+        recipe(first_fraction_high_precision=0.1),
     ]
     hashes = [made.recipe_hash for made in (recipe(casts=written), *others)]
     assert len(set(hashes)) == len(hashes)

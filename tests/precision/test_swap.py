@@ -73,8 +73,8 @@ def test_first_and_last_blocks_and_the_head_stay_high():
     inner = [f"layers.{index}.{name}" for index in (1, 2) for name in ("up_proj", "down_proj")]
     assert list(report.converted) == inner == [layer.name for layer in quantised_layers(made)]
     assert report.kept["head"].startswith("it lies outside the blocks")
-    assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high=1"
-    assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high=1"
+    assert report.kept["layers.0.up_proj"] == "modules.first_blocks_high_precision=1"
+    assert report.kept["layers.3.down_proj"] == "modules.last_blocks_high_precision=1"
     assert len(report.kept) == 5
 
 

@@ -122,7 +122,7 @@ def test_a_planted_outlier_is_the_worst_and_keeping_its_layer_high_wins_back_the
     spoilt["layers.1.feed_forward_norm.weight"][9] = 1e6
     for name in (BAD, OTHER_BAD):
         spoilt[f"{name}.weight"][:, 9] = 0
-    whole = "precision.modules.first_blocks_high=0", "precision.modules.last_blocks_high=0"
+    whole = "precision.modules.first_blocks_high_precision=0", "precision.modules.last_blocks_high_precision=0"
     model = probed(spoilt, shipped("fp8_current", *whole))
     found = measure(model, model.reference(), None, keys=2, attribute=True)
     assert set(worst(found["layers"], 2)) == {(BAD, "fprop.x"), (OTHER_BAD, "fprop.x")}

@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import load_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
-from lightning_llm.probe.subject import find_place, read_weights
+from lightning_llm.probe.subject import find_subject, read_weights
 
 QUICK = ["--batches", "1", "--keys", "2"]
 
@@ -30,9 +30,9 @@ def huggingface_folder(run_folder, tmp_path_factory):
     """The same weights as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("huggingface") / "exported"
     folder.mkdir()
-    place = find_place(run_folder, [], None)
-    save_file(to_huggingface(read_weights(place), place.config.model), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(huggingface_config(place.config.model)))
+    subject = find_subject(run_folder, [], None)
+    save_file(to_huggingface(read_weights(subject), subject.config.model), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(huggingface_config(subject.config.model)))
     shutil.copy(run_folder / "tokenizer.json", folder)
     return folder
 
@@ -189,15 +189,15 @@ def test_huggingface_folders_that_cannot_be_probed(huggingface_folder, tmp_path,
     ):
         folder = changed(f"with_{next(iter(values))}", **values)
         with pytest.raises(ConfigError, match=part.replace("(", "\\(")):
-            find_place(folder, ["data=python"], None)
+            find_subject(folder, ["data=python"], None)
     wide = changed("wide", intermediate_size=96)
     with pytest.raises(ConfigError) as caught:
-        read_weights(find_place(wide, ["data=python"], None))
+        read_weights(find_subject(wide, ["data=python"], None))
     assert "has shape (64, 32)" in str(caught.value)
     assert "(96, 32) by its config" in str(caught.value)
     deep = changed("deep", num_hidden_layers=3)
     with pytest.raises(ConfigError, match=r"has no tensor 'model\.layers\.2"):
-        read_weights(find_place(deep, ["data=python"], None))
+        read_weights(find_subject(deep, ["data=python"], None))
 
 
 @pytest.mark.parametrize("size", ["llama_tiny", "llama_8b", "llama_1b"])

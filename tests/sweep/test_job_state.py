@@ -24,7 +24,7 @@ from lightning_llm.record.reading import read_run
 from lightning_llm.record.state import detail_of, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.start import Start, decide_start
-from lightning_llm.sweep.claims import allow_open_files, claimed
+from lightning_llm.sweep.job_locks import allow_open_files, locked
 
 
 def test_processes_are_told_apart_from_those_that_took_their_number() -> None:
@@ -133,9 +133,9 @@ def test_an_end_by_the_spike_policy_is_what_compare_takes_it_for(
 
 def test_a_claimed_job_is_left_alone(tmp_path: Path) -> None:
     job = sweep_of(tmp_path, "seed=0").jobs[0]
-    with claimed(job) as mine, claimed(job) as also:
+    with locked(job) as mine, locked(job) as also:
         assert (mine, also) == (True, False)
-    with claimed(job) as again:
+    with locked(job) as again:
         assert again
 
 
@@ -145,8 +145,8 @@ def test_more_claims_than_open_files_are_allowed(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (96, before[1]))
     try:
         allow_open_files(200)
-        with ExitStack() as claims:
-            assert all(claims.enter_context(claimed(replace(job, number=number))) for number in range(200))
+        with ExitStack() as locks:
+            assert all(locks.enter_context(locked(replace(job, number=number))) for number in range(200))
         with pytest.raises(ConfigError, match="open files, and this machine allows"):
             allow_open_files(before[1])
     finally:

@@ -10,7 +10,7 @@ from short_jobs import sweep_of
 
 from lightning_llm.__main__ import main
 from lightning_llm.sweep import progress
-from lightning_llm.sweep.claims import Outcome
+from lightning_llm.sweep.job_locks import Outcome
 
 WORDS = ["recipe=quickstart", "precision=bf16,mxfp8", "seed=0,1", "trainer.max_steps=60"]
 

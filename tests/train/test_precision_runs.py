@@ -92,11 +92,15 @@ def test_resume_gives_the_same_bits(recipe, small_run, tmp_path):
 def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, tmp_path, capsys):
     """Delayed scales beside a block that stays high, MXFP8 and bf16: each layer has the state of its own casts."""
     rules = '[{names: ["*.o_proj"], recipe: mxfp8}, {names: ["*.down_proj"], high: true}]'
-    mixed = ["precision=fp8_delayed", "precision.modules.first_blocks_high=1", f"precision.modules.casts={rules}"]
+    mixed = [
+        "precision=fp8_delayed",
+        "precision.modules.first_blocks_high_precision=1",
+        f"precision.modules.casts={rules}",
+    ]
     stop_and_resume(small_run, tmp_path, *mixed)
     told = capsys.readouterr().out
     assert "casts  12 linear layers, emulated" in told
-    assert "7 high (modules.first_blocks_high=1); 2 high (modules.casts.1 keeps it high)" in told
+    assert "7 high (modules.first_blocks_high_precision=1); 2 high (modules.casts.1 keeps it high)" in told
     state = load_file(next((tmp_path).rglob("precision.safetensors")))
     scaled = {name.removesuffix(".scale") for name in state if name.endswith(".scale")}
     parts = (
@@ -300,7 +304,7 @@ def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
         (["precision=mxfp8", "precision.backend=native"], "precision.backend"),
         (["precision=mxfp8", "trainer.compile=true"], "parallel.compile"),
         (["precision=mxfp8", "precision.fprop.x.format=e4m4"], "precision.fprop.x.format"),
-        (["precision=fp8_current", "precision.modules.last_blocks_high=9"], "precision.modules"),
+        (["precision=fp8_current", "precision.modules.last_blocks_high_precision=9"], "precision.modules"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(words, key, small_run, tmp_path, capsys):

@@ -10,7 +10,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision import inductor
 from lightning_llm.record.files import summary_of, write_json
-from lightning_llm.run.start import claim
+from lightning_llm.run.start import lock_run
 from lightning_llm.train.checkpoint.manifest import TENSORS
 
 
@@ -63,7 +63,7 @@ def test_a_finished_run_without_its_checkpoints_is_not_begun_afresh(whole, tmp_p
 
 
 def test_a_second_process_is_kept_away_before_the_first_has_written_anything(whole, tmp_path, small_run, capsys):
-    lock = claim(tmp_path / "run")
+    lock = lock_run(tmp_path / "run")
     two_ranks = ["trainer.devices=2", "parallel=ddp"]
     for words in ([], ["resume=auto"], two_ranks):
         assert main(["train", *small_run(tmp_path, *words)]) == 2

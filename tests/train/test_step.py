@@ -20,7 +20,7 @@ from lightning_llm.model.init import initialise
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.parallel.activation import checkpoint_blocks
-from lightning_llm.parallel.context import SequenceCut
+from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
@@ -53,7 +53,7 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
         "layout": layout,
         "syncs": [GradientSync(model, layout, [])],
         "pipeline": None,
-        "sequence_cut": SequenceCut(layout),
+        "sequence_sharder": SequenceSharder(layout),
         "loss_sum": loss_sum_of(layout),
         "quantisation": Quantisation(precision, 0, MAX_STEPS),
         "scaler": LossScaler(None),

@@ -1,8 +1,8 @@
-"""What other trainers call things -> what they are called here: Hugging Face, Megatron-LM, nanoGPT, DeepSpeed."""
+"""Keys of other trainers -> keys here: Hugging Face, Megatron-LM, nanoGPT, DeepSpeed."""
 
 import re
 
-from lightning_llm.config.schema.lightning_words import TRAINER_KEYS
+from lightning_llm.config.schema.lightning_keys import TRAINER_KEYS
 
 _PRECISION = "the group precision (precision=bf16)"
 _PARALLEL = "the group parallel (parallel=zero3; lightning-llm config --group parallel lists them)"

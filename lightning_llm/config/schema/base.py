@@ -1,4 +1,4 @@
-"""What every config group's schema is made of."""
+"""Base classes of every config group's schema."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class BrokenKeyError(Exception):
-    """A rule read a key whose value is wrong, which is said already: see `config.schema.partial`."""
+    """A rule read a key whose value is wrong, which is reported already: see `config.schema.partial`."""
 
 
 class Group(BaseModel):

@@ -45,6 +45,6 @@ def _lineage(node: dict[str, object]) -> list[str]:
     """Return the paths of a callback's class and all it derives from, nearest first; [] where no source tells."""
     try:
         found = find_class(str(node.get("_target_")))
-    except ModuleNotFoundError:  # which is told by its own problem
+    except ModuleNotFoundError:  # which is reported by its own problem
         return []
     return [each.path for each in lineage(found)] if found else []

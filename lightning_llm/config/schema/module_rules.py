@@ -91,10 +91,18 @@ class ModuleRules(Group):
     A fraction of the blocks is rounded to the nearest count of them, halves up.
     """
 
-    first_blocks_high: NonNegativeInt = Field(0, description="blocks at the start that stay high, by global index")
-    last_blocks_high: NonNegativeInt = Field(0, description="blocks at the end that stay high, by global index")
-    first_fraction_high: Fraction | None = Field(None, description="instead of a count: a fraction of the blocks")
-    last_fraction_high: Fraction | None = Field(None, description="instead of a count: a fraction of the blocks")
+    first_blocks_high_precision: NonNegativeInt = Field(
+        0, description="blocks at the start that stay high, by global index"
+    )
+    last_blocks_high_precision: NonNegativeInt = Field(
+        0, description="blocks at the end that stay high, by global index"
+    )
+    first_fraction_high_precision: Fraction | None = Field(
+        None, description="instead of a count: a fraction of the blocks"
+    )
+    last_fraction_high_precision: Fraction | None = Field(
+        None, description="instead of a count: a fraction of the blocks"
+    )
     include: Globs = Field(("*",), description="globs over module names; a layer needs one that matches")
     exclude: Globs = Field((), description="globs over module names; one that matches keeps the layer high")
     casts: Annotated[tuple[CastRule, ...], Field(strict=False)] | None = Field(
@@ -103,5 +111,11 @@ class ModuleRules(Group):
 
     @model_validator(mode="after")
     def _one_way_for_each_end(self) -> Self:
-        _one_of_each_end(self, "first_blocks_high", "last_blocks_high", "first_fraction_high", "last_fraction_high")
+        _one_of_each_end(
+            self,
+            "first_blocks_high_precision",
+            "last_blocks_high_precision",
+            "first_fraction_high_precision",
+            "last_fraction_high_precision",
+        )
         return self

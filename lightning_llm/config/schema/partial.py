@@ -32,7 +32,7 @@ def sound_part(values: Mapping[str, Any], broken: Collection[tuple[str, ...]]) -
                 whole.add(name)
         rest = {name: value for name, value in values.items() if name not in groups}
         read = _without(Config, rest, whole | groups.keys())
-    except (ValidationError, AttributeError, TypeError):  # a value in the wrong place altogether, which was said
+    except (ValidationError, AttributeError, TypeError):  # a value in the wrong place altogether, which was reported
         return None
     read.__dict__.update(groups)
     return read

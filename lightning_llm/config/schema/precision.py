@@ -60,8 +60,8 @@ __all__ = [
 Dtype = Literal["fp32", "bf16", "fp16"]
 LATER = (
     ("", "allow"),
-    ("modules", "first_fraction_high"),
-    ("modules", "last_fraction_high"),
+    ("modules", "first_fraction_high_precision"),
+    ("modules", "last_fraction_high_precision"),
     ("modules", "casts"),
 )
 """Keys, with their group, that recipes once did not have: null is no part of a recipe's hash."""

@@ -1,4 +1,4 @@
-"""A plain mapping -> `Config`, or everything that is wrong with it in the words of the one who wrote it."""
+"""A plain mapping -> `Config`, or everything that is wrong with it in the terms of whoever wrote it."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.aliases import known_elsewhere
-from lightning_llm.config.schema.lightning_words import TRAINER_KEYS
+from lightning_llm.config.schema.lightning_keys import TRAINER_KEYS
 from lightning_llm.config.schema.partial import sound_part
 from lightning_llm.config.schema.targets import check_target
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -44,7 +44,7 @@ def read_config(
 ) -> Reading:
     """Return `values` as a `Config`, or what is wrong with them and what is sound.
 
-    Wrong is every unknown key (said with the nearest known one), type, and value out of range, and every argument that
+    Wrong is every unknown key (reported with the nearest known one), type, and value out of range, and every argument that
     a callback's class does not take.
 
     Args:
@@ -66,7 +66,7 @@ def read_config(
         location = tuple(str(part) for part in details["loc"])
         if any(location[: len(path)] == path for path in broken):
             continue
-        if not (to_build and location[0] == "callbacks" and len(location) > 1):  # of which more is said below
+        if not (to_build and location[0] == "callbacks" and len(location) > 1):  # which are checked below
             problems.append(_problem(details))
         if details["type"] == "extra_forbidden":
             _take_out(rest, details["loc"])
@@ -107,7 +107,7 @@ def _problem(details: Any) -> Problem:
         return Problem(key, f"a value must be given{which}.")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
         return _no_kind(location, details)
-    if details["type"] == "value_error":  # a rule of ours, which says all that is to be said
+    if details["type"] == "value_error":  # a rule of ours, which says all there is to report
         text = details["msg"].removeprefix("Value error, ")
         return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
     what = details["msg"].removeprefix("Input should be ")

@@ -1,4 +1,4 @@
-"""What a machine offers for native low-precision GEMMs. Imports no torch unless there is an NVIDIA driver."""
+"""Capabilities of a machine for native low-precision GEMMs. Imports no torch unless there is an NVIDIA driver."""
 
 import functools
 from dataclasses import dataclass, replace

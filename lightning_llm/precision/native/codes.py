@@ -78,10 +78,10 @@ def emulated(
 
     `noise` in [0, 1): of every element, where the cast is stochastic.
     """
-    if (turn := cast.hadamard) is not None and turn.vector is not None:
-        signs = fixed_signs(turn.vector, tensor.device)
-        matrix = rotation(turn.size, signs, tensor.device)
-        tensor = tensor if matrix is None else rotate(tensor, matrix, axis, DTYPES[turn.round_to])
+    if (transform := cast.hadamard) is not None and transform.vector is not None:
+        signs = fixed_signs(transform.vector, tensor.device)
+        matrix = rotation(transform.size, signs, tensor.device)
+        tensor = tensor if matrix is None else rotate(tensor, matrix, axis, DTYPES[transform.round_to])
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
     made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
     scales = made.stored_scale.float()
@@ -173,6 +173,6 @@ def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | N
     if problems:
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         text = f"would run {recipe.name} natively, and on {where} Transformer Engine's casts are not the recipe's"
-        ways = "Set emulated, or mend the library."
+        ways = "Set emulated, or fix the library."
         raise ConfigError([Problem("precision.backend", f"{text}: {each}. {ways}") for each in dict.fromkeys(problems)])
     return None

@@ -1,4 +1,4 @@
-"""Which recipes Transformer Engine runs natively, on which device, and why not the others. Imports no torch.
+"""Native support: the recipes that Transformer Engine runs on a device, and why not the others. Imports no torch.
 
 A recipe is native only if one configuration of Transformer Engine 2.20 makes its six casts exactly: a candidate is read
 off the recipe, written out as the casts that the library makes of it, and compared slot by slot. What differs, in
@@ -85,8 +85,8 @@ def _nvfp4_casts(native: NativeRecipe) -> tuple[CastConfig, CastConfig, CastConf
     x = CastConfig(format="e2m1", block="1x16", scale="two_level_e4m3")
     w = x.model_copy(update={"block": "16x16"}) if native.square else x
     dy = x.model_copy(update={"rounding": "stochastic", "noise_bits": 8}) if native.stochastic else x
-    turn = HadamardConfig(size=16, signs="fixed", vector=_SIGNS, round_to="bf16") if native.rotated else None
-    return x, w, dy, dy.model_copy(update={"hadamard": turn}), x.model_copy(update={"hadamard": turn})
+    transform = HadamardConfig(size=16, signs="fixed", vector=_SIGNS, round_to="bf16") if native.rotated else None
+    return x, w, dy, dy.model_copy(update={"hadamard": transform}), x.model_copy(update={"hadamard": transform})
 
 
 def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[tuple[str, str]]]:

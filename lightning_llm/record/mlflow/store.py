@@ -144,20 +144,20 @@ def _fate(tags: Mapping[str, str]) -> tuple[str, str] | None:
 
     A process may have ended its run and not its writer: then the folder says how.
     """
-    mark, folder = tags.get("process", ""), Path(tags.get("run_dir", ""))
+    fingerprint, folder = tags.get("process", ""), Path(tags.get("run_dir", ""))
     try:  # two machines may have folders of one name: this one is asked where it is that process's
         summary = summary_of(folder)
     except ValueError:
         summary = {}
-    here = bool(mark) and summary.get("process") == mark
-    if not (has_ended(mark) or (here and has_died(folder, mark))):
+    here = bool(fingerprint) and summary.get("process") == fingerprint
+    if not (has_ended(fingerprint) or (here and has_died(folder, fingerprint))):
         return None
     if here and summary.get("status") in STATUSES:
         return STATUSES[summary["status"]], str(summary.get("detail", ""))
     return "KILLED", ORPHANED
 
 
-def fit(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:
+def truncate(client: Any, run_id: str, kind: str, values: Mapping[str, str]) -> dict[str, str]:
     """Return `values`, those longer than MLflow takes as a beginning and where the whole is; `kind`: params or tags."""
     return {key: _fit(client, run_id, kind, key, value) for key, value in values.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_llm.config.commands import command
 from lightning_llm.config.redact import redact_uri
-from lightning_llm.record.mlflow.store import fit, known_run, mark_orphans, open_store, own_process
+from lightning_llm.record.mlflow.store import known_run, mark_orphans, open_store, own_process, truncate
 from lightning_llm.record.provenance import has_ended, is_of_this_machine, process_mark, user_name
 
 TIMEOUT_SECONDS = 90.0
@@ -84,8 +84,8 @@ def update(job: Mapping[str, Any]) -> str:
     client.log_batch(
         run_id,
         metrics=[Metric(key, float(value), now, 0) for key, value in job["metrics"].items()],
-        params=[Param(key, value) for key, value in fit(client, run_id, "params", params).items()],
-        tags=[RunTag(key, value) for key, value in fit(client, run_id, "tags", job["tags"]).items()],
+        params=[Param(key, value) for key, value in truncate(client, run_id, "params", params).items()],
+        tags=[RunTag(key, value) for key, value in truncate(client, run_id, "tags", job["tags"]).items()],
     )
     for path in job["artifacts"]:
         if Path(path).exists():
@@ -101,8 +101,8 @@ def update(job: Mapping[str, Any]) -> str:
     return run_id
 
 
-def _is_alive(mark: str) -> bool:
-    return is_of_this_machine(mark) and not has_ended(mark)
+def _is_alive(fingerprint: str) -> bool:
+    return is_of_this_machine(fingerprint) and not has_ended(fingerprint)
 
 
 if __name__ == "__main__":

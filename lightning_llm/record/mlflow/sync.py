@@ -118,9 +118,9 @@ def _configs(folder: Path, uri: str | None) -> tuple[Config, Config]:
 def _sync_one(folder: Path, config: Config, own: Config) -> str:
     """Log one run; return a word on what was done. Raises whatever MLflow raises."""
     # The folder stays with the MLflow of its run, which later starts and verdicts go to.
-    place = redact_uri(tracking_uri(config))
-    elsewhere = place != redact_uri(tracking_uri(own))
-    id_file = f"{RUN_ID_FILE}-{sha256(place.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
+    store = redact_uri(tracking_uri(config))
+    elsewhere = store != redact_uri(tracking_uri(own))
+    id_file = f"{RUN_ID_FILE}-{sha256(store.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
     config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)

@@ -85,7 +85,7 @@ def compared_parameters(config: Config) -> dict[str, str]:
 
 
 def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a `RunWriter` is told of a run; `facts` is the run's summary."""
+    """Return what a `RunWriter` gets of a run; `facts` is the run's summary."""
     git = facts["git"]
     made = {
         "run_dir": str(run_dir.absolute()),
@@ -126,7 +126,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
 
 
 class MLflowTracker:
-    """A `RecordSink` that has another process bring MLflow up to date with the run's folder every `flush_seconds`.
+    """A `RunLogger` that has another process bring MLflow up to date with the run's folder every `flush_seconds`.
 
     Nothing here waits for MLflow but `close`, for at most `close_seconds`. A folder that holds a run id goes on with
     that run.

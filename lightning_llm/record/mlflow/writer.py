@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.record.files import decode
-from lightning_llm.record.mlflow.store import STATUSES, fit, known_run, mark_orphans, open_store
+from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, open_store, truncate
 
 RUN_ID_FILE = "mlflow_run_id"
 FIRST_METRICS = {"loss", "val_loss"}
@@ -138,7 +138,7 @@ class RunWriter:
         from mlflow.entities import Param, RunTag
 
         known, tags = run.data.params, dict(self.job["tags"])
-        params = fit(client, run.info.run_id, "params", self.job["params"])
+        params = truncate(client, run.info.run_id, "params", self.job["params"])
         tags |= {f"resumed/{key}": value for key, value in params.items() if known.get(key, value) != value}
         if self.job["resumed_from_step"] is not None:
             tags["resumed_from_step"] = str(self.job["resumed_from_step"])
@@ -146,13 +146,13 @@ class RunWriter:
         client.log_batch(
             run.info.run_id,
             params=[Param(key, value) for key, value in params.items() if key not in known],
-            tags=[RunTag(key, value) for key, value in fit(client, run.info.run_id, "tags", tags).items()],
+            tags=[RunTag(key, value) for key, value in truncate(client, run.info.run_id, "tags", tags).items()],
         )
 
     def _set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        fitted = fit(self._client, self.run_id, "tags", tags)
+        fitted = truncate(self._client, self.run_id, "tags", tags)
         self._client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in fitted.items()])
 
     def _log_datasets(self, client: Any) -> None:

@@ -1,4 +1,4 @@
-"""What callbacks keep in a checkpoint: their `state_dict`, and what `on_save_checkpoint` adds.
+"""State of callbacks in a checkpoint: their `state_dict`, and what `on_save_checkpoint` adds.
 
 `on_save_checkpoint` gets Lightning's dictionary. A tensor that stands there under a parameter's name and has its shape
 (the averaged weights of WeightAveraging) is stored as parameters are, sharded, so that any layout reads it. Everything

@@ -1,4 +1,4 @@
-"""When a run saves itself: every so many steps, at its end, and when it is told to stop."""
+"""Saves of a run: every so many steps, at its end, and when it is asked to stop."""
 
 import os
 import signal
@@ -87,7 +87,9 @@ class Checkpointing(pl.Callback):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
-        CallbackState.of_dicts(trainer).encode()  # a state that cannot be kept is said now, not at the first checkpoint
+        CallbackState.of_dicts(
+            trainer
+        ).encode()  # a state that cannot be kept is reported now, not at the first checkpoint
         step = pl_module.completed_steps
         self.saved_step = step or None
         start = trainer.strategy.resume_from

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: an id in the run's summary.json and in the manifest of each of its checkpoints.
+"""The run that a checkpoint belongs to: an id in the run's summary.json and in the manifest of each of its checkpoints.
 
 The id says which run, not which config: two runs of one config may have other learning rates at the same step (another
 trainer.max_steps) or another machine's kernels. A folder that is moved or copied whole keeps it. Imports no torch.

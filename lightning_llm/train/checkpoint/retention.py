@@ -1,4 +1,4 @@
-"""Which checkpoints stay. Whatever goes is first moved to a name that nothing takes for a checkpoint.
+"""Retention of checkpoints. Whatever goes is first moved to a name that nothing takes for a checkpoint.
 
 A checkpoint of another run is never removed, nor what lies behind a symbolic link: the link alone goes.
 """

@@ -1,4 +1,4 @@
-"""Write a run's whole state, and read it back under any layout. What lies where is said in `manifest.py`."""
+"""Write a run's whole state, and read it back under any layout. The layout of its files: `manifest.py`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint keeps our tensors: hashed as they are written, described in JSON.
+"""Tensor storage through torch.distributed.checkpoint: hashed as they are written, described in JSON.
 
 Each rank writes one `__<rank>_0.distcp` of torch.save's records, one per shard, which `torch.load(weights_only=True)`
 reads; `metadata.json` says where each shard lies in which tensor. torch's own `.metadata` is a pickle, which runs what

@@ -1,4 +1,4 @@
-"""A step whose update was not made because the run ends, and what is said of it."""
+"""A step whose update was not made because the run ends, and its report."""
 
 from typing import Any
 

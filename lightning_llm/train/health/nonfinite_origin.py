@@ -1,4 +1,4 @@
-"""Where NaN or Inf first appeared in a step that failed: the step is run again, this time looking at every operand.
+"""Origin of NaN or Inf in a step that failed: the step is run again, this time looking at every operand.
 
 A step is a function of config, seed, weights and step number, and one that failed changed none of them, so running it
 again gives the same values. Training itself pays nothing for this.
@@ -19,46 +19,46 @@ from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.train.step import TrainStep
 
-PLACES = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")
+TENSORS = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")
 NOWHERE = torch.iinfo(torch.int64).max
 
 
 class _Watch:
-    """Keeps the first place, by micro-batch and then by order of execution, where a tensor is not finite.
+    """Keeps the first tensor, by micro-batch and then by order of execution, that is not finite.
 
     The key that is compared over ranks: micro-batch (19 bits), order within it (22 bits: forward before backward, then
-    the pipeline's stages in the order they are reached, then as they come), layer and place (22 bits).
+    the pipeline's stages in the order they are reached, then as they come), layer and kind (22 bits).
     """
 
     def __init__(self, micro_batches: list[int], stages: int):
         self.micro_batches, self.stages = micro_batches, stages
-        self.turns = dict.fromkeys(range(stages), -1)
+        self.current = dict.fromkeys(range(stages), -1)
         self.seen: Counter[tuple[int, int, bool]] = Counter()
         self.first = NOWHERE
 
     def begin(self, stage: int, *_: Any) -> None:
         """Note that a micro-batch's forward pass starts on a stage; they come in order, backward passes in between."""
-        self.turns[stage] += 1
+        self.current[stage] += 1
 
-    def look(self, stage: int, turn: int, layer: int, place: int, tensor: Tensor | None) -> None:
-        """Look at one tensor of the rank's micro-batch number `turn`."""
-        backward = place == len(PLACES) - 1
-        self.seen[stage, turn, backward] += 1
+    def look(self, stage: int, micro_batch: int, layer: int, kind: int, tensor: Tensor | None) -> None:
+        """Look at one tensor of the rank's micro-batch number `micro_batch`."""
+        backward = kind == len(TENSORS) - 1
+        self.seen[stage, micro_batch, backward] += 1
         if tensor is None or bool(torch.isfinite(local(tensor)).all()):
             return
         reached = self.stages - 1 - stage if backward else stage
-        order = (backward << 21) | (reached << 13) | min(self.seen[stage, turn, backward], (1 << 13) - 1)
-        key = (self.micro_batches[turn] << 44) | (order << 22) | (layer * len(PLACES) + place)
+        order = (backward << 21) | (reached << 13) | min(self.seen[stage, micro_batch, backward], (1 << 13) - 1)
+        key = (self.micro_batches[micro_batch] << 44) | (order << 22) | (layer * len(TENSORS) + kind)
         self.first = min(self.first, key)
 
     def after_forward(self, stage: int, layer: int, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Look at what a linear layer's GEMMs take, in the order in which they run."""
-        turn = self.turns[stage]
-        self.look(stage, turn, layer, 0, inputs[0].detach())
-        self.look(stage, turn, layer, 1, module.weight.detach())
-        self.look(stage, turn, layer, 2, output.detach())
+        micro_batch = self.current[stage]
+        self.look(stage, micro_batch, layer, 0, inputs[0].detach())
+        self.look(stage, micro_batch, layer, 1, module.weight.detach())
+        self.look(stage, micro_batch, layer, 2, output.detach())
         if output.requires_grad:
-            output.register_hook(lambda gradient: self.look(stage, turn, layer, 3, gradient))
+            output.register_hook(lambda gradient: self.look(stage, micro_batch, layer, 3, gradient))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -85,15 +85,15 @@ def find_origin(step: TrainStep, batch: Batch) -> str:
     first = torch.tensor(watch.first, device=batch.tokens.device)
     found = int(layout.reduce(first, dist.ReduceOp.MIN, "world").item())
     if found != NOWHERE:
-        layer, place = divmod(found & ((1 << 22) - 1), len(PLACES))
-        return f"It first appeared in {names[layer]}, {PLACES[place]}, of micro-batch {found >> 44} of the step."
+        layer, kind = divmod(found & ((1 << 22) - 1), len(TENSORS))
+        return f"It first appeared in {names[layer]}, {TENSORS[kind]}, of micro-batch {found >> 44} of the step."
     return _in_gradients(step.model, layout, batch.tokens.device)
 
 
 def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:
     """Return the names that all pipeline ranks have, in order, and how many come before this rank's."""
     parts = layout.gather_over_stages(names)
-    return [name for part in parts for name in part], sum(map(len, parts[: layout.place.pp]))
+    return [name for part in parts for name in part], sum(map(len, parts[: layout.coordinates.pp]))
 
 
 def _in_gradients(model: nn.Module, layout: Layout, device: torch.device) -> str:

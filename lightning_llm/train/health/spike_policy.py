@@ -1,4 +1,4 @@
-"""What is done about a step that is out of the ordinary: said, its update left out, or the run ended."""
+"""Actions on a step that is out of the ordinary: reported, its update left out, or the run ended."""
 
 import math
 from dataclasses import replace
@@ -50,7 +50,7 @@ class SpikePolicy:
 
     def _action(self, finding: Finding) -> Action:
         policy, bad_batch = self.config.policy, finding.kind in ("spike", "non_finite")
-        if policy == "skip" and bad_batch:  # a level that shifted is not mended by leaving one batch out
+        if policy == "skip" and bad_batch:  # a level that shifted is not fixed by leaving one batch out
             return "skip" if self.state.skips_in_a_row < self.config.max_consecutive_skips else "stop"
         if policy == "stop":
             return "stop"

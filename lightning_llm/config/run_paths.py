@@ -1,4 +1,4 @@
-"""Where a run is kept and tracked: what is wrong with `run.*` and `logger.tracking_uri`. Imports no MLflow."""
+"""Checks of where a run is kept and tracked: `run.*` and `logger.tracking_uri`. Imports no MLflow."""
 
 import os
 import unicodedata
@@ -18,7 +18,7 @@ PLUGINS = "mlflow.tracking_store"
 """The entry point of packages that teach MLflow further schemes."""
 
 
-def place_problems(config: Config) -> Iterator[Problem]:
+def run_path_problems(config: Config) -> Iterator[Problem]:
     """Yield what is wrong with the names that a run's folder is made of."""
     run = config.run
     for key in ("root", "experiment", "name", "dir"):

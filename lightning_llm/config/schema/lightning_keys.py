@@ -1,4 +1,4 @@
-"""What Lightning's users know by another name, or know and cannot have here: the key that does the same."""
+"""Keys and callbacks of Lightning that have another name here or are refused, each with the key that does the same."""
 
 LIGHTNING_CALLBACKS = "lightning.pytorch.callbacks"
 CALLBACK = "lightning.pytorch.callbacks.callback.Callback"

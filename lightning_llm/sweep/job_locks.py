@@ -1,4 +1,4 @@
-"""Which process runs which job of a sweep: one at a time, and how a job came out."""
+"""Locks on the jobs of a sweep, which one process at a time runs, and how a job ended."""
 
 import resource
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import psutil
 from filelock import FileLock, Timeout
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.sweep_definition import CLAIMS, Job
+from lightning_llm.record.sweep_definition import LOCKS, Job
 
 OTHER_FILES = 64
-"""What a process may still open beside the claims that it is to hold."""
+"""What a process may still open beside the locks that it is to hold."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +33,30 @@ def one_at_a_time(sweep: Path) -> Iterator[None]:
 
 
 def _locks(sweep: Path) -> Path:
-    folder = sweep / CLAIMS
+    folder = sweep / LOCKS
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def allow_open_files(claims: int) -> None:
-    """Let this process hold as many claims, each an open file, as there are jobs: the usual limit is 1,024 files.
+def allow_open_files(locks: int) -> None:
+    """Let this process hold as many locks, each an open file, as there are jobs: the usual limit is 1,024 files.
 
     Raises:
         ConfigError: the machine does not allow as many.
     """
-    wanted = claims + psutil.Process().num_fds() + OTHER_FILES
+    wanted = locks + psutil.Process().num_fds() + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        text = f"{claims} jobs at a time need {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
+        text = f"{locks} jobs at a time need {wanted} open files, and this machine allows {hard} (ulimit -Hn)."
         raise ConfigError(Problem("launcher", f"{text} Split the sweep, or raise the limit."))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
-def claimed(job: Job) -> Iterator[bool]:
-    """Yield whether this process may run `job`: False while another one does. A claim ends with its process."""
+def locked(job: Job) -> Iterator[bool]:
+    """Yield whether this process may run `job`: False while another one does. A lock ends with its process."""
     lock = FileLock(_locks(job.folder.parent) / str(job.number))
     try:
         lock.acquire(timeout=0)

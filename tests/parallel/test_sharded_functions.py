@@ -12,8 +12,8 @@ from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, torch_attention
-from lightning_llm.parallel.context import ContextAttention, SequenceCut, context_mask, positions_of
-from lightning_llm.parallel.tensor import Edge, _become, _Row
+from lightning_llm.parallel.context import ContextAttention, SequenceSharder, context_mask, positions_of
+from lightning_llm.parallel.tensor import Region, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
 
 BATCH, TOKENS, VOCABULARY, REAL = 2, 16, 32, 13  # the last rank of two has no real token id
@@ -34,14 +34,14 @@ def loss_differences() -> dict[str, float]:
     labels = torch.randint(REAL, (BATCH, TOKENS), generator=generator)
     labels[0, :5] = -100
     whole = mask_padding(logits, REAL).requires_grad_()
-    own = whole.detach().chunk(2, -1)[layout.place.tp].clone().requires_grad_()
+    own = whole.detach().chunk(2, -1)[layout.coordinates.tp].clone().requires_grad_()
     expected, found = next_token_loss_sum(whole, labels), loss_sum_of(layout)(own, labels)
     (0.3 * expected).backward()
     (0.3 * found).backward()
     leave_groups(layout)
     return {
         "loss": largest(found - expected),
-        "gradient": largest(own.grad - whole.grad.chunk(2, -1)[layout.place.tp]),
+        "gradient": largest(own.grad - whole.grad.chunk(2, -1)[layout.coordinates.tp]),
     }
 
 
@@ -60,11 +60,11 @@ def attention_differences(documents: bool) -> dict[str, float]:
     (expected * weight).sum().backward()
 
     tokens = torch.arange(TOKENS).expand(BATCH, -1)
-    cut, labels, positions, cut_ids = SequenceCut(layout)(tokens, tokens, ids)
+    cut, labels, positions, own_ids = SequenceSharder(layout)(tokens, tokens, ids)
     assert torch.equal(cut[0], positions)
     assert torch.equal(labels, cut)
     own = {name: tensor.detach()[:, positions].clone().requires_grad_() for name, tensor in whole.items()}
-    own_mask = context_mask(positions, cut_ids, None, 2)
+    own_mask = context_mask(positions, own_ids, None, 2)
     found = ContextAttention(layout.group("cp"), torch_attention)(own["q"], own["k"], own["v"], own_mask)
     (found * weight[:, positions]).sum().backward()
     leave_groups(layout)
@@ -79,7 +79,7 @@ def bias_gradient_is_the_sum(dtype: torch.dtype) -> bool:
     linear = Linear(ELEMENTS, ELEMENTS)
     x = torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).to(dtype)
     dy = (400 * torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).abs()).to(dtype)
-    _become(linear, _Row, Edge(layout.group("tp"), sequence=False))
+    _become(linear, _Row, Region(layout.group("tp"), sequence=False))
     linear(x).backward(dy)
     leave_groups(layout)
     return torch.equal(linear.bias.grad, dy.float().sum((0, 1)).to(dtype).float())
@@ -102,7 +102,7 @@ def test_a_bias_behind_a_sum_over_ranks_has_its_gradient_summed_in_fp32(dtype, r
 
 
 def test_every_rank_has_the_same_share_of_the_causal_triangle():
-    shares = [(positions_of(place, 4, 64) + 1).sum().item() for place in range(4)]
+    shares = [(positions_of(rank, 4, 64) + 1).sum().item() for rank in range(4)]
     assert shares == [64 * 65 // 2 // 4] * 4
-    everything = torch.cat([positions_of(place, 4, 64) for place in range(4)])
+    everything = torch.cat([positions_of(rank, 4, 64) for rank in range(4)])
     assert torch.equal(everything.sort().values, torch.arange(64))
