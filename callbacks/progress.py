@@ -18,8 +18,8 @@ class ProgressLine(pl.Callback):
 
     A terminal gets a bar, redrawn at most every `refresh_seconds`; anything else (a file, a batch system's log) a line
     every `line_seconds`. Validation losses are printed above it. The time left is that of the steps left, at
-    the median of the latest ones, and of the validations left, at the latest one's: compiling, and what else the first
-    steps pay for, does not count.
+    the median of the latest ones but the first, and of the validations left, at the latest one's: compiling, and what
+    else the first steps pay for, does not count.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, line_seconds: float = 10.0):
@@ -29,15 +29,17 @@ class ProgressLine(pl.Callback):
         self._bar: Progress | None = None
         self._shown_at = 0.0
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
-        self._step_end = self._validation_start = self._validation_seconds = 0.0
+        self._step_end: float | None = None
+        self._validation_start = self._validation_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Show the bar, where there is a terminal to show it on."""
         if not trainer.is_global_zero:
             return
         self._console = Console(highlight=False)
-        self._shown_at = self._step_end = time.monotonic()
+        self._shown_at = time.monotonic()
         self._step_seconds.clear()
+        self._step_end = None
         if self._console.is_terminal:
             # Redrawn by hand: rich's own refreshing thread would take the interpreter from the training loop.
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
@@ -51,7 +53,8 @@ class ProgressLine(pl.Callback):
             return
         now = time.monotonic()
         step, max_steps = pl_module.step_record["step"], pl_module.config.trainer.max_steps
-        self._step_seconds.append(now - self._step_end)
+        if self._step_end is not None:
+            self._step_seconds.append(now - self._step_end)
         self._step_end = now
         interval = self.refresh_seconds if self._bar else self.line_seconds
         if now - self._shown_at < interval and step != max_steps:
@@ -73,7 +76,8 @@ class ProgressLine(pl.Callback):
         if self._console is None or trainer.sanity_checking:
             return
         self._validation_seconds = time.monotonic() - self._validation_start
-        self._step_end += self._validation_seconds
+        if self._step_end is not None:
+            self._step_end += self._validation_seconds
         record = pl_module.validation_record
         sources = ", ".join(
             f"{key.removeprefix('val_loss/')} {value:.4f}"
@@ -105,12 +109,12 @@ class ProgressLine(pl.Callback):
         parts = [f"step {record['step']}/{max_steps}", f"loss {record['loss']:.4f}"]
         if "tokens_per_second" in record:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        if len(self._step_seconds) > 1:
+        if self._step_seconds:
             left = self._seconds_left(record["step"], max_steps, pl_module.config.trainer.validate_every_steps)
             parts.append(f"{timedelta(seconds=round(left))} left")
         return " | ".join(parts)
 
     def _seconds_left(self, step: int, max_steps: int, validate_every: int | None) -> float:
         every = validate_every or max_steps
-        validations = -(-max_steps // every) - step // every  # one follows the last step, too
+        validations = -(-max_steps // every) - (step - 1) // every  # that of this step, if it has one, is to come
         return statistics.median(self._step_seconds) * (max_steps - step) + self._validation_seconds * validations

@@ -1,5 +1,7 @@
 """`compare --best-of`: each recipe at its own best rate, chosen by seeds that are not judged."""
 
+import shutil
+
 import pytest
 from run_folders import curve, main, make_run, verdicts
 
@@ -74,6 +76,33 @@ def test_a_diverged_rate_is_never_the_best(sweep, capsys):
         rate = BEST[each["recipe"].removeprefix("optim=")]
         assert each["losses"][str(float(rate))] is None
         assert each["value"] != float(rate)
+
+
+def diverge(sweep, optim, rate, seed):
+    words = [f"optim={optim}", f"optim.learning_rate={rate}", f"seed={seed}"]
+    shutil.rmtree(sweep / f"{optim}-{rate}-{seed}")
+    losses, summary = {5: 3.0, 10: float("nan")}, {"status": "diverged", "steps": 40}
+    make_run(sweep / f"{optim}-{rate}-{seed}", *words, losses=losses, summary=summary)
+
+
+def test_where_all_diverged_nothing_is_chosen(sweep, capsys):
+    for rate in RATES:
+        diverge(sweep, "muon", rate, 0)
+    diverge(sweep, "adamw", BEST["adamw"], 2)
+    found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--choose-by", "0")
+    chosen = {each["recipe"]: each["value"] for each in found["selection"]["choices"]}
+    assert chosen == {"optim=adamw": 0.002, "optim=muon": None}
+    notes = "\n".join(found["notes"])
+    told = (
+        "optim=muon: no learning_rate can be chosen, all diverged (0.001: diverged, 0.002: diverged, 0.004: diverged)"
+    )
+    assert told in notes
+    assert "At seed 2, which chose nothing, it diverged." in notes
+    assert {run["seed"] for run in found["runs"]} == {1, 2, 3}
+    for rate in RATES:
+        diverge(sweep, "adamw", rate, 0)
+    assert main(["compare", str(sweep), "--best-of", "optim.learning_rate", "--choose-by", "0"]) == 2
+    assert "nothing can be chosen: at seed 0 every run diverged, at every value. Try lower" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

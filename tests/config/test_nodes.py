@@ -17,6 +17,7 @@ from lightning_llm.plan.traffic import _sent, bytes_sent, traffic_bytes
 
 PSI = 8_030_261_248  # llama_8b's parameters
 ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=128", "data.global_batch_size=128"]
+FSDP_TP = ["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8"]
 
 
 def transfers(ranks: list[int], kind: str, size: float) -> Counter[tuple[int, int]]:
@@ -79,11 +80,8 @@ def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
         (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage lies on one
         (["parallel=fsdp_pp", "world=32", "trainer.devices=8"], "native"),
         # One rank of each group on a machine: the tree sends as much as a ring; with 4 micro-batches a sum waits, too.
-        (["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8", "data.global_batch_size=32"], "tree"),
-        (
-            ["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8", "data.global_batch_size=64"],
-            "native",
-        ),
+        ([*FSDP_TP, "data.global_batch_size=32"], "tree"),
+        ([*FSDP_TP, "data.global_batch_size=64"], "native"),
         (["parallel=hsdp", "parallel.dp_replicate=2", "world=16", "data.global_batch_size=16"], "tree"),
         (["parallel=hsdp", "parallel.dp_replicate=4", "world=16", "data.global_batch_size=16"], "native"),
     ],

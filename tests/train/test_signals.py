@@ -153,7 +153,8 @@ def test_a_reader_that_has_gone_ends_no_run(small_run, tmp_path, monkeypatch):
     with open(writer, "w") as gone, (tmp_path / "errors").open("w") as errors:
         monkeypatch.setattr(sys, "stdout", gone)
         monkeypatch.setattr(sys, "stderr", errors)
-        assert main(["train", *small_run(tmp_path, "callbacks.progress.line_seconds=0")]) == 0
+        words = ["callbacks.progress._target_=lightning_llm.callbacks.progress.ProgressLine"]
+        assert main(["train", *small_run(tmp_path, *words, "callbacks.progress.line_seconds=0.0")]) == 0
     monkeypatch.undo()
     assert (tmp_path / "errors").read_text().count("nobody reads this run's output any more") == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
