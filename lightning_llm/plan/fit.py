@@ -50,7 +50,7 @@ def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
         return "hardware", f"{line}fits, {spare:.1f} GiB to spare"
     line += f"does not fit, by {-spare:.1f} GiB; "
     if change is None:
-        return "hardware", f"{line}more ranks, parallel.tp or parallel.pp may make it"
+        return "hardware", f"{line}more ranks, parallel.tp or parallel.pp may do"
     return "hardware", f"{line}{' '.join(change['overrides'])} would, at {change['memory_bytes'] / GIB:.1f} GiB"
 
 
