@@ -47,7 +47,6 @@ class LastingStream:
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Have sys.stdout and sys.stderr drop what nobody reads any more, and say so once on the other of the two."""
-    streams = {"output": sys.stdout, "errors": sys.stderr}
 
     def say(gone: str, other: TextIO) -> Callable[[], None]:
         def said() -> None:
@@ -56,7 +55,11 @@ def lasting_output() -> Iterator[None]:
 
         return said
 
-    out = LastingStream(streams["output"], say("output", streams["errors"]))
-    errors = LastingStream(streams["errors"], say("errors", streams["output"]))
+    out = LastingStream(sys.stdout, say("output", sys.stderr))
+    errors = LastingStream(sys.stderr, say("errors", sys.stdout))
     with redirect_stdout(out), redirect_stderr(errors):  # type: ignore[type-var]
-        yield
+        try:
+            yield
+        finally:
+            out.flush()
+            errors.flush()
