@@ -42,8 +42,9 @@ EXIT_CODES = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        arguments = _parse(words)
         module, _, function = VERBS[arguments.verb][0].partition(":")
         open_config_dir(getattr(arguments, "config_dir", None))
         code = int(getattr(importlib.import_module(module), function)(arguments))
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stop:
         number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
-        what = "; no step was under way, and what is saved stays as it is" if arguments.verb == "train" else ""
+        what = "; no step was under way, and what is saved stays as it is" if words[:1] == ["train"] else ""
         print(f"stopped by {number.name}{what}", file=sys.stderr)
         return 128 + number
 

@@ -57,7 +57,7 @@ def lasting_output() -> Iterator[None]:
 
     out = LastingStream(sys.stdout, say("output", sys.stderr))
     errors = LastingStream(sys.stderr, say("errors", sys.stdout))
-    with redirect_stdout(out), redirect_stderr(errors):  # type: ignore[type-var]
+    with redirect_stdout(out), redirect_stderr(errors):
         try:
             yield
         finally:

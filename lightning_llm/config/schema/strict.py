@@ -90,8 +90,8 @@ def _take_out(values: Any, location: Sequence[Any]) -> None:
 
 A_MAPPING = "a mapping"
 _SHAPES = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "mapping_type"), A_MAPPING),
-    **dict.fromkeys(("tuple_type", "list_type", "set_type"), "a list"),
+    **dict.fromkeys(("model_type", "dict_type"), A_MAPPING),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
 }
 """pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
 
