@@ -17,9 +17,9 @@ class ProgressLine(pl.Callback):
     """Shows step, loss, tokens per second and the time left, on rank 0.
 
     A terminal gets a bar, redrawn at most every `refresh_seconds`; anything else (a file, a batch system's log) a line
-    every `line_seconds`. Validation losses are printed above it. The time left is that of the steps left, at
-    the median of the latest ones but the first, and of the validations left, at the latest one's: compiling, and what
-    else the first steps pay for, does not count.
+    every `line_seconds`. Validation losses are printed above it. The time left is that of the steps left, at the median
+    of the latest ones but the first, and of the validations left, at the latest one's: compiling, and what else the
+    first steps pay for, does not count.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, line_seconds: float = 10.0):

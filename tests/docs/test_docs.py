@@ -105,7 +105,7 @@ def test_the_tables_have_every_recipe_and_rule():
     assert f"| `nvfp4` | {nvfp4}e2m1 1x16 e4m3 H16+ |" in TEXT
     assert "| `mxfp8` | all six: e4m3 1x32 ceil |" in TEXT
     rules = re.split(r"^(?=\d+\. )", generate.lint_rules(), flags=re.MULTILINE)[1:]
-    assert [bool(re.search(r"<br>Source:\s\S", rule)) for rule in rules] == [True] * len(RULES)
+    assert [bool(re.search(r"<br>Source:\s+\S", rule)) for rule in rules] == [True] * len(RULES)
 
 
 def test_every_value_a_cast_can_take_is_explained():
