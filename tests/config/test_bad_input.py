@@ -50,7 +50,7 @@ WRONG_VALUES = {
     "parallel.timeout_seconds=1e30": "must be less than or equal to 31536000",
     "trainer.devices=100000": "must be less than or equal to 1024",
     "data.num_workers=0x10": "is '0x10', must be a valid integer",
-    "run.name=null": "run.name: is None, must be a valid string",
+    "run.name=null": "run.name: is null, must be a valid string",
     "data.sequence_length.x=3": "must be a valid integer, and is a mapping",
 }
 
