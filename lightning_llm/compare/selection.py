@@ -121,9 +121,10 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         selection.choices.append(Choice(_words(recipe[0], others), best, losses, tuple(lost_seeds)))
         selection.runs += [run for run in kept if id(run) in finished]
         selection.unfinished += [run for run in kept if id(run) not in finished]
-    if not problems and selection.choices and all(each.value is None for each in selection.choices):
-        text = f"nothing can be chosen: at seed {', '.join(map(str, seeds))} every run diverged, at every value. "
-        problems.append(Problem(f"--best-of {asked.key}", f"{text}Try lower values, or give other --choose-by seeds."))
+    lost = [each for each in selection.choices if each.value is None]
+    if lost and len(selection.choices) - len(lost) < 2 and not problems:  # nothing is left to hold against another
+        text = " ".join(each.line(asked.key.rpartition(".")[2]) for each in lost)
+        problems.append(Problem(f"--best-of {asked.key}", f"{text} Try lower values, or give other --choose-by seeds."))
     if not problems and not selection.runs:
         text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, seeds))}). Run others:"
         best_ones = [each for each in selection.choices if each.value is not None]
