@@ -1,5 +1,6 @@
 """Progress of a run: a bar with loss, speed and time left on a terminal, a plain line now and then elsewhere."""
 
+import statistics
 import time
 from collections import deque
 from datetime import timedelta
@@ -16,8 +17,9 @@ class ProgressLine(pl.Callback):
     """Shows step, loss, tokens per second and the time left, on rank 0.
 
     A terminal gets a bar, redrawn at most every `refresh_seconds`; anything else (a file, a batch system's log) a line
-    every `line_seconds`. Validation losses are printed above it. The time left counts the wall clock of the latest
-    steps, validations and checkpoints included.
+    every `line_seconds`. Validation losses are printed above it. The time left is that of the steps left, at the median
+    of the latest ones but the first, and of the validations left, at the latest one's: compiling, and what else the
+    first steps pay for, does not count.
     """
 
     def __init__(self, refresh_seconds: float = 0.5, line_seconds: float = 10.0):
@@ -26,7 +28,9 @@ class ProgressLine(pl.Callback):
         self._console: Console | None = None
         self._bar: Progress | None = None
         self._shown_at = 0.0
-        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
+        self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
+        self._step_end: float | None = None
+        self._validation_start = self._validation_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Show the bar, where there is a terminal to show it on."""
@@ -34,7 +38,8 @@ class ProgressLine(pl.Callback):
             return
         self._console = Console(highlight=False)
         self._shown_at = time.monotonic()
-        self._ends.clear()
+        self._step_seconds.clear()
+        self._step_end = None
         if self._console.is_terminal:
             # Redrawn by hand: rich's own refreshing thread would take the interpreter from the training loop.
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
@@ -48,22 +53,31 @@ class ProgressLine(pl.Callback):
             return
         now = time.monotonic()
         step, max_steps = pl_module.step_record["step"], pl_module.config.trainer.max_steps
-        self._ends.append((step, now))
+        if self._step_end is not None:
+            self._step_seconds.append(now - self._step_end)
+        self._step_end = now
         interval = self.refresh_seconds if self._bar else self.line_seconds
         if now - self._shown_at < interval and step != max_steps:
             return
         self._shown_at = now
-        line = self._line(pl_module.step_record, max_steps)
+        line = self._line(pl_module)
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step, description=line)
             self._bar.refresh()
         else:
             self._print(line)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Note when the validation begins."""
+        self._validation_start = time.monotonic()
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Print the validation losses above the bar."""
         if self._console is None or trainer.sanity_checking:
             return
+        self._validation_seconds = time.monotonic() - self._validation_start
+        if self._step_end is not None:
+            self._step_end += self._validation_seconds
         record = pl_module.validation_record
         sources = ", ".join(
             f"{key.removeprefix('val_loss/')} {value:.4f}"
@@ -90,12 +104,17 @@ class ProgressLine(pl.Callback):
         if self._console:
             self._console.print(line, markup=False, soft_wrap=True)
 
-    def _line(self, record: dict[str, Any], max_steps: int) -> str:
+    def _line(self, pl_module: Any) -> str:
+        record, max_steps = pl_module.step_record, pl_module.config.trainer.max_steps
         parts = [f"step {record['step']}/{max_steps}", f"loss {record['loss']:.4f}"]
         if "tokens_per_second" in record:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        (first, since), (last, now) = self._ends[0], self._ends[-1]
-        if last > first:
-            left = (now - since) / (last - first) * (max_steps - last)
+        if self._step_seconds:
+            left = self._seconds_left(record["step"], max_steps, pl_module.config.trainer.validate_every_steps)
             parts.append(f"{timedelta(seconds=round(left))} left")
         return " | ".join(parts)
+
+    def _seconds_left(self, step: int, max_steps: int, validate_every: int | None) -> float:
+        every = validate_every or max_steps
+        validations = -(-max_steps // every) - (step - 1) // every  # that of this step, if it has one, is to come
+        return statistics.median(self._step_seconds) * (max_steps - step) + self._validation_seconds * validations

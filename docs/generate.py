@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
@@ -120,10 +121,12 @@ def lint_rules() -> str:
         if not source:
             raise ValueError(f"{rule.__name__}: its docstring needs a line 'Source: ...'")
         fixed = " Cannot be allowed." if rule in NOT_TO_ALLOW else ""
-        items.append(f"{number}. `{rule_name(rule)}`: {_line(text)}{fixed}<br>Source: {_line(source)}")
-    return "\n".join(items) + "\n"
+        items.append(_item(number, f"`{rule_name(rule)}`: {_line(text)}{fixed}<br>Source: {_line(source)}"))
+    return "".join(items)
 
 
+PAGE_WIDTH = 140
+"""Columns of a line of prose; a row of a table is one line, whatever its length."""
 MARGIN = 0.01
 PAIR_SDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02)
 POWER_SEEDS = (2, 3, 5, 8)
@@ -148,7 +151,7 @@ def native_matrix() -> str:
     """Return the table of recipes and devices: native, or emulated with the number of the reason, listed below it."""
     rows, reasons = numbered(matrix(recipe for recipe, _ in recipes()))
     body = [[f"`{row[0]}`", *row[1:]] for row in rows[1:]]
-    listed = "".join(f"{number}. {_line(text)}\n" for number, text in enumerate(reasons, 1))
+    listed = "".join(_item(number, _line(text)) for number, text in enumerate(reasons, 1))
     return f"{_table(rows[0], body)}\n{listed}"
 
 
@@ -266,6 +269,16 @@ def native_short() -> str:
         "at hand to measure on yet: `make gpu-check` does.\n"
     )
     return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
+
+
+def _item(number: int, text: str) -> str:
+    """Return an item of a numbered list, wrapped as the pages are."""
+    start = f"{number}. "
+    indent = " " * len(start)
+    wrapped = textwrap.fill(
+        text, PAGE_WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return f"{wrapped}\n"
 
 
 def _line(text: str) -> str:

@@ -13,7 +13,7 @@ import lightning_llm
 from lightning_llm.config.config_dir import open_config_dir
 from lightning_llm.config.hydra_options import without_hydra_options
 from lightning_llm.config.redact import redact_uri
-from lightning_llm.errors import ConfigError, did_you_mean
+from lightning_llm.errors import ConfigError, Terminated, did_you_mean
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.terminal.text import escaped
 from lightning_llm.verb import completion
@@ -42,8 +42,9 @@ EXIT_CODES = (
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        arguments = _parse(words)
         module, _, function = VERBS[arguments.verb][0].partition(":")
         open_config_dir(getattr(arguments, "config_dir", None))
         code = int(getattr(importlib.import_module(module), function)(arguments))
@@ -54,9 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads this (head, a pager) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        print("stopped before training began; nothing was saved", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        what = "; no step was under way, and what is saved stays as it is" if words[:1] == ["train"] else ""
+        print(f"stopped by {number.name}{what}", file=sys.stderr)
+        return 128 + number
 
 
 class OneLineParser(argparse.ArgumentParser):

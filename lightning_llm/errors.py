@@ -42,6 +42,10 @@ class CallbackFailedError(Exception):
     """A callback of the config raised something, or ended the process. Exit code 1."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came before training began, and ends the command as Ctrl-C does. Exit code 143."""
+
+
 class StorageError(Exception):
     """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""
 

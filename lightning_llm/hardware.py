@@ -4,6 +4,7 @@ Peaks are dense (the figures that datasheets star as "with sparsity" are halved)
 vendor lists two. A device or format that is not in the table has no peak: `None`, never a neighbour's figure.
 """
 
+import os
 import platform
 import re
 import resource
@@ -56,6 +57,32 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
     r"Tesla T4": ({"fp32": 8.1, "fp16": 65}, _T4),
     r"Tesla V100-SXM2-\d+GB(-LS)?": ({"fp32": 15.7, "fp16": 125}, _V100),
 }
+
+
+MEMORY_GIB: dict[str, int] = {
+    "a100": 80,
+    "l4": 24,
+    "l40": 48,
+    "l40s": 48,
+    "rtx4090": 24,
+    "h100": 80,
+    "h200": 141,
+    "gh200": 96,
+    "b200": 180,
+    "gb200": 186,
+    "rtx5090": 32,
+}
+"""Memory of a device that `hardware=NAME` plans for, by the datasheets above (RTX 5090: nvidia.com/geforce), which
+write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3."""
+
+
+def memory_bytes_here(device_type: str) -> int:
+    """Return the memory of this machine's first CUDA device, or of the machine ("cpu")."""
+    if device_type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_flops_per_second(device_name: str, number_format: str) -> float | None:

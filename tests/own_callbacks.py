@@ -51,6 +51,10 @@ class Misbehaves(pl.Callback):
     def __init__(self, what: str):
         self.what = what
 
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        if self.what == "setup":
+            raise RuntimeError("before the run's folder is open")
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if self.what == "checkpoint":
             trainer.save_checkpoint("mine.ckpt")

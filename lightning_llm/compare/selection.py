@@ -29,17 +29,31 @@ class BestOf:
 class Choice:
     """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
 
-    `words` name the recipe.
+    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it.
     """
 
     words: str
     value: Any
     losses: dict[Any, float]
+    lost_seeds: tuple[int, ...] = ()
 
     @property
     def at_the_edge(self) -> bool:
         """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
         return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
+
+    def line(self, name: str) -> str:
+        """Return the choice among values of `name` in words."""
+        losses = ", ".join(
+            f"{value:g}: {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}"
+            for value, loss in sorted(self.losses.items())
+        )
+        if self.value is None:
+            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
+        edge = f" It is the last of the grid: try {name} beyond it, too." if self.at_the_edge else ""
+        seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
+        lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
+        return f"{self.words}: {name}={self.value:g} of {losses}.{edge}{lost}"
 
 
 @dataclass
@@ -60,12 +74,8 @@ class Selection:
     def lines(self) -> list[str]:
         """Return what there is to say of it, a sentence each."""
         name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
-        found = [f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over the other seeds."]
-        for each in self.choices:
-            losses = ", ".join(f"{value:g}: {loss:.4f}" for value, loss in sorted(each.losses.items()))
-            edge = f" It is the last of the grid: try {name} beyond it, too." if each.at_the_edge else ""
-            found.append(f"{each.words}: {name}={each.value:g} of {losses}.{edge}")
-        return found
+        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over the other seeds."
+        return [what, *(each.line(name) for each in self.choices)]
 
 
 def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, terms: Terms) -> Selection:
@@ -103,13 +113,22 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         if not losses:
             continue
         best = min(losses, key=lambda value: losses[value])
-        selection.choices.append(Choice(_words(recipe[0], others), best, losses))
+        if math.isinf(losses[best]):
+            selection.choices.append(Choice(_words(recipe[0], others), None, losses))
+            continue
         kept = [run for run in recipe if run.config[asked.key] == best and run.seed not in seeds]
+        lost_seeds = sorted(run.seed for run in kept if id(run) in finished and run.lost_its_loss)
+        selection.choices.append(Choice(_words(recipe[0], others), best, losses, tuple(lost_seeds)))
         selection.runs += [run for run in kept if id(run) in finished]
         selection.unfinished += [run for run in kept if id(run) not in finished]
+    lost = [each for each in selection.choices if each.value is None]
+    if lost and len(selection.choices) - len(lost) < 2 and not problems:  # nothing is left to hold against another
+        text = " ".join(each.line(asked.key.rpartition(".")[2]) for each in lost)
+        problems.append(Problem(f"--best-of {asked.key}", f"{text} Try lower values, or give other --choose-by seeds."))
     if not problems and not selection.runs:
         text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, seeds))}). Run others:"
-        chosen = "; ".join(f"{each.words} {asked.key}={each.value:g}" for each in selection.choices)
+        best_ones = [each for each in selection.choices if each.value is not None]
+        chosen = "; ".join(f"{each.words} {asked.key}={each.value:g}" for each in best_ones)
         problems.append(Problem(f"--best-of {asked.key}", f"{text} {chosen}, each with seeds of its own."))
     if problems:
         raise ConfigError(problems)

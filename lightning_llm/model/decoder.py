@@ -154,7 +154,7 @@ class Decoder(nn.Module):
             logits = torch.tanh(logits / cap) * cap  # [B, T, V]
         return mask_padding(logits, self.config.vocab_size, self.first_id)
 
-    def auxiliary_losses(self) -> dict[str, Tensor]:
+    def sum_auxiliary_losses(self) -> dict[str, Tensor]:
         """Return what the blocks' last forward pass adds to the loss: scalars by name, summed over blocks."""
         total: dict[str, Tensor] = {}
         for block in self.layers.values():

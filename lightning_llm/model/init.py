@@ -14,7 +14,8 @@ identity, and other parameters that are no linear's as their kind says (`model.s
 - "llama": torchtitan's Llama 3 with `depth_init` (`torchtitan/models/llama3/model.py`), since Meta published none:
   token embedding N(0, 1); q, k, v and gate N(0, std); `o_proj`, `up_proj`, `down_proj` N(0, std / sqrt(2 (l + 1)));
   head N(0, 1 / sqrt(hidden_size)), cut at 3 of its standard deviations. Where head and embedding are one tensor, it
-  takes the head's rule. A position table, which Llama lacks, takes N(0, std).
+  takes the head's rule: logits of unit variance, and a first loss of some ln V + 0.5, at any width (transformers' Llama
+  has N(0, 0.02) there: + 0.4 at hidden_size 2048, + 0.6 at 3072). A position table, which Llama lacks, takes N(0, std).
 """
 
 import math

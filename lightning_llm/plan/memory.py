@@ -15,6 +15,7 @@ from lightning_llm.plan.units import (
     reduces_once,
     shard_ranks,
     sums_in_tree,
+    tree_buffers,
     units_of,
     uses_fsdp,
 )
@@ -94,15 +95,6 @@ def _logits_bytes(config: Config, degrees: Degrees, micro_batches: int) -> int:
     kept = micro_batches if degrees.pp > 1 and config.parallel.schedule == "gpipe" else 1
     capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
     return logits * ((kept + capped) * DTYPE_BYTES[config.precision.compute_dtype] + 8)
-
-
-def tree_buffers(micro_batches: int) -> int:
-    """Return how many sums wait at most beside the running one while so many micro-batches are added by the tree.
-
-    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for
-    powers of two.
-    """
-    return ((micro_batches + 1) // 2).bit_length() - 1
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees) -> int:

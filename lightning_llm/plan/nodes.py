@@ -6,7 +6,10 @@ from itertools import pairwise
 
 from lightning_llm.config.schema import Config
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.units import micro_batches_per_rank, tree_buffers
 
+SHARD_AXES = ("dp_shard", "cp")
+"""The axes over which FSDP2 shards."""
 ASSUMED_RANKS_PER_NODE = 8
 """GPUs of most machines that are trained on together (DGX, HGX), for a plan of a world whose machines are not named."""
 
@@ -47,17 +50,38 @@ def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
 
 
 def with_reduction(config: Config, degrees: Degrees) -> Config:
-    """Return `config` with parallel.reduction as `auto` has it: tree within a machine, native over several.
+    """Return `config` with parallel.reduction as `auto` has it.
 
-    An all-to-all sends every rank's part of the sum from each rank of a machine to each of the others; a ring sends a
-    machine's ranks' together. So the tree's exchange crosses between machines up to as many times as often as a machine
-    has ranks.
+    That is tree within a machine; over several, where it sends no more bytes between them than the library's rings and
+    keeps no partial sums waiting, and native otherwise.
     """
     if config.parallel.reduction != "auto":
         return config
-    spans = degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
-    chosen = "native" if spans else "tree"
+    dearer = tree_factor(config, degrees) > 1 or tree_buffers(micro_batches_per_rank(config, degrees)) > 0
+    crosses = degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
+    chosen = "native" if crosses and dearer else "tree"
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
+
+
+def tree_factor(config: Config, degrees: Degrees) -> float:
+    """Return how many times as many bytes of gradients the tree sends between machines as rings do; 1 if neither does.
+
+    An all-to-all sends every rank's part of the sum from each rank of a machine to each of the others; a ring sends a
+    machine's ranks' together. What leaves it is the same where a machine has one rank of each group. In units of a
+    rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed over replicas and sent back.
+    """
+    per_node, parallel = ranks_per_node(config), config.parallel
+    ranks, replicas = degrees.fsdp if parallel.zero_stage else 1, degrees.dp_replicate
+    scattered = (ranks - 1) * (micro_batches_per_rank(config, degrees) if parallel.zero_stage >= 2 else 1)
+    summed = (replicas - 1) / replicas
+
+    def between(axes: Sequence[str], kind: str) -> float:
+        return share_between_nodes(degrees, axes, kind, per_node)
+
+    rings = between(("dp_replicate",), "all_gather")
+    tree = scattered * between(SHARD_AXES, "all_to_all") + summed * (between(("dp_replicate",), "all_to_all") + rings)
+    native = scattered * between(SHARD_AXES, "reduce_scatter") + 2 * summed * rings
+    return tree / native if native else 1.0
 
 
 def reduction_note(config: Config, degrees: Degrees) -> str | None:
@@ -65,15 +89,15 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
     nodes, per_node = data_parallel_nodes(config, degrees), ranks_per_node(config)
     if degrees.dp == 1 or nodes == 1:
         return None
-    axes = ("dp_shard", "cp") if degrees.dp_shard > 1 else ("dp_replicate",)
-    ring = share_between_nodes(degrees, axes, "reduce_scatter", per_node)
-    times = f"{share_between_nodes(degrees, axes, 'all_to_all', per_node) / ring if ring else 1.0:.3g}"
+    times = f"{tree_factor(config, degrees):.3g}"
     much = "as much" if times == "1" else f"{times} times as much"
     machines = f"{nodes} machines of {per_node} ranks{' (assumed)' if nodes_are_assumed(config) else ''}"
     if config.parallel.reduction == "native":
+        waiting = tree_buffers(micro_batches_per_rank(config, degrees))
+        kept = f", and keep {waiting} partial sum{'s' if waiting > 1 else ''} waiting" if waiting else ""
         return (
             f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, whose sums "
-            f"do not depend on the number of ranks, would send {much} of them between machines"
+            f"do not depend on the number of ranks, would send {much} of them between machines{kept}"
         )
     return (
         f"note   gradients are summed over {machines} in the tree's order (parallel.reduction=tree), which sends "

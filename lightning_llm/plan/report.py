@@ -7,6 +7,7 @@ from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
+from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.describe import precision_facts, precision_rows
@@ -16,7 +17,8 @@ from lightning_llm.precision.native.capability import HARDWARE
 def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
 
-    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go.
+    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go;
+    `hardware` is `fit.hardware_facts`.
     """
     config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length
@@ -36,6 +38,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
         **cost_facts(plan),
+        "hardware": hardware_facts(plan),
         "config_hash": plan.identity,
         "run_dir": config.run.dir,
     }
@@ -111,6 +114,7 @@ def render(facts: dict[str, Any]) -> str:
             "FLOPs",
             f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all",
         ),
+        hardware_row(facts["hardware"]),
         *byte_rows("memory", "per rank, estimated", facts["memory_bytes"]),
         *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
         *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),

@@ -8,13 +8,12 @@ from lightning_llm.model.spec import block_parameters, for_layers, mixer_of, nor
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import boundary_bytes, peak_memory_pp_rank, recomputed_layers, tokens_of
-from lightning_llm.plan.nodes import ranks_per_node, share_between_nodes
+from lightning_llm.plan.nodes import SHARD_AXES, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
 from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
 
-SHARDS = "dp_shard cp"
-"""The axes over which FSDP2 shards."""
+SHARDS = " ".join(SHARD_AXES)
 
 Sent = Counter[tuple[str, str]]
 """Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp")."""

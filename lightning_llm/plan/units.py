@@ -95,6 +95,15 @@ def sums_in_tree(parallel: ParallelConfig) -> bool:
     return parallel.reduction != "native"
 
 
+def tree_buffers(micro_batches: int) -> int:
+    """Return how many sums wait at most beside the running one while so many micro-batches are added by the tree.
+
+    Pairs are pushed to a binary counter, all but the last: floor(log2(pairs + 1)), which is log2(micro_batches) - 1 for
+    powers of two.
+    """
+    return ((micro_batches + 1) // 2).bit_length() - 1
+
+
 def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
     """Return whether FSDP2 keeps the parameters: where anything is sharded, and wherever the library sums."""
     return parallel.zero_stage > 0 or (not sums_in_tree(parallel) and degrees.dp > 1)

@@ -140,9 +140,12 @@ def overwrite_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def mark_failed(folder: Path, detail: str) -> None:
-    """Say in `summary.json` why the run failed, for a run whose rank 0 did not, or could not, know."""
-    if summary := summary_of(folder):
-        write_json(folder / "summary.json", {**summary, "status": "failed", "detail": detail})
+    """Say in `summary.json` why the run of `folder` failed, where its rank 0 did not, or could not, know.
+
+    One that failed before it had a summary gets one; a folder that holds no run stays as it is.
+    """
+    if (folder / "config.yaml").is_file():
+        write_json(folder / "summary.json", {**summary_of(folder), "status": "failed", "detail": detail})
 
 
 def _safe(value: Any) -> Any:

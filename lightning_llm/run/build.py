@@ -153,6 +153,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
             plan.identity,
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
+            start.step if start.checkpoint is not None and start.checkpoint.folder.parent == checkpoints else None,
         ),
     ]
 

@@ -48,9 +48,13 @@ from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
+from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
+from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""The signals that a run is asked to stop by."""
 
 
 def run(plan: Plan, start: Start | None = None) -> int:
@@ -65,7 +69,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
     """
     folder = plan.config.run.dir
     locks: list[FileLock] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
     try:
         for number in handlers:
             signal.signal(number, _stop_before_training)
@@ -97,6 +101,8 @@ def report_end(error: BaseException, folder: str) -> int:
     """Say why the run in `folder` ended, and how it goes on; return its exit code. Silent ranks are named already."""
     further = how_to_go_on(folder)
     if isinstance(error, StoppedBySignal):
+        if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier start
+            error = StoppedBySignal(error.number, step_of(saved[0]))
         say("; ".join(filter(None, (str(error), further))), sys.stderr)
         return 128 + error.number
     if isinstance(error, StorageError):
@@ -168,6 +174,9 @@ def fit(rank: Rank, start: Start) -> None:
     module = build_module(rank.plan, corpus)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
+    (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
+    for number in STOPPING:
+        signal.signal(number, checkpointing.stop_outside_steps)
     with watched_ranks(config, module), failures_marked(config, rank.callbacks):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:

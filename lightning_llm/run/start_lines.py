@@ -29,6 +29,7 @@ def resume_lines(config: Config, start: Start) -> list[str]:
             "against their CRC-32, the rest of it cannot be verified"
         )
     before = load_config(start.checkpoint.run_folder / "config.yaml", []).trainer.max_steps
+    lines += _end_lines(start, before, config.trainer.max_steps)
     schedule, now = config.schedule, config.trainer.max_steps
     if schedule.name != "constant" and schedule.total_steps is None and before != now:
         lines.append(
@@ -41,6 +42,15 @@ def resume_lines(config: Config, start: Start) -> list[str]:
             "end at other steps than before"
         )
     return lines
+
+
+def _end_lines(start: Start, before: int, now: int) -> list[str]:
+    """Return what to say of a run that ends where it is, or earlier than was planned `before`."""
+    if start.step == now:
+        return [f"note   trainer.max_steps={now} is the step that is made: no other follows, and the run ends here"]
+    if now < before:
+        return [f"note   trainer.max_steps was {before} and is {now}: the run ends at step {now}"]
+    return []
 
 
 def data_line(config: Config, corpus: Corpus) -> str:

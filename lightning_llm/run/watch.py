@@ -51,7 +51,8 @@ def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterat
             yield
     except CallbackFailedError as error:
         # Its own on_exception may have failed, before the run folder's; what fails after the last step ends no run.
-        if rank == 0 and summary_of(folder).get("status") in ("running", "failed"):
+        # One that fails in setup does so before there is a summary.
+        if rank == 0 and summary_of(folder).get("status", "running") in ("running", "failed"):
             mark_failed(folder, f"{type(error).__name__}: {error}")
         raise
 

@@ -1,6 +1,5 @@
 """The LightningModule: makes the model, the optimizer and the step, and hands batches to them."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
-from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.parallel.whole_matrices import WholeMatrices
@@ -27,6 +25,7 @@ from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
+from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.progress import set_global_step
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.record_logger import RecordLogger
@@ -45,12 +44,8 @@ class LanguageModule(pl.LightningModule):
     """
 
     model: Decoder
-    gradient_syncs: list[GradientSync]
-    pipeline: Pipeline | None = None
+    parallel: ParallelModel
     train_step: TrainStep
-    sequence_sharder: SequenceSharder
-    loss_sum: Callable[[Tensor, Tensor], Tensor]
-    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     validation: Validation
 
     def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
@@ -77,24 +72,17 @@ class LanguageModule(pl.LightningModule):
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
-        self.sequence_sharder, self.loss_sum = SequenceSharder(layout), loss_sum_of(layout)
-        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        pipeline = None
         if layout.degrees.pp > 1:
             micro_batches = micro_batches_per_rank(self.config, layout.degrees)
-            self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, micro_batches, device)
+            pipeline = Pipeline(syncs, layout, self.config.data, micro_batches, device)
         self.quantisation.watch_overflow(model)
         self.model = model
-        self.validation = Validation(
-            model=model,
-            layout=layout,
-            syncs=self.gradient_syncs,
-            pipeline=self.pipeline,
-            sequence_sharder=self.sequence_sharder,
-            loss_sum=self.loss_sum,
-            quantisation=self.quantisation,
-            source_names=self.source_names,
-            device=device,
+        self.parallel = ParallelModel(
+            model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), self.quantisation
         )
+        self.validation = Validation(self.parallel, self.source_names, device)
 
     @property
     def device(self) -> torch.device:
@@ -105,18 +93,12 @@ class LanguageModule(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         config = self.config
         hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
-        optim, layout = config.optim.model_copy(update=hints), self.trainer.strategy.layout
-        optimizer: torch.optim.Optimizer = optim.build(self.model.named_parameters(), WholeMatrices(layout))
+        optim, matrices = config.optim.model_copy(update=hints), WholeMatrices(self.parallel.layout)
+        optimizer: torch.optim.Optimizer = optim.build(self.model.named_parameters(), matrices)
         self.train_step = TrainStep(
-            model=self.model,
+            parallel=self.parallel,
             optimizer=optimizer,
             learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
-            layout=layout,
-            syncs=self.gradient_syncs,
-            pipeline=self.pipeline,
-            sequence_sharder=self.sequence_sharder,
-            loss_sum=self.loss_sum,
-            quantisation=self.quantisation,
             scaler=self.scaler,
             spikes=self.spikes,
             clip_norm=config.optim.gradient_clip_norm,
@@ -177,13 +159,13 @@ class LanguageModule(pl.LightningModule):
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of this rank that another pipeline stage holds, too, and counts."""
-        return self.train_step.copied_parameters
+        return self.parallel.copied_parameters
 
     @property
     def whole_model(self) -> GatheredLogits | PipelinedDecoder:
         """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
-        layout = self.trainer.strategy.layout
-        return GatheredLogits(self.model, layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
+        pipeline = self.parallel.pipeline
+        return GatheredLogits(self.model, self.parallel.layout) if pipeline is None else PipelinedDecoder(pipeline)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not self.model.training:

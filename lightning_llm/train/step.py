@@ -13,17 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.data.corpus import Batch
-from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.grad_norm import clip_gradients
-from lightning_llm.parallel.gradient_sync import GradientSync
-from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.state import TrainState
 
 
@@ -31,18 +27,9 @@ from lightning_llm.train.state import TrainState
 class TrainStep:
     """Synchronous training: every rank computes gradients of its micro-batches, their sum moves the weights once."""
 
-    model: Decoder
-    """This rank's part of it."""
+    parallel: ParallelModel
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
-    layout: Layout
-    syncs: list[GradientSync]
-    """One for each pipeline stage of this rank, or of the whole model."""
-    pipeline: Pipeline | None
-    sequence_sharder: SequenceSharder
-    loss_sum: Callable[[Tensor, Tensor], Tensor]
-    """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
-    quantisation: Quantisation
     scaler: LossScaler
     spikes: SpikePolicy
     clip_norm: float | None
@@ -53,7 +40,7 @@ class TrainStep:
     """Called in turn with the step's loss, between reduction and update: gradients are those of the whole step, times
     the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
     _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
-    """What `Decoder.auxiliary_losses` has added to the step in progress, by name."""
+    """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
 
     def __call__(self, batch: Batch) -> Tensor:
         """Take one step on this rank's micro-batches [A, B, T]; return its mean loss over target tokens, fp32.
@@ -62,11 +49,12 @@ class TrainStep:
             StepNotMadeError: the loss or the gradient norm is not finite, or spikes.policy ends the run. Weights,
                 moments and counts are those of the step before.
         """
-        state = self.state
+        state, model, layout = self.state, self.parallel.model, self.parallel.layout
+        quantisation = self.parallel.quantisation
         rate = self.learning_rate.set(state.updates)
         self.before_zero_grad()
         self.optimizer.zero_grad(set_to_none=True)
-        self.quantisation.begin_step(self.model, state.completed_steps)
+        quantisation.begin_step(model, state.completed_steps)
 
         losses = self._forward_backward(batch)
         self._reduce_gradients()
@@ -76,11 +64,11 @@ class TrainStep:
         for act in self.on_gradients:
             act(loss)
 
-        parameters = list(self.model.parameters())
+        parameters = list(model.parameters())
         record.update(self.scaler.describe())
-        overflow = self.scaler.unscale(parameters, self.layout, self.quantisation.take_overflow())
+        overflow = self.scaler.unscale(parameters, layout, quantisation.take_overflow())
         clip_norm = None if overflow else self.clip_norm
-        record["grad_norm"] = clip_gradients(parameters, clip_norm, self.layout, self.copied_parameters)
+        record["grad_norm"] = clip_gradients(parameters, clip_norm, layout, self.parallel.copied_parameters)
 
         skipped = self._is_skipped(record, overflow)
         if skipped:
@@ -88,45 +76,40 @@ class TrainStep:
         else:
             self.optimizer.step()
         self.scaler.update(overflow)
-        self.quantisation.end_step(self.model, self._largest_amax)
+        quantisation.end_step(model, self._largest_amax)
         state.count_step(skipped)
         return loss
 
     def repeat(self, batch: Batch) -> None:
         """Repeat forward and backward of the step in progress, leaving its gradients: to look into one that failed."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.quantisation.undo_step()
+        self.parallel.quantisation.undo_step()
         self._forward_backward(batch)
         self._reduce_gradients()
-
-    @property
-    def copied_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of this rank that another pipeline stage holds, too, and counts."""
-        return self.pipeline.copies if self.pipeline else []
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Run all micro-batches forward and backward; return the share of each in the step's loss, [A], fp32."""
         self._auxiliary_losses.clear()
         targets = (batch.labels != IGNORED_LABEL).sum()
-        targets = self.layout.reduce(targets, dist.ReduceOp.SUM).clamp(min=1)
-        if self.pipeline is None:
+        targets = self.parallel.layout.reduce(targets, dist.ReduceOp.SUM).clamp(min=1)
+        if (pipeline := self.parallel.pipeline) is None:
             return self._run_micro_batches(batch, targets)
-        return self._run_pipeline(self.pipeline, batch, targets)
+        return self._run_pipeline(pipeline, batch, targets)
 
     def _run_micro_batches(self, batch: Batch, targets: Tensor) -> Tensor:
         """Run one micro-batch after the other, without a pipeline."""
-        (sync,), model, quantisation = self.syncs, self.model, self.quantisation
-        indices, losses = self.layout.micro_batches(len(batch.tokens)), []
+        parallel, model, quantisation = self.parallel, self.parallel.model, self.parallel.quantisation
+        (sync,), losses = parallel.syncs, []
+        indices = parallel.layout.micro_batches(len(batch.tokens))
         for micro_batch, index in enumerate(indices):
             last = micro_batch == len(indices) - 1
             sync.before_backward(micro_batch, last)
             quantisation.begin_micro_batch(model, self.state.completed_steps, index)
             documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
-            tokens, labels, positions, documents = self.sequence_sharder(
-                batch.tokens[micro_batch], batch.labels[micro_batch], documents
-            )
-            loss = self.loss_sum(model(tokens, positions, documents), labels) / targets
-            shares = self._auxiliary_shares(model.auxiliary_losses(), len(indices))
+            whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
+            tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
+            loss = parallel.loss_sum(model(tokens, positions, documents), labels) / targets
+            shares = self._auxiliary_shares(model.sum_auxiliary_losses(), len(indices))
             (sum(shares, start=loss) * self.scaler.scale).backward()
             sync.after_backward(micro_batch, last)
             quantisation.end_micro_batch(model, self._largest_amax)
@@ -135,22 +118,22 @@ class TrainStep:
 
     def _run_pipeline(self, pipeline: Pipeline, batch: Batch, targets: Tensor) -> Tensor:
         """Run all micro-batches through the pipeline's schedule."""
-        indices = self.layout.micro_batches(len(batch.tokens))
+        indices = self.parallel.layout.micro_batches(len(batch.tokens))
 
         def begin(stage: torch.nn.Module, micro_batch: int) -> None:
-            self.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
+            self.parallel.quantisation.begin_micro_batch(stage, self.state.completed_steps, indices[micro_batch])
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            return self.loss_sum(logits, labels) / targets
+            return self.parallel.loss_sum(logits, labels) / targets
 
         losses = pipeline.step(batch.tokens, batch.labels, batch.document_ids, begin, loss_of, self.scaler.scale)
-        if any(stage.decoder.auxiliary_losses() for stage in pipeline.stages):
+        if any(stage.decoder.sum_auxiliary_losses() for stage in pipeline.stages):
             raise NotImplementedError("a pipeline's schedule takes the gradient of the last stage's loss alone")
         return losses
 
     def _auxiliary_shares(self, terms: Mapping[str, Tensor], count: int) -> list[Tensor]:
         """Return what the model's `terms` of one of `count` micro-batches add to the step's loss: a mean over all."""
-        degrees = self.layout.degrees
+        degrees = self.parallel.layout.degrees
         shares = {name: term / (count * degrees.dp * degrees.cp) for name, term in terms.items()}
         for name, share in shares.items():
             self._auxiliary_losses[name] = share.detach() + self._auxiliary_losses.get(name, 0.0)
@@ -158,15 +141,15 @@ class TrainStep:
 
     def _reduce_gradients(self) -> None:
         """Make each rank's gradients those of the whole step, where backward passes have not done so already."""
-        for sync in self.syncs:
+        for sync in self.parallel.syncs:
             sync.finish()
-        if self.pipeline is not None:
-            self.pipeline.finish()
+        if self.parallel.pipeline is not None:
+            self.parallel.pipeline.finish()
 
     def _reduce_losses(self, losses: Tensor) -> Tensor:
         """Return the step's loss, the same on every rank: micro-batches are gathered before they are summed."""
-        losses = self.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
-        self.state.micro_batch_losses = self.layout.gather_micro_batches(losses)
+        losses = self.parallel.layout.reduce(losses, dist.ReduceOp.SUM, "cp")
+        self.state.micro_batch_losses = self.parallel.layout.gather_micro_batches(losses)
         return self.state.micro_batch_losses.sum()
 
     def _is_skipped(self, record: dict[str, Any], overflow: bool) -> bool:
@@ -182,11 +165,11 @@ class TrainStep:
     def _reduce_auxiliary_losses(self) -> dict[str, float]:
         """Return what auxiliary losses added to the step's, for its record, the same on every rank."""
         summed = {
-            name: self.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
+            name: self.parallel.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
             for name, value in self._auxiliary_losses.items()
         }
         return {f"auxiliary/{name}": value.item() for name, value in summed.items()}
 
     def _largest_amax(self, amax: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks that hold the same layers."""
-        return self.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "cp", "tp")
+        return self.parallel.layout.reduce(amax, dist.ReduceOp.MAX, "dp", "cp", "tp")

@@ -1,6 +1,5 @@
 """The loss of fixed batches, per view of the weights and per source, whatever the layout."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +8,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_llm.data.corpus import ValidationBatch
-from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import IGNORED_LABEL
-from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.fully_shard import reshard
-from lightning_llm.parallel.gradient_sync import GradientSync
-from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.pipeline import Pipeline
-from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.parallel_model import ParallelModel
 
 VIEWS = ("val_loss", "val_loss_high_precision")
 """Validation through the recipe's forward pass, and of the same weights without any cast: the second tells damage to
@@ -27,14 +21,7 @@ the weights from error in the forward pass. Recipes that quantise nothing have t
 class Validation:
     """Sums of losses and counts of target tokens, over one pass through the validation batches."""
 
-    model: Decoder
-    """This rank's part of it."""
-    layout: Layout
-    syncs: list[GradientSync]
-    pipeline: Pipeline | None
-    sequence_sharder: SequenceSharder
-    loss_sum: Callable[[Tensor, Tensor], Tensor]
-    quantisation: Quantisation
+    parallel: ParallelModel
     source_names: list[str]
     device: torch.device
 
@@ -45,32 +32,34 @@ class Validation:
 
     def add(self, batch: ValidationBatch, batch_index: int, step: int) -> None:
         """Add this rank's batch number `batch_index`, scored with the weights after `step` steps."""
-        index = batch_index * self.layout.degrees.dp + self.layout.dp_rank  # over all ranks, as one alone would count
-        self.quantisation.begin_validation_batch(self.model, step, index)
+        model, layout, quantisation = self.parallel.model, self.parallel.layout, self.parallel.quantisation
+        index = batch_index * layout.degrees.dp + layout.dp_rank  # over all ranks, as one alone would count
+        quantisation.begin_validation_batch(model, step, index)
         self._score(batch, self._sums[0])
-        if self.quantisation.changes_forward:
-            with self.quantisation.high_precision(self.model):
+        if quantisation.changes_forward:
+            with quantisation.high_precision(model):
                 self._score(batch, self._sums[1])
-        elif self.quantisation.recipe.quantises:
+        elif quantisation.recipe.quantises:
             self._sums[1] = self._sums[0]  # the forward pass is the same one
 
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:
-        tokens, all_labels, positions, documents = self.sequence_sharder(batch.tokens, batch.labels, batch.document_ids)
-        forward = self.pipeline.forward if self.pipeline else self.model
+        parallel, whole = self.parallel, (batch.tokens, batch.labels, batch.document_ids)
+        tokens, all_labels, positions, documents = parallel.sequence_sharder(*whole)
+        forward = parallel.pipeline.forward if parallel.pipeline else parallel.model
         logits = forward(tokens, positions, documents)  # [B, T, V]
         if logits is None:  # the pipeline's last stage has them
             return
         for source in batch.sources.unique():
             labels = all_labels.masked_fill((batch.sources != source)[:, None], IGNORED_LABEL)  # [B, T]
-            sums[source, 0] += self.loss_sum(logits, labels).double()
+            sums[source, 0] += parallel.loss_sum(logits, labels).double()
             sums[source, 1] += (labels != IGNORED_LABEL).sum()
 
     def finish(self) -> dict[str, Any]:
         """Return the mean loss per view, and per view and source as VIEW/SOURCE, the same on every rank. Collective."""
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
-        sums = self.layout.reduce(self._sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
-        for sync in self.syncs:
+        sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
+        for sync in self.parallel.syncs:
             reshard(sync.model)  # forward passes without a backward leave parameters gathered
         losses: dict[str, Any] = {}
         for key, view in zip(VIEWS, sums, strict=True):

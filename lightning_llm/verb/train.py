@@ -6,18 +6,22 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.compose import typed_value
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem
+from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, Terminated
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
@@ -25,6 +29,7 @@ from lightning_llm.run.checked_plan import checked_plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import decide_start, lock_run, resumable_runs
 from lightning_llm.sweep.run import sweep
+from lightning_llm.terminal.lasting_output import lasting_output
 from lightning_llm.terminal.text import escaped
 from lightning_llm.train.checkpoint.manifest import content_damage
 
@@ -37,6 +42,25 @@ SAVE_SECONDS = 120
 
 def train(arguments: argparse.Namespace) -> int:
     """Train one run, or with -m one for each combination; return the exit code."""
+    with lasting_output(), _terminated_in_words():
+        return _train(arguments)
+
+
+@contextmanager
+def _terminated_in_words() -> Iterator[None]:
+    """Have SIGTERM raise `Terminated`, until a run or a sweep takes it for itself."""
+
+    def terminate(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _train(arguments: argparse.Namespace) -> int:
     # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
     # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
     if os.getloadavg()[0] > (os.cpu_count() or 1):

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from protocol_module import TinyModule, fit, make_config
 
+from lightning_llm.callbacks import progress
 from lightning_llm.callbacks.progress import ProgressLine
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.callbacks.sample import Sample
@@ -31,6 +33,31 @@ def test_plain_lines_come_no_more_often_than_asked(config: Config, capsys: pytes
     fit(TinyModule(config), [ProgressLine(line_seconds=1000.0)])
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in printed] == ["step 3", "step 6/6", "step 6"]
+
+
+def test_the_time_left_leaves_out_what_the_first_steps_pay_for(config, capsys, monkeypatch):
+    class Clock(pl.Callback):
+        now = 0.0
+        seconds = (60.0, 31.0, 1.0, 1.0, 1.0, 1.0)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            self.now += self.seconds[pl_module.completed_steps - 1]
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            self.now += 5.0
+
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    fit(TinyModule(config), [clock, ProgressLine(line_seconds=0.0)])
+    steps = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    left = {words[0]: words[-1] for words in steps if words[-1].endswith(" left")}
+    assert left == {
+        "step 2/6": "0:02:04 left",  # 4 steps of 31 s
+        "step 3/6": "0:00:48 left",  # 3 of (31 + 1) / 2
+        "step 4/6": "0:00:07 left",  # 2 of the median, 1 s, and the last validation
+        "step 5/6": "0:00:06 left",
+        "step 6/6": "0:00:05 left",
+    }
 
 
 def test_a_bar_on_a_terminal_is_taken_down(

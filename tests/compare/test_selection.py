@@ -1,5 +1,7 @@
 """`compare --best-of`: each recipe at its own best rate, chosen by seeds that are not judged."""
 
+import shutil
+
 import pytest
 from run_folders import curve, main, make_run, verdicts
 
@@ -74,6 +76,29 @@ def test_a_diverged_rate_is_never_the_best(sweep, capsys):
         rate = BEST[each["recipe"].removeprefix("optim=")]
         assert each["losses"][str(float(rate))] is None
         assert each["value"] != float(rate)
+
+
+def diverge(sweep, optim, rate, seed):
+    words = [f"optim={optim}", f"optim.learning_rate={rate}", f"seed={seed}"]
+    shutil.rmtree(sweep / f"{optim}-{rate}-{seed}")
+    losses, summary = {5: 3.0, 10: float("nan")}, {"status": "diverged", "steps": 40}
+    make_run(sweep / f"{optim}-{rate}-{seed}", *words, losses=losses, summary=summary)
+
+
+def test_where_all_diverged_nothing_is_chosen(sweep, capsys):
+    for rate in RATES:
+        diverge(sweep, "muon", rate, 0)
+    words = ["compare", str(sweep), "--best-of", "optim.learning_rate", "--choose-by", "0"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "optim=muon: no learning_rate can be chosen, all diverged (0.001: diverged, 0.002: diverged, 0" in told
+    assert "Try lower values, or give other --choose-by seeds." in told
+
+
+def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
+    diverge(sweep, "adamw", BEST["adamw"], 2)
+    found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--choose-by", "0")
+    assert "At seed 2, which chose nothing, it diverged." in "\n".join(found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ WRONG_VALUES = {
     "parallel.timeout_seconds=1e30": "must be less than or equal to 31536000",
     "trainer.devices=100000": "must be less than or equal to 1024",
     "data.num_workers=0x10": "is '0x10', must be a valid integer",
-    "run.name=null": "run.name: is None, must be a valid string",
+    "run.name=null": "run.name: is null, must be a valid string",
     "data.sequence_length.x=3": "must be a valid integer, and is a mapping",
 }
 
@@ -78,6 +78,16 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["checkpoint=none"], "Its keys are checkpoint.every_steps, checkpoint.keep_last."),
         (["callbacks.progres.every=3"], "or null. Did you mean 'progress'?"),
         (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
+        (
+            ["model.blocks={attention:5}"],
+            "attention: is 5, must be a mapping with keys of these: mixer, feed_forward, post_norms.",
+        ),
+        (["precision.fprop.x=null"], "precision.fprop.x: is null, must be a mapping with keys of these: format,"),
+        (["precision.phases=[5]"], "phases.0: is 5, must be a mapping with keys of these: start, end, fprop,"),
+        (["precision.phases=5"], "precision.phases: is 5, must be a list of mappings."),
+        (["model.layers={a:1}"], "model.layers: must be a list, and is a mapping."),
+        (["model.layers=[]"], "model.layers: must hold at least 1 item."),
+        (["model.layers=[5]"], "error: 1 problem"),
         (["data.sources.mine.path=/x"], "loader: a value must be given: python, jsonl, text, parquet, huggingface."),
         (["data=~/my/book.txt"], "A file is read by data=text data.sources.text.path=~/my/book.txt."),
         (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),

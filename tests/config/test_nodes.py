@@ -11,12 +11,13 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import reduction_note, share_between_nodes
+from lightning_llm.plan.nodes import reduction_note, share_between_nodes, tree_factor
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
+from lightning_llm.plan.traffic import _sent, bytes_sent, traffic_bytes
 
 PSI = 8_030_261_248  # llama_8b's parameters
 ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=128", "data.global_batch_size=128"]
+FSDP_TP = ["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8"]
 
 
 def transfers(ranks: list[int], kind: str, size: float) -> Counter[tuple[int, int]]:
@@ -78,11 +79,40 @@ def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
         (["parallel=tp", "world=8", "trainer.devices=4"], "tree"),  # no gradient is summed over machines
         (["parallel=fsdp_pp", "world=16", "trainer.devices=8"], "tree"),  # nor here: a stage lies on one
         (["parallel=fsdp_pp", "world=32", "trainer.devices=8"], "native"),
+        # One rank of each group on a machine: the tree sends as much as a ring; with 4 micro-batches a sum waits, too.
+        ([*FSDP_TP, "data.global_batch_size=32"], "tree"),
+        ([*FSDP_TP, "data.global_batch_size=64"], "native"),
+        (["parallel=hsdp", "parallel.dp_replicate=2", "world=16", "data.global_batch_size=16"], "tree"),
+        (["parallel=hsdp", "parallel.dp_replicate=4", "world=16", "data.global_batch_size=16"], "native"),
     ],
 )
 def test_sums_are_the_librarys_where_they_cross_machines_and_nobody_asked_for_bits(words, chosen):
     config = compose_config([*ZERO3, "data.global_batch_size=1024", *words])
     assert plan_of(config).config.parallel.reduction == chosen
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["parallel=ddp", "world=16"],
+        ["parallel=hsdp", "parallel.dp_replicate=4", "world=32"],
+        ["parallel=zero1", "world=16", "data.global_batch_size=64"],
+        ["parallel=fsdp_tp", "parallel.tp=4", "world=32"],
+    ],
+)
+def test_what_auto_decides_by_is_what_traffic_counts(words):
+    def between(reduction):
+        plan = plan_of(compose_config([*ZERO3, *words, f"parallel.reduction={reduction}"]))
+        counted = sum(
+            size * share_between_nodes(plan.degrees, axes.split(), kind, 8)
+            for (kind, axes), size in _sent(plan.config, plan.degrees).items()
+            if axes != "tp" and (kind != "all_gather" or axes == "dp_replicate")  # gathers of weights, and activations
+        )
+        return counted, tree_factor(plan.config, plan.degrees)
+
+    (tree, factor), (native, _) = between("tree"), between("native")
+    assert factor == pytest.approx(tree / native, rel=1e-3)  # but for rows that are padded
 
 
 def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
@@ -96,7 +126,7 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
     assert "(of 8 ranks)" in out
     assert main(["plan", "recipe=llama3_405b_3d"]) == 0  # a machine has one rank of each group that sums
     out = capsys.readouterr().out
-    assert "would send as much of them between machines" in out
+    assert "would send as much of them between machines, and keep 2 partial sums waiting" in out
     memory = out[out.index("memory  ") : out.index("sent  ")].splitlines()
     assert "  unsharded_gradients " in out
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in memory}) == 1  # one column

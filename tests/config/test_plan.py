@@ -191,3 +191,48 @@ def test_a_run_is_judged_by_the_device_it_starts_on(hardware):
     said = [line for line in notes(found.plan(), to_train=True) if "hardware" in line]
     expected = "note   hardware=b200 is for `plan`: casts run as this machine's device (cpu) allows"
     assert said == ([expected] if hardware == "b200" else [])
+
+
+BIG = ["plan", "--json", "model=llama_8b", "precision=bf16", "data.sequence_length=8192", "data.micro_batch_size=2"]
+WHOLE = ["parallel.zero_stage=3", "parallel.dp_replicate=1", "parallel.dp_shard=null"]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["parallel=zero3", "world=64", "hardware=b200"], None),
+        (["parallel=zero3", "world=64", "hardware=h100"], ["data.micro_batch_size=1"]),
+        (["parallel=ddp", "world=64", "hardware=h200"], [*WHOLE]),
+        (["parallel=ddp", "world=64", "hardware=h100"], [*WHOLE, "data.micro_batch_size=1"]),
+        (["parallel=single", "hardware=l4"], []),
+    ],
+)
+def test_a_plan_says_whether_it_fits_and_a_change_by_which_it_would(words, overrides, capsys):
+    """The change is tried: its own plan fits, and holds what was said."""
+    words = [*BIG, "data.global_batch_size=128", *words]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    hardware = facts["hardware"]
+    needed = sum(facts["memory_bytes"].values())
+    assert hardware["spare_bytes"] == hardware["memory_bytes"] - needed
+    assert hardware["fits"] == (hardware["spare_bytes"] >= 0) == (overrides is None)
+    assert main([words[0], *words[2:]]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hardware ")]
+    if not overrides:
+        assert hardware["change"] is None
+        assert row.endswith(" GiB to spare" if overrides is None else "; more ranks, parallel.tp or parallel.pp may do")
+        return
+    change = hardware["change"]
+    assert change["overrides"] == overrides
+    assert f"does not fit, by {-hardware['spare_bytes'] / 2**30:.1f} GiB; {' '.join(change['overrides'])} would" in row
+    assert main([*words, *change["overrides"]]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert changed["hardware"]["fits"]
+    assert sum(changed["memory_bytes"].values()) == change["memory_bytes"]
+
+
+def test_devices_that_nothing_names_have_no_memory(capsys):
+    assert main([*BIG, "data.global_batch_size=128", "parallel=zero3", "world=64"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == {
+        "name": "cpu", "devices": 64, "memory_bytes": None, "fits": None, "spare_bytes": None, "change": None,
+    }  # fmt: skip

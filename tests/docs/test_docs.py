@@ -104,7 +104,8 @@ def test_the_tables_have_every_recipe_and_rule():
     nvfp4 = "e2m1 1x16 e4m3 | e2m1 16x16 e4m3 | e2m1 1x16 e4m3 SR | e2m1 16x16 e4m3 | e2m1 1x16 e4m3 SR H16+ | "
     assert f"| `nvfp4` | {nvfp4}e2m1 1x16 e4m3 H16+ |" in TEXT
     assert "| `mxfp8` | all six: e4m3 1x32 ceil |" in TEXT
-    assert len(re.findall(r"^\d+\. .+<br>Source: .+", generate.lint_rules(), re.MULTILINE)) == len(RULES)
+    rules = re.split(r"^(?=\d+\. )", generate.lint_rules(), flags=re.MULTILINE)[1:]
+    assert [bool(re.search(r"<br>Source:\s+\S", rule)) for rule in rules] == [True] * len(RULES)
 
 
 def test_every_value_a_cast_can_take_is_explained():
@@ -145,6 +146,14 @@ def test_links_lead_somewhere():
         path, _, anchor = link.partition("#")
         assert not path or (DOCUMENT.parent / path).exists(), link
         assert not anchor or anchor in anchors, link
+
+
+def test_lines_are_short_enough_to_read_and_review():
+    """But rows of tables, which Markdown keeps on one line, and what a program has printed (```text)."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    texts = {page.name: re.sub(r"^```text\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.M) for page in pages}
+    lines = [(name, line) for name, text in texts.items() for line in text.splitlines() if line[:1] != "|"]
+    assert [(name, line) for name, line in lines if len(line) > 140] == []
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", re.findall(r"^lightning-llm (.*)", TEXT, re.MULTILINE))
+@pytest.mark.parametrize("command", re.findall(r"^lightning-llm (.*)", TEXT.replace("\\\n", " "), re.MULTILINE))
 def test_commands_compose(command, monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     check_config(compose_config(_parser().parse_args(shlex.split(command)).overrides))

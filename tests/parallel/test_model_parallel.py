@@ -235,7 +235,7 @@ class Planted(pl.Callback):
         self.fault = fault
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        (sync,) = pl_module.gradient_syncs
+        (sync,) = pl_module.parallel.syncs
         finish, named = sync.finish, dict(pl_module.model.named_parameters())
 
         def faulty() -> None:

@@ -74,7 +74,7 @@ class InfinityOn(pl.Callback):
         if trainer.global_rank != self.rank:
             return
         weight = dict(pl_module.model.named_parameters())["layers.1.feed_forward.down_proj.weight"]
-        sync = pl_module.gradient_syncs[-1]
+        sync = pl_module.parallel.syncs[-1]
         finish = sync.finish
 
         def overflowing() -> None:

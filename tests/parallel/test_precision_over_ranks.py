@@ -19,7 +19,7 @@ class OverflowIn(pl.Callback):
     """Multiplies the loss of one global micro-batch by infinity, wherever it is computed."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        begin, loss_sum = pl_module.quantisation.begin_micro_batch, pl_module.train_step.loss_sum
+        begin, loss_sum = pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum
         current: list[int] = []
 
         def noted(model: Any, step: int, index: int) -> None:
@@ -30,7 +30,7 @@ class OverflowIn(pl.Callback):
             loss = loss_sum(*logits_and_labels)
             return loss * float("inf") if current == [STEP, MICRO_BATCH] else loss
 
-        pl_module.quantisation.begin_micro_batch, pl_module.train_step.loss_sum = noted, overflowing
+        pl_module.quantisation.begin_micro_batch, pl_module.parallel.loss_sum = noted, overflowing
 
 
 class FirstAmaxes(pl.Callback):

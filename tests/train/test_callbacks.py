@@ -90,6 +90,7 @@ def test_state_that_cannot_be_kept_is_said_before_the_first_step(tmp_path, small
         ("colours", "on_train_batch_end", r"ValueError: \x1b[31mred and more"),
         ("exit", "on_exception", "RuntimeError: and its on_exception fails, too"),
         ("interrupt", "on_train_batch_end", "KeyboardInterrupt: "),
+        ("setup", "setup", "RuntimeError: before the run's folder is open"),
     ],
 )
 def test_a_callback_that_fails_is_named_in_one_line(what, hook, said, tmp_path, small_run, capfd):

@@ -44,6 +44,20 @@ def test_what_earlier_parts_had_otherwise_is_kept(tmp_path, small_run):
     }  # fmt: skip
 
 
+def test_an_end_that_is_nearer_than_was_planned_is_said(whole, tmp_path, small_run, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    summary = summary_of(tmp_path / "run")
+    write_json(tmp_path / "run" / "summary.json", {**summary, "status": "stopped"})
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=5")]) == 2
+    assert "trainer.max_steps: is 5, and the checkpoint is at step 6. Raise it." in capsys.readouterr().err
+    assert main(["train", *small_run(tmp_path, "resume=auto")]) == 0
+    assert "note   trainer.max_steps=6 is the step that is made: no other follows" in capsys.readouterr().out
+    assert summary_of(tmp_path / "run")["status"] == "finished"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step=6")
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=5")]) == 0
+    assert "note   trainer.max_steps was 6 and is 5: the run ends at step 5" in capsys.readouterr().out
+
+
 def test_a_damaged_summary_of_the_first_part_is_named(whole, tmp_path, small_run, capsys):
     shutil.copytree(whole, tmp_path / "first")
     (tmp_path / "first" / "summary.json").write_text('{"status": "fin')

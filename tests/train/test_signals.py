@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM, before training and in a step: exit codes, what is saved, how it goes on. 30 seconds."""
 
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from mlflow import MlflowClient
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 from lightning_llm.verb import train as train_verb
 
+AS_IT_IS = "no step was under way, and what is saved stays as it is"
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,7 +45,9 @@ def test_in_a_step_it_saves_and_resume_gives_the_same_bits(tmp_path, small_run, 
     assert f"stopped by {number.name}, state saved at step" in told
     assert "resume=auto" in told
     assert told.count(f"{number.name}: stopping after this step, which is saved") == 1
-    assert ("Ctrl-C again: end at once, with nothing saved" in told) == (number == signal.SIGINT)
+    assert ("Ctrl-C again: end at once, with nothing more saved (no step is saved yet)" in told) == (
+        number == signal.SIGINT
+    )
     assert "Traceback" not in told
     assert json.loads((stopped / "summary.json").read_text())["status"] == "stopped"
     stopped_at = read_metrics(stopped)[-1]["step"]
@@ -95,5 +100,61 @@ def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(train_verb, "checked_plan", interrupted)
     assert main(["train", *small_run(tmp_path)]) == 130
     told = capsys.readouterr()
-    assert "nothing was saved" in told.err
-    assert "Traceback" not in told.err
+    assert told.err == f"stopped by SIGINT; {AS_IT_IS}\n"
+
+
+def test_sigterm_before_the_run_has_taken_it_ends_in_words(small_run, tmp_path, monkeypatch, capsys):
+    def terminated(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGTERM, terminated_by_default)
+    monkeypatch.setattr(train_verb, "decide_start", terminated)
+    try:
+        assert main(["train", *small_run(tmp_path)]) == 143
+        assert signal.getsignal(signal.SIGTERM) is terminated_by_default
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == f"stopped by SIGTERM; {AS_IT_IS}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def terminated_by_default(number, frame):
+    raise AssertionError("the default action would have killed the process without a word")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monkeypatch, capfd, number):
+    """Lightning has put the handlers of before back by then, while the folder is closed."""
+    close = RunFolder.close
+
+    def disturbed(*arguments, **keywords):
+        os.kill(os.getpid(), number)
+        close(*arguments, **keywords)
+
+    monkeypatch.setattr(RunFolder, "close", disturbed)
+    assert main(["train", *small_run(tmp_path)]) == 0
+    assert f"{number.name}: the last step is made and saved, and the run is about to end" in capfd.readouterr().err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    monkeypatch.undo()
+
+    def stopped(*_, **__):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("lightning_llm.run.rank.open_corpus", stopped)
+    assert main(["train", *small_run(tmp_path, "resume=auto", "trainer.max_steps=8")]) == 128 + number
+    assert f"stopped by {number.name}, state saved at step 6; go on: " in capfd.readouterr().err
+
+
+def test_a_reader_that_has_gone_ends_no_run(small_run, tmp_path, monkeypatch):
+    """As behind `| head -3`; Python gives such a write BrokenPipeError, from which rich makes SystemExit."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone, (tmp_path / "errors").open("w") as errors:
+        monkeypatch.setattr(sys, "stdout", gone)
+        monkeypatch.setattr(sys, "stderr", errors)
+        words = ["callbacks.progress._target_=lightning_llm.callbacks.progress.ProgressLine"]
+        assert main(["train", *small_run(tmp_path, *words, "callbacks.progress.line_seconds=0.0")]) == 0
+    monkeypatch.undo()
+    assert (tmp_path / "errors").read_text().count("nobody reads this run's output any more") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"

@@ -27,6 +27,7 @@ from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
+from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
@@ -46,16 +47,13 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
     layout = Layout(ParallelConfig(name="single"), Degrees())
     precision = PrecisionConfig(name="fp32", compute_dtype="fp32")
     optimizer = changes.pop("optimizer", None) or OPTIM.build(model.named_parameters(), None)
+    syncs, quantisation = [GradientSync(model, layout, [])], Quantisation(precision, 0, MAX_STEPS)
     parts = {
-        "model": model,
+        "parallel": ParallelModel(
+            model, layout, syncs, None, SequenceSharder(layout), loss_sum_of(layout), quantisation
+        ),
         "optimizer": optimizer,
         "learning_rate": LearningRate(optimizer, SCHEDULE, MAX_STEPS),
-        "layout": layout,
-        "syncs": [GradientSync(model, layout, [])],
-        "pipeline": None,
-        "sequence_sharder": SequenceSharder(layout),
-        "loss_sum": loss_sum_of(layout),
-        "quantisation": Quantisation(precision, 0, MAX_STEPS),
         "scaler": LossScaler(None),
         "spikes": SpikePolicy(SpikesConfig()),
         "clip_norm": OPTIM.gradient_clip_norm,

@@ -46,7 +46,7 @@ class Config(Group):
     world: RankCount | None = Field(None, description="ranks in all, for plan; null: trainer.devices")
     hardware: Hardware | None = Field(
         None,
-        description="the device `plan` judges native casts by; null: this machine's. `train` looks itself",
+        description="the device `plan` judges native casts and memory by; null: this machine's. `train` looks itself",
     )
 
 

@@ -66,6 +66,8 @@ def read_config(
         location = tuple(str(part) for part in details["loc"])
         if any(location[: len(path)] == path for path in broken):
             continue
+        if details["type"] == "too_short" and any(path[: len(location)] == location for path in paths):
+            continue  # pydantic counts the sound items alone
         if not (to_build and location[0] == "callbacks" and len(location) > 1):  # which are checked below
             problems.append(_problem(details))
         if details["type"] == "extra_forbidden":
@@ -84,6 +86,14 @@ def _take_out(values: Any, location: Sequence[Any]) -> None:
     for part in location[:-1]:
         values = values[part]
     values.pop(location[-1], None)
+
+
+A_MAPPING = "a mapping"
+_SHAPES = {
+    **dict.fromkeys(("model_type", "dict_type"), A_MAPPING),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+}
+"""pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
 
 
 def _problem(details: Any) -> Problem:
@@ -110,16 +120,23 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "value_error":  # a rule of ours, which says all there is to report
         text = details["msg"].removeprefix("Value error, ")
         return Problem(key, text if text.endswith((".", "?")) else f"{text}.")
-    what = details["msg"].removeprefix("Input should be ")
     given = details["input"]
+    if details["type"] in ("too_short", "too_long"):
+        word, limit = ("least", "min_length") if details["type"] == "too_short" else ("most", "max_length")
+        count = details["ctx"][limit]
+        return Problem(key, f"must hold at {word} {count} item{'s' if count > 1 else ''}.")
+    what = _SHAPES.get(details["type"]) or details["msg"].removeprefix("Input should be ")
+    if what == A_MAPPING and (keys := fields_at(location)):
+        what += f" with keys of these: {', '.join(keys)}"
     if isinstance(given, dict | list):
         return Problem(key, f"must be {what}, and is a {'mapping' if isinstance(given, dict) else 'list'}.")
     if details["type"].startswith("int") and isinstance(given, float) and given.is_integer():
         return Problem(key, f"is {given!r}, must be {what}. Write {int(given)}.")
     if details["type"] == "tuple_type":
-        return Problem(key, f"is {given!r}, must be a list: {key}=[{given}].")
+        holds = " of mappings" if _groups_of(_item_of(_annotation_at(location))) else f": {key}=[{given}]"
+        return Problem(key, f"is {given!r}, must be a list{holds}.")
     quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
-    return Problem(key, f"is {given!r}, must be {what}.{quotes}")
+    return Problem(key, f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}")
 
 
 def _no_kind(location: list[str], details: Any) -> Problem:

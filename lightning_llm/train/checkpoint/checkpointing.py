@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,7 +59,8 @@ class Checkpointing(pl.Callback):
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
-    saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once.
+    saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
+    checkpoint in `folder` that the run goes on from.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Checkpointing(pl.Callback):
         config_hash: str,
         max_steps: int,
         validate_every: int | None,
+        resumed_step: int | None = None,
     ):
         self.folder = folder
         self.config = config
@@ -76,8 +79,9 @@ class Checkpointing(pl.Callback):
         self.config_hash = config_hash
         self.max_steps = max_steps
         self.validate_every = validate_every
-        self.saved_step: int | None = None
+        self.saved_step = resumed_step
         self._asked = 0
+        self._ended = False
         self._speaks = self._alone = False
         self._strategy: TrainStrategy | None = None
 
@@ -110,6 +114,7 @@ class Checkpointing(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer, pl_module)
+        self._ended = True
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # All ranks raise it, before the update: the state is that after the step before, but for delayed scales that
@@ -130,23 +135,35 @@ class Checkpointing(pl.Callback):
         # Lightning validates once more where a callback ends the run.
         return trainer.should_stop or step == self.max_steps or (every is not None and step % every == 0)
 
+    def stop_outside_steps(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal before the first step, which ends the run, or after the last, which it waits for.
+
+        Lightning puts this handler, in place before it starts, back before it calls on_fit_end.
+        """
+        if not self._ended:
+            raise StoppedBySignal(number, self.saved_step)
+        self._note(number, frame)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked == signal.SIGINT == number:
             raise StoppedBySignal(number, self.saved_step)
         if not self._asked and self._speaks and (self._alone or number == signal.SIGINT):
             # not by print, whose buffer may be in use by what the signal has interrupted
-            os.write(2, f"{self._what_follows(number)}\n".encode())
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, f"{self._what_follows(number)}\n".encode())
         self._asked = self._asked or number
         if self._strategy is not None:
             self._strategy.ask_to_stop(self._asked)
 
     def _what_follows(self, number: int) -> str:
         """Return what to say at once: a launcher of several ranks hears Ctrl-C itself, and has SIGTERMs of its own."""
+        if self._ended:
+            return f"{signal.Signals(number).name}: the last step is made and saved, and the run is about to end"
         text = f"{signal.Signals(number).name}: stopping after this step, which is saved"
         if number != signal.SIGINT or not self._alone:
             return text
-        saved = "nothing saved" if self.saved_step is None else f"the state of step {self.saved_step} saved"
-        return f"{text}; Ctrl-C again: end at once, with {saved}"
+        saved = "no step is saved yet" if self.saved_step is None else f"the last one saved is step {self.saved_step}"
+        return f"{text}; Ctrl-C again: end at once, with nothing more saved ({saved})"
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         number = trainer.strategy.stop_signal

@@ -75,8 +75,8 @@ def find_origin(step: TrainStep, batch: Batch) -> str:
 
     Called after the step has failed, before its update; gradients are those of the repetition afterwards.
     """
-    layout, pipeline = step.layout, step.pipeline
-    stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: step.model}
+    model, layout, pipeline = step.parallel.model, step.parallel.layout, step.parallel.pipeline
+    stages = {stage.stage_index: stage.decoder for stage in pipeline.stages} if pipeline else {0: model}
     own = [(stage, name, layer) for stage, model in stages.items() for name, layer in linear_layers(model).items()]
     names, before = _of_all_stages([name for _, name, _ in own], layout)
     watch = _Watch(layout.micro_batches(batch.tokens.shape[0]), layout.degrees.pp * layout.config.virtual_stages)
@@ -87,7 +87,7 @@ def find_origin(step: TrainStep, batch: Batch) -> str:
     if found != NOWHERE:
         layer, kind = divmod(found & ((1 << 22) - 1), len(TENSORS))
         return f"It first appeared in {names[layer]}, {TENSORS[kind]}, of micro-batch {found >> 44} of the step."
-    return _in_gradients(step.model, layout, batch.tokens.device)
+    return _in_gradients(model, layout, batch.tokens.device)
 
 
 def _of_all_stages(names: list[str], layout: Layout) -> tuple[list[str], int]:

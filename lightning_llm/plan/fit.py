@@ -1,0 +1,105 @@
+"""Whether a rank's bytes fit the device it is planned on, and a change that makes them fit. Imports no torch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_llm.config.schema import Config
+from lightning_llm.hardware import MEMORY_GIB, memory_bytes_here
+from lightning_llm.plan.check import config_problems
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.resolve import Plan, Resolution
+
+GIB = 2**30
+RESERVE = 0.05
+"""Of a device's memory, what a change that is proposed leaves to CUDA's context and to fragmentation."""
+Overrides = dict[str, Any]
+
+
+def hardware_facts(plan: Plan) -> dict[str, Any]:
+    """Return the planned devices: `name`, `devices` (how many), `memory_bytes` of one, None where it is not known.
+
+    `spare_bytes` is that less what a rank holds by estimate, negative where it does not fit; CUDA's context and
+    fragmentation are in neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
+    `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough.
+    """
+    memory = _memory(plan)
+    facts = {
+        "name": plan.config.hardware or plan.capability.device,
+        "devices": plan.degrees.world,
+        "memory_bytes": memory,
+        "fits": None,
+        "spare_bytes": None,
+        "change": None,
+    }
+    if memory is None:
+        return facts
+    spare = memory - sum(memory_bytes(plan).values())
+    change = _first_that_fits(plan, memory) if spare < 0 else None
+    return facts | {"fits": spare >= 0, "spare_bytes": spare, "change": change}
+
+
+def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
+    """Return `hardware_facts` as a line."""
+    name = f"{facts['devices']} x {facts['name']}"
+    if facts["memory_bytes"] is None:
+        return "hardware", f"{name}; hardware=h100 (or a100, b200, ...) says whether the memory is enough"
+    spare, change = facts["spare_bytes"] / GIB, facts["change"]
+    line = f"{name} of {facts['memory_bytes'] / GIB:.0f} GiB: "
+    if spare >= 0:
+        return "hardware", f"{line}fits, {spare:.1f} GiB to spare"
+    line += f"does not fit, by {-spare:.1f} GiB; "
+    if change is None:
+        return "hardware", f"{line}more ranks, parallel.tp or parallel.pp may do"
+    return "hardware", f"{line}{' '.join(change['overrides'])} would, at {change['memory_bytes'] / GIB:.1f} GiB"
+
+
+def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
+    """Yield what makes a rank hold less, by what it costs in time: recomputing, smaller GEMMs, gathering weights."""
+    key = "parallel.activation_checkpoint"
+    recompute = {"none": ["selective", "full"], "selective": ["full"]}.get(config.parallel.activation_checkpoint, [])
+    size = config.data.micro_batch_size
+    smaller: list[Overrides] = [{"data.micro_batch_size": size >> n} for n in range(1, size.bit_length())]
+    smaller = [each for each in smaller if size % each["data.micro_batch_size"] == 0]
+    sharded: list[Overrides] = []
+    if degrees.dp > 1 and (config.parallel.zero_stage < 3 or degrees.dp_replicate > 1):
+        sharded = [{"parallel.zero_stage": 3, "parallel.dp_replicate": 1, "parallel.dp_shard": None}]
+    checkpointed: list[Overrides] = [{key: each} for each in recompute]
+    one = [*checkpointed[:-1], *smaller, *checkpointed[-1:]]
+    most = {name: value for each in (checkpointed, smaller) for name, value in (each[-1] if each else {}).items()}
+    yield from one
+    yield from sharded
+    yield from ({**first, **then} for first in sharded for then in one)
+    yield most
+    yield from ({**first, **most} for first in sharded)
+
+
+def _first_that_fits(plan: Plan, memory: int) -> dict[str, Any] | None:
+    for overrides in cheaper(plan.config, plan.degrees):
+        config = _changed(plan.config, overrides)
+        found = Resolution(config, plan.capability)
+        if config_problems(found):
+            continue
+        needed = sum(memory_bytes(found.plan()).values())
+        if needed <= (1 - RESERVE) * memory:
+            words = [f"{key}={'null' if value is None else value}" for key, value in overrides.items()]
+            return {"overrides": words, "memory_bytes": needed}
+    return None
+
+
+def _changed(config: Config, overrides: Overrides) -> Config:
+    for key, value in overrides.items():
+        group, _, name = key.partition(".")
+        config = config.model_copy(update={group: getattr(config, group).model_copy(update={name: value})})
+    return config
+
+
+def _memory(plan: Plan) -> int | None:
+    """Return the bytes of a planned device, None where nothing says which it is."""
+    config = plan.config
+    if config.hardware in MEMORY_GIB:
+        return MEMORY_GIB[config.hardware] * GIB
+    if plan.degrees.world > config.trainer.devices:  # on machines that are not this one
+        return None
+    on_gpu = plan.capability.compute_capability is not None
+    return memory_bytes_here("cuda" if on_gpu else "cpu") // (1 if on_gpu else config.trainer.devices)
