@@ -5,6 +5,7 @@ group.
 """
 
 import copy
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,6 +29,11 @@ forkserver.set_forkserver_preload(
         "lightning_llm.run.build",
         "lightning_llm.run.rank",
         "lightning_llm.callbacks.run_folder",
+        "lightning_llm.config.compose",
+        "lightning_llm.model.decoder",
+        "lightning_llm.plan.check",
+        "lightning_llm.plan.resolve",
+        "torch.distributed.tensor.debug",
     ]
 )
 
@@ -95,7 +101,11 @@ def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     from lightning_llm.callbacks import run_folder
+    from lightning_llm.parallel import layout
 
+    # Each run of a rank's life has the groups of the one before it under the same axes: new ones cost threads and
+    # connections, and DTensor's caches hold a mesh for every equal one to come, groups and all.
+    layout.init_device_mesh = functools.cache(layout.init_device_mesh)
     run_folder.draw_losses = lambda *_: None  # half a second per run, and looked at elsewhere
     while True:
         try:

@@ -204,7 +204,6 @@ def test_bytes_of_cut_weights_and_shared_sequences(layout, world, precision, mor
     words += ["data.global_batch_size=4", "data.sequence_length=64"]
     config = compose_config(small_run(tmp_path, *words))
     sent, held, _ = ranks(world).call(measured, config)
-    ranks(world).close()  # as in test_model_parallel.py
     assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
     plan = memory_bytes(plan_of(config))
     kinds = ("parameters", "gradients", "optimizer", "tree_gradients")
@@ -232,7 +231,6 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     degrees = resolve_degrees(config.parallel, world)
     rank = heaviest_place(config, degrees) * world // degrees.pp
     sent, held, _ = ranks(world).call(measured_on, config, rank)
-    ranks(world).close()  # as in test_model_parallel.py
     assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
     plan = memory_bytes(plan_of(config))
     kinds = ("parameters", "gradients", "optimizer", "tree_gradients")

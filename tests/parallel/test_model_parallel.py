@@ -131,9 +131,7 @@ def run(small_run, tmp_path_factory, ranks):
                 f"trainer.max_steps={CLOSE_STEPS}", f"trainer.validate_every_steps={(CLOSE_STEPS + 1) // 2}", *words,
             )
         )  # fmt: skip
-        trace = ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
-        ranks(world).close()  # DTensor keeps groups by the shape of their mesh, also those that a run has left
-        return trace
+        return ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
 
     return traced
 
