@@ -9,7 +9,6 @@ import yaml
 
 from lightning_llm.config.schema import Config
 
-
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """libyaml's where PyYAML was built with it: the same text, four times as fast."""
 

@@ -121,8 +121,7 @@ def logits_after(config: Any, length: int) -> Any:
     pipeline = Pipeline(syncs, layout, config.data, 2, torch.device("cpu")) if layout.degrees.pp > 1 else None
     whole = WholeLogits(model, layout) if pipeline is None else PipelinedDecoder(pipeline)
     with torch.no_grad():
-        logits = whole(torch.arange(length)[None] % 300)
-    return logits
+        return whole(torch.arange(length)[None] % 300)
 
 
 @pytest.mark.parametrize(

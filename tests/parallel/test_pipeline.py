@@ -128,8 +128,7 @@ def recorded_run(config: Any) -> list[Order]:
     finally:
         TrainStage.forward_one_chunk, TrainStage.backward_one_chunk = forward, backward
     layout = trainer.strategy.layout
-    orders = layout.gather_over_stages(order[len(order) // 2 :])
-    return orders
+    return layout.gather_over_stages(order[len(order) // 2 :])
 
 
 @pytest.fixture

@@ -85,14 +85,13 @@ def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
     gradients = Gradients(steps=2)
     trainer = run_with(config, *callbacks, gradients)
     model = trainer.lightning_module.model
-    trace = {
+    return {
         "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
         "parameters": of_all_stages(
             {name: whole(parameter) for name, parameter in model.named_parameters()}, trainer.strategy.layout
         ),
     }
-    return trace
 
 
 def difference(one: Trace, other: Trace) -> str | None:
