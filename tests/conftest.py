@@ -90,3 +90,15 @@ def small_run(corpus_folder):
         ]  # fmt: skip
 
     return words
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with its tables, which take seconds to create, and nothing in them."""
+    folder = tmp_path_factory.mktemp("store")
+    from mlflow import MlflowClient
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    return folder / "mlflow.db"

@@ -17,6 +17,7 @@ from layout_matrix import (
     covering,
     degrees_of,
     fewest_ranks,
+    lasting,
     length_of,
 )
 from traced_run import difference, traced_run
@@ -54,7 +55,7 @@ FULL = [case for case in covering(ALL, strength=3) if case not in COVERING]
 
 
 SHAPE = [f"model.num_layers={LAYERS}", *length_of("mxfp4_sr")]
-CLOSE = [f"model.num_layers={LAYERS}", f"trainer.max_steps={CLOSE_STEPS}"]
+CLOSE = [f"model.num_layers={LAYERS}", *lasting(CLOSE_STEPS)]
 
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
