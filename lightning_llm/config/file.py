@@ -10,7 +10,7 @@ import yaml
 from lightning_llm.config.schema import Config
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's where PyYAML was built with it: the same text, four times as fast."""
+"""libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
 
 
 def config_text(config: Config) -> str:
