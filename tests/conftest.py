@@ -16,17 +16,19 @@ settings.load_profile("shared machine")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he"]
 
 SLOWEST = (
-    "parallel/test_equal_layouts.py", "parallel/test_model_parallel.py", "parallel/test_optimizers.py",
-    "parallel/test_equal_pipelines.py", "train/test_precision_runs.py", "parallel/test_bytes.py",
-    "launch/test_ranks.py", "config/test_compose.py", "parallel/test_shard_operands.py", "golden/test_golden.py",
-    "sweep/test_sweep.py", "parallel/test_compiled_blocks.py", "gpu_check/test_checks.py", "callbacks/test_mlflow.py",
+    "parallel/test_model_parallel.py", "parallel/test_equal_layouts.py", "parallel/test_equal_pipelines.py",
+    "train/test_precision_runs.py", "parallel/test_optimizers.py", "parallel/test_bytes.py", "launch/test_ranks.py",
+    "sweep/test_sweep.py", "gpu_check/test_checks.py", "callbacks/test_mlflow.py", "parallel/test_resume_layouts.py",
+    "parallel/test_shard_operands.py", "golden/test_golden.py", "train/test_signals.py",
 )  # fmt: skip
 """Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
 
 All tests together have 12 minutes on two cores: some 1,400 CPU seconds. A file is one worker's, and the last to begin
-must be a cheap one. What keeps a new test cheap: a run of the CLI in this process (`main([...])`, seconds less than a
-new interpreter, which imports for 9), ranks from `parallel/rank_group.py`, `small_run` with as few steps as the claim
-takes, eager casts, and cases that cover pairs of values (`parallel/layout_matrix.py`) with the rest marked `full`.
+must be a cheap one. What keeps a new test cheap: a run of the CLI in this process (`main([...])`), seconds less than a
+new interpreter, which imports for 7, or, where it has to be another process, `forked_main.py`; ranks from
+`parallel/rank_group.py`; `small_run` with as few steps as the claim takes, and eager casts; one composition for many
+files, since a set of files that was not composed before takes a quarter of a second; a copy of `empty_store` where
+MLflow writes; and cases that cover pairs of values (`parallel/layout_matrix.py`), with the rest marked `full`.
 """
 SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
 
@@ -90,3 +92,15 @@ def small_run(corpus_folder):
         ]  # fmt: skip
 
     return words
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with its tables, which take seconds to create, and nothing in them."""
+    folder = tmp_path_factory.mktemp("store")
+    from mlflow import MlflowClient
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    return folder / "mlflow.db"

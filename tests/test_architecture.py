@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -47,6 +48,7 @@ LIBRARIES = {
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "manager"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for file in [*ROOT.glob("lightning_llm/**/*.py"), *ROOT.glob("callbacks/**/*.py")]:
@@ -57,8 +59,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports_of(file: Path, *, module_level: bool = False) -> set[str]:
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     nodes = tree.body if module_level else list(ast.walk(tree))
     names = set()
     for node in nodes:
@@ -143,7 +150,7 @@ def test_user_input_is_never_asserted():
     found = [
         f"{module}:{node.lineno}"
         for module, file in modules().items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.Assert)
     ]
     assert found == []

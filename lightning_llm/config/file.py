@@ -9,10 +9,13 @@ import yaml
 
 from lightning_llm.config.schema import Config
 
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's where PyYAML was built with it: four times as fast, the same text but where it folds a long quoted one."""
+
 
 def config_text(config: Config) -> str:
     """Return `config` as YAML that `train --config FILE` takes."""
-    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+    return str(yaml.dump(config.model_dump(), Dumper=_DUMPER, sort_keys=False, allow_unicode=True))
 
 
 def write_config(config: Config, file: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +21,11 @@ RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
 
 def versions() -> dict[str, str]:
     """Return {package: version} of what shapes a run's numbers; packages that are not installed are left out."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "lightning_llm": lightning_llm.__version__}
     for package in RECORDED_PACKAGES:
         try:
@@ -37,8 +43,12 @@ def git_state() -> dict[str, Any]:
     return {"sha": sha, "dirty": None if status is None else bool(status)}
 
 
+@cache
 def code_hash() -> str:
-    """Return 12 hex digits of the Python text that training runs, as it is on disk, in a checkout or a wheel."""
+    """Return 12 hex digits of the Python text that training runs, in a checkout or a wheel.
+
+    As it is on disk when a process asks first: what is changed there later, the process has not loaded.
+    """
     root, *checkouts = map(Path, lightning_llm.__path__)  # a checkout keeps callbacks/ beside the package
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     for each in checkouts:

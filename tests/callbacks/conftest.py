@@ -21,18 +21,6 @@ def _no_outer_tracking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with its tables, which take seconds to create, and nothing in them."""
-    folder = tmp_path_factory.mktemp("store")
-    from mlflow import MlflowClient
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    return folder / "mlflow.db"
-
-
 @pytest.fixture
 def store(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "MlflowClient":
     from mlflow import MlflowClient

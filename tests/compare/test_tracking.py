@@ -15,10 +15,10 @@ from lightning_llm.record.mlflow.store import LARGEST_VALUE
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
+def tracked(tmp_path_factory, empty_store):
     """(client, parent's id, sweep's folder, ids of the children): bf16 and mxfp8 at two seeds, in a database."""
     root = tmp_path_factory.mktemp("outputs")
-    uri = f"sqlite:///{root / 'mlflow.db'}"
+    uri = f"sqlite:///{shutil.copy(empty_store, root / 'mlflow.db')}"
     client = MlflowClient(uri)
     experiment = client.create_experiment("exp", artifact_location=(root / "artifacts").as_uri())
     parent = client.create_run(experiment).info.run_id

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
+from lightning_llm.config import file as config_file
 from lightning_llm.config.compose import compose_config, load_config, parse_overrides
 from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.verb.completion import SHELLS, complete_override
@@ -44,6 +45,16 @@ def test_what_is_printed_repeats_the_run(capsys, tmp_path):
     assert json.loads(printed(capsys, *words, "--json")) == yaml.safe_load(text)
     assert main(["train", "--cfg", "job", *words]) == 0  # as Hydra's own programs have it
     assert capsys.readouterr().out == text
+
+
+def test_the_text_reads_the_same_without_libyaml(monkeypatch):
+    long = "many words, more of them: than a line of eighty columns takes, " * 3
+    words = ["run.name='ü # \u2028 \U0001f600'", f"run.experiment='{long}'", "+logger.tags.why='a: b, {c}\t- \"d\"'"]
+    config = compose_config(words)
+    read = yaml.safe_load(config_file.config_text(config))
+    assert read["run"] == config.run.model_dump()
+    monkeypatch.setattr(config_file, "_DUMPER", yaml.SafeDumper)
+    assert yaml.safe_load(config_file.config_text(config)) == read
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every shipped precision recipe takes its first steps to the recorded bits. 30 seconds at one thread."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ def same_kernels() -> None:
         pytest.skip(f"golden curves are not compared: recorded with {then}, here {now}")
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 def test_every_recipe_is_recorded_with_the_pinned_torch_and_the_same_kernels():
     assert sorted(file.stem for file in HERE.glob("*.txt") if file.name != "corpus.txt") == RECIPES
     heads = [recorded(recipe)[0] for recipe in RECIPES]
@@ -29,13 +35,13 @@ def test_every_recipe_is_recorded_with_the_pinned_torch_and_the_same_kernels():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_first_steps_are_the_recorded_bits(recipe, same_kernels, tmp_path):
-    assert first_difference(recorded(recipe)[1], trajectory(recipe, tmp_path)) is None
+def test_the_first_steps_are_the_recorded_bits(recipe, same_kernels, tmp_path, cache):
+    assert first_difference(recorded(recipe)[1], trajectory(recipe, tmp_path, cache)) is None
 
 
-def test_a_wrong_weight_gradient_is_caught_where_it_is(tmp_path, monkeypatch):
+def test_a_wrong_weight_gradient_is_caught_where_it_is(tmp_path, cache, monkeypatch):
     """As where a GEMM starts before the last chunk of its operand has come. On any machine's kernels."""
-    right, then = _Call.operand, trajectory("mxfp8", tmp_path / "right").splitlines()
+    right, then = _Call.operand, trajectory("mxfp8", tmp_path / "right", cache).splitlines()
 
     def without_the_last_tokens(self, x, slot, axis):
         if slot == "wgrad.x":
@@ -43,7 +49,7 @@ def test_a_wrong_weight_gradient_is_caught_where_it_is(tmp_path, monkeypatch):
         return right(self, x, slot, axis)
 
     monkeypatch.setattr(_Call, "operand", without_the_last_tokens)
-    now = trajectory("mxfp8", tmp_path / "wrong").splitlines()
+    now = trajectory("mxfp8", tmp_path / "wrong", cache).splitlines()
     changed = [old.split() for old, new in zip(then, now, strict=True) if old != new]
     assert changed[0][0] == "1"  # its gradient norm
     assert now[1].split()[1] == then[1].split()[1]  # no weight has been updated before the loss of step 1

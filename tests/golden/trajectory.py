@@ -108,14 +108,17 @@ class _Curve(pl.Callback):
         self.steps.append((record["step"], record["loss"], record["grad_norm"]))
 
 
-def trajectory(recipe: str, folder: Path) -> str:
-    """Return the first steps under `recipe`, run in `folder`, as text whose numbers read back to the same bits."""
+def trajectory(recipe: str, folder: Path, cache: Path) -> str:
+    """Return the first steps under `recipe`, run in `folder`, as text whose numbers read back to the same bits.
+
+    The corpus is tokenised once in `cache`.
+    """
     torch.set_num_threads(1)
     words = [
         *WORDS,
         *MORE_WORDS.get(recipe, []),
         f"precision={recipe}",
-        f"data.cache_dir={folder / 'cache'}",
+        f"data.cache_dir={cache}",
         f"run.dir={folder / recipe}",
     ]
     norms, curve = _GradientNorms(), _Curve()

@@ -56,17 +56,26 @@ class Case:
         return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
 
 
-CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 3
+CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 2
 """Of runs whose sums are in another order than one rank's, which grows with the steps."""
+
+
+def lasting(steps: int) -> list[str]:
+    """Return the words of a run of so many steps, validated half way and at its end.
+
+    The schedule lasts three at least: longer than its warm-up of two.
+    """
+    validated = f"trainer.validate_every_steps={(steps + 1) // 2}"
+    return [f"trainer.max_steps={steps}", validated, f"schedule.total_steps={max(steps, 3)}"]
 
 
 def length_of(precision: str) -> list[str]:
     """Return the words of how long a run is that must be equal: 20 steps in `make test-full`, here the fewest.
 
-    One step makes weights and state, the next one's gradients show them, and its update the one behind a validation.
+    One step makes weights and state; the gradients of the next one, behind a validation, show the weights, and what its
+    update makes the state. Delayed scales take one more: the second step's are of one amax, the third's of a history.
     """
-    steps = int(os.environ.get("LAYOUT_STEPS", 4 if precision in ("fp32", "bf16") else 3))
-    return [f"trainer.max_steps={steps}", f"trainer.validate_every_steps={(steps + 1) // 2}"]
+    return lasting(int(os.environ.get("LAYOUT_STEPS", 3 if precision == "fp8_delayed" else 2)))
 
 
 def fewest_ranks(layout: str) -> int:

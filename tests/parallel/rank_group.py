@@ -5,6 +5,7 @@ group.
 """
 
 import copy
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,15 +29,23 @@ forkserver.set_forkserver_preload(
         "lightning_llm.run.build",
         "lightning_llm.run.rank",
         "lightning_llm.callbacks.run_folder",
+        "lightning_llm.config.compose",
+        "lightning_llm.model.decoder",
+        "lightning_llm.plan.check",
+        "lightning_llm.plan.resolve",
+        "torch.distributed.tensor.debug",
     ]
 )
 
 
 class RankGroup:
-    """`world` ranks. `call(function, *arguments)` runs a module-level function on all, and returns rank 0's result."""
+    """`world` ranks. `call(function, *arguments)` runs a module-level function on all, and returns rank 0's result.
 
-    def __init__(self, world: int):
-        self.world = world
+    `fake`: rank 0 alone, to which torch's fake process group stands for the others; its collectives send nothing.
+    """
+
+    def __init__(self, world: int, *, fake: bool = False):
+        self.world, self.fake = world, fake
         self._children: list[Any] = []
         self._pipes: list[Any] = []
 
@@ -47,7 +56,7 @@ class RankGroup:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results: dict[int, Any] = {}
-        while len(results) < self.world:
+        while len(results) < len(self._pipes):
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = multiprocessing.connection.wait(waiting, timeout=CASE_SECONDS)
             if not ready:
@@ -74,16 +83,17 @@ class RankGroup:
 
     def _start(self) -> None:
         meeting = Path(tempfile.mkdtemp()) / "rendezvous"
-        for rank in range(self.world):
+        for rank in range(1 if self.fake else self.world):
             ours, theirs = forkserver.Pipe()
-            child = forkserver.Process(target=_serve, args=(rank, self.world, str(meeting), theirs), daemon=True)
+            place = rank, self.world, None if self.fake else str(meeting)
+            child = forkserver.Process(target=_serve, args=(*place, theirs), daemon=True)
             child.start()
             theirs.close()
             self._children.append(child)
             self._pipes.append(ours)
 
 
-def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, meeting: str | None, pipe: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -91,11 +101,19 @@ def _serve(rank: int, world: int, meeting: str, pipe: Any) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     if world > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
-    from lightning_llm.callbacks import run_folder
+    if meeting is None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    else:
+        wait = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=wait)
+    from lightning_llm.callbacks import run_folder
+    from lightning_llm.parallel import layout
+
+    # Each run of a rank's life has the groups of the one before it under the same axes: new ones cost threads and
+    # connections, and DTensor's caches hold a mesh for every equal one to come, groups and all.
+    layout.init_device_mesh = functools.cache(layout.init_device_mesh)
     run_folder.draw_losses = lambda *_: None  # half a second per run, and looked at elsewhere
     while True:
         try:

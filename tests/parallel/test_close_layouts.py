@@ -1,14 +1,44 @@
 """Where bits may differ: the library's own reduction, and rank counts that do not fit the tree. Said, and close."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
-from traced_run import traced_run
+from layout_matrix import lasting
+from traced_run import Trace, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
 
 TOLERANCE = 2e-6
 """Of fp32 losses over the first steps; another order of sums grows from there (measured: 1e-5 by 100 steps)."""
+
+
+@pytest.fixture(scope="module")
+def run(ranks, small_run, tmp_path_factory) -> Callable[..., Trace]:
+    """Return a function that trains for three steps of so many micro-batches, and knows what will be said of bits."""
+
+    def traced(micro_batches: int, *words: str) -> Trace:
+        config = compose_config(
+            small_run(
+                tmp_path_factory.mktemp("run"), "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}",
+                "checkpoint.every_steps=null", *lasting(3), *words,
+            )
+        )  # fmt: skip
+        if config.parallel.reduction == "tree":
+            degrees = resolve_degrees(config.parallel, config.trainer.devices)
+            said = bitwise_problem(degrees, config.parallel.zero_stage, micro_batches // config.trainer.devices)
+            assert (said is None) == (config.trainer.devices == 1)
+        return ranks(config.trainer.devices).call(traced_run, config)
+
+    return traced
+
+
+@pytest.fixture(scope="module")
+def alone(run) -> Callable[[int], Trace]:
+    """Return the trace of one rank, run once for each number of micro-batches."""
+    return functools.cache(run)
 
 
 @pytest.mark.parametrize(
@@ -23,26 +53,13 @@ TOLERANCE = 2e-6
         ("zero3", 3, 6, "tree"),
     ],
 )
-def test_losses_gradients_and_norms_are_close(layout, world, micro_batches, reduction, ranks, small_run, tmp_path):
-    def run(name: str, *words: str) -> dict:
-        config = compose_config(
-            small_run(
-                tmp_path / name, "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}",
-                "trainer.max_steps=6", "checkpoint.every_steps=null", *words,
-            )
-        )  # fmt: skip
-        if reduction == "tree":
-            degrees = resolve_degrees(config.parallel, config.trainer.devices)
-            said = bitwise_problem(degrees, config.parallel.zero_stage, micro_batches // config.trainer.devices)
-            assert (said is None) == (config.trainer.devices == 1)
-        return ranks(config.trainer.devices).call(traced_run, config)
-
-    ours = run("ours", f"parallel={layout}", f"trainer.devices={world}", f"parallel.reduction={reduction}")
-    alone = run("alone")
-    for one, other in zip(ours["curve"], alone["curve"], strict=True):
+def test_losses_gradients_and_norms_are_close(layout, world, micro_batches, reduction, run, alone):
+    keys = [f"parallel={layout}", f"trainer.devices={world}", f"parallel.reduction={reduction}"]
+    ours, single = run(micro_batches, *keys), alone(micro_batches)
+    for one, other in zip(ours["curve"], single["curve"], strict=True):
         assert one[0] == other[0]
         for value, expected in zip(one[2:], other[2:], strict=True):
             assert value == (None if expected is None else pytest.approx(expected, rel=TOLERANCE))
-    for step, expected in enumerate(alone["gradients"]):
+    for step, expected in enumerate(single["gradients"]):
         for name, gradient in expected.items():
             torch.testing.assert_close(ours["gradients"][step][name], gradient, rtol=1e-4, atol=1e-7)

@@ -3,15 +3,17 @@
 What the graphs compute is compared in test_model_parallel.py (test_compiled_blocks_train_as_one_rank_does).
 """
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from rank_group import RankGroup
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
-from traced_run import layout_here, leave_groups
+from traced_run import layout_here
 
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
 from lightning_llm.model.decoder import Decoder
@@ -52,24 +54,41 @@ def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str
     model(own, positions).float().sum().backward()
     sync.finish()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    leave_groups(layout)
     return {"graphs": len(graphs), "breaks": sum(counters["graph_break"].values()), "ran": len(runs)}
 
 
+ALONE = [
+    ({"tp": 2, "sequence_parallel": False}, GPT, 1),
+    ({"tp": 2, "activation_checkpoint": "full"}, LLAMA, 1),
+    ({"tp": 2, "activation_checkpoint": "selective", "activation_checkpoint_every": 2}, LLAMA, 2),
+    ({"cp": 2}, LLAMA, 1),
+    ({"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"}, LLAMA, 1),
+]
 CASES = [
     (2, {"tp": 2}, LLAMA, 1),
-    (2, {"tp": 2, "sequence_parallel": False}, GPT, 1),
-    (2, {"tp": 2, "activation_checkpoint": "full"}, LLAMA, 1),
-    (2, {"tp": 2, "activation_checkpoint": "selective", "activation_checkpoint_every": 2}, LLAMA, 2),
-    (2, {"cp": 2}, LLAMA, 1),
-    (2, {"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"}, LLAMA, 1),
+    *(pytest.param(2, *case, marks=pytest.mark.full) for case in ALONE),
     pytest.param(4, {"dp_shard": 2, "tp": 2, "zero_stage": 3}, LLAMA, 1, marks=pytest.mark.full),
     pytest.param(4, {"cp": 2, "tp": 2}, GPT, 1, marks=pytest.mark.full),
 ]
+
+
+@pytest.fixture(scope="module")
+def one_of_two() -> Iterator[RankGroup]:
+    group = RankGroup(2, fake=True)
+    yield group
+    group.close()
 
 
 @pytest.mark.parametrize(("world", "keys", "shape", "kinds"), CASES)
 def test_blocks_share_one_graph_per_kind(world, keys, shape, kinds, ranks):
     parallel = ParallelConfig(name="compiled", compile=True, **keys)
     found = ranks(world).call(compiled_blocks, parallel, shape)
+    assert found == {"graphs": kinds, "breaks": 0, "ran": LAYERS}
+
+
+@pytest.mark.parametrize(("keys", "shape", "kinds"), ALONE)
+def test_blocks_of_one_rank_share_one_graph_per_kind(keys, shape, kinds, one_of_two):
+    """Graphs are made by each rank for itself: half the time without the other's."""
+    parallel = ParallelConfig(name="compiled", compile=True, **keys)
+    found = one_of_two.call(compiled_blocks, parallel, shape)
     assert found == {"graphs": kinds, "breaks": 0, "ran": LAYERS}

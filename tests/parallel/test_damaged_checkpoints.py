@@ -28,11 +28,9 @@ CORRUPTIONS = 60
 """Per family: 240 over those of the covering suite."""
 
 
-def run_and_leave(config) -> None:
+def train(config) -> None:
     """Train in this rank; the trace of `traced_run` is not wanted."""
-    from traced_run import leave_groups
-
-    leave_groups(run_with(config).strategy.layout)
+    run_with(config)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def saved(ranks, matrix_run) -> Callable[[str, int, str], Path]:
         words += ["model.num_heads=2", "model.num_kv_heads=2", "data.validation.fraction=0"]
         words += ["model.hidden_size=32", "model.ffn_hidden_size=32", "data.sequence_length=32"]
         config = matrix_run(layout, world, 4, precision, *words)
-        ranks(world).call(run_and_leave, config)
+        ranks(world).call(train, config)
         return Path(config.run.dir, "checkpoints")
 
     return make

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from traced_run import layout_here, leave_groups
+from traced_run import layout_here
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel import layout as layout_module
@@ -14,9 +14,7 @@ def seconds_to_wait(parallel: ParallelConfig) -> list[float]:
     """Return the timeout of every group that the layout made."""
     cpu = torch.device("cpu")
     layout = layout_here(parallel)
-    found = [group._get_backend(cpu).options._timeout.total_seconds() for group in layout.own_groups()]
-    leave_groups(layout)
-    return found
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in layout.own_groups()]
 
 
 def test_every_group_waits_as_long_as_the_config_says(ranks):

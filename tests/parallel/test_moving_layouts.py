@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from curve_limits import SHIPPED, exceeded, off
-from traced_run import layout_here, leave_groups, traced_run
+from traced_run import layout_here, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
@@ -28,9 +28,7 @@ def run(ranks, small_run, tmp_path):
     def traced(name: str, layout: str, world: int, *words: str, function: Any = traced_run) -> dict[str, Any]:
         place = [f"parallel={layout}", f"trainer.devices={world}"]
         config = compose_config(small_run(tmp_path / name, *SHAPE, *place, *words))
-        trace = ranks(world).call(function, config)
-        ranks(world).close()  # as in test_model_parallel.py
-        return trace
+        return ranks(world).call(function, config)
 
     return traced
 
@@ -123,9 +121,7 @@ def logits_after(config: Any, length: int) -> Any:
     pipeline = Pipeline(syncs, layout, config.data, 2, torch.device("cpu")) if layout.degrees.pp > 1 else None
     whole = GatheredLogits(model, layout) if pipeline is None else PipelinedDecoder(pipeline)
     with torch.no_grad():
-        logits = whole(torch.arange(length)[None] % 300)
-    leave_groups(layout)
-    return logits
+        return whole(torch.arange(length)[None] % 300)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from curve_limits import FP32, Limits, exceeded, off
 from test_bytes import Sent
-from traced_run import Trace, difference, layout_here, leave_groups, of_all_stages, traced_run
+from traced_run import Trace, difference, layout_here, of_all_stages, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.optim import OPTIMIZERS
@@ -121,11 +121,10 @@ def test_the_schedule_moves_each_group_from_its_own_peak(alone):
 
 
 @pytest.mark.parametrize(("kind", "layout", "world"), dealt([("fsdp_tp", 4), ("tp", 2)]))
-def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run, alone, ranks):
+def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run, alone):
     blocks = ["optim.block_size=2"] if kind == "adamw8bit" else []
     expected = run(kind, "single", 1, *blocks)[1] if blocks else alone(kind)
     config, ours = run(kind, layout, world, *blocks)
-    ranks(world).close()  # as in test_model_parallel.py
     assert exceeded(off(ours, expected), LIMITS.get(kind, FP32)) == []
     assert ours["state_bytes"] == memory_bytes(plan_of(config))["optimizer"]
 
@@ -167,7 +166,6 @@ def exchanged(config: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
             made[names[id(parameter)]] = like(parameter, part.float())
         whole = {name: (full(parameter), full(made[name])) for name, parameter in named.items()}
     found = of_all_stages({f"{name} {n}": each for name, pair in whole.items() for n, each in enumerate(pair)}, layout)
-    leave_groups(layout)
     work: list[Any] = [None] * config.trainer.devices
     torch.distributed.all_gather_object(work, sum(counts))
     return found, work
@@ -193,7 +191,6 @@ def test_each_matrix_is_whole_on_one_of_its_ranks(layout, world, ranks, small_ru
     place = [f"parallel={layout}", f"trainer.devices={world}", "model.ffn_hidden_size=66", *SHAPE[:2]]
     config = compose_config(small_run(tmp_path, *place, "model.num_layers=4"))
     found, work = ranks(world).call(exchanged, config)
-    ranks(world).close()  # as in test_model_parallel.py
     names = {name.rpartition(" ")[0] for name in found}
     assert len(names) == 4 * 7
     for name in names:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from traced_run import layout_here, leave_groups, run_with
+from traced_run import layout_here, run_with
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -68,7 +68,6 @@ def differing_slots(configs: list[Config], scope: str, backend: Backend = "eager
     found = [each for config in configs for each in _differing(config, layout, scope, backend)]
     everyone: list[Any] = [None] * layout.degrees.world
     torch.distributed.all_gather_object(everyone, found)
-    leave_groups(layout)
     return [each for rank in everyone for each in rank]
 
 
@@ -172,7 +171,7 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
     if unsharded is not None:
         SHARD_AXES[unsharded]["dy"] = None
     try:
-        leave_groups(run_with(config).strategy.layout)
+        run_with(config)
     finally:
         _Call.operand, QuantisedLinear.multiply = operand, place
         SHARD_AXES[unsharded or "column"].update(table)

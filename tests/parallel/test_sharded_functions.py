@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from traced_run import layout_here, leave_groups
+from traced_run import layout_here
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.decoder import mask_padding
@@ -38,7 +38,6 @@ def loss_differences() -> dict[str, float]:
     expected, found = next_token_loss_sum(whole, labels), loss_sum_of(layout)(own, labels)
     (0.3 * expected).backward()
     (0.3 * found).backward()
-    leave_groups(layout)
     return {
         "loss": largest(found - expected),
         "gradient": largest(own.grad - whole.grad.chunk(2, -1)[layout.coordinates.tp]),
@@ -67,7 +66,6 @@ def attention_differences(documents: bool) -> dict[str, float]:
     own_mask = context_mask(positions, own_ids, None, 2)
     found = ContextAttention(layout.group("cp"), torch_attention)(own["q"], own["k"], own["v"], own_mask)
     (found * weight[:, positions]).sum().backward()
-    leave_groups(layout)
     gradients = {name: largest(own[name].grad - whole[name].grad[:, positions]) for name in own}
     return {"output": largest(found - expected[:, positions]), **gradients}
 
@@ -81,7 +79,6 @@ def bias_gradient_is_the_sum(dtype: torch.dtype) -> bool:
     dy = (400 * torch.randn(BATCH, TOKENS, ELEMENTS, generator=generator).abs()).to(dtype)
     _become(linear, _Row, Region(layout.group("tp"), sequence=False))
     linear(x).backward(dy)
-    leave_groups(layout)
     return torch.equal(linear.bias.grad, dy.float().sum((0, 1)).to(dtype).float())
 
 

@@ -10,7 +10,6 @@ from filelock import FileLock
 from run_metrics import curve
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.data.corpus import open_corpus
@@ -81,30 +80,18 @@ def layout_here(parallel: ParallelConfig) -> Layout:
     return Layout.of(parallel, resolve_degrees(parallel, world), torch.device("cpu"))
 
 
-def leave_groups(layout: Layout) -> None:
-    """Give the groups of a run's axes back: each has threads, and a rank here lives through many runs.
-
-    DTensor's caches hold meshes, and take an equal one of a later run, with groups of its own, for the same.
-    """
-    _clear_sharding_prop_cache()
-    for group in layout.own_groups():
-        torch.distributed.destroy_process_group(group)
-
-
 def traced_run(config: Config, *callbacks: pl.Callback) -> Trace:
     """Return the curve (rank 0 has it), the first two steps' gradients and the last parameters of a run."""
     gradients = Gradients(steps=2)
     trainer = run_with(config, *callbacks, gradients)
     model = trainer.lightning_module.model
-    trace = {
+    return {
         "curve": curve(Path(config.run.dir)) if torch.distributed.get_rank() == 0 else None,
         "gradients": gradients.kept,
         "parameters": of_all_stages(
             {name: whole(parameter) for name, parameter in model.named_parameters()}, trainer.strategy.layout
         ),
     }
-    leave_groups(trainer.strategy.layout)
-    return trace
 
 
 def difference(one: Trace, other: Trace) -> str | None:

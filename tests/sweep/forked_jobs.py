@@ -17,21 +17,22 @@ class ForkedJob:
         assert command[:3] == [sys.executable, "-m", "lightning_llm"]
         assert process_group == 0
         streams = [DupFd(number if file is None else file.fileno()) for number, file in ((1, stdout), (2, stderr))]
-        self._process = forkserver.Process(target=_run, args=(command[3:], env, streams))
-        self._process.start()
+        self.process = forkserver.Process(target=_run, args=(command[3:], env, streams))
+        self.process.start()
 
     def send_signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.process.pid, number)
 
     def wait(self) -> int:
-        self._process.join()
-        return int(self._process.exitcode)
+        self.process.join()
+        return int(self.process.exitcode)
 
 
 def _run(words: list[str], environment: dict[str, str], streams: list[Any]) -> None:
     os.setpgid(0, 0)
     for number, stream in zip((1, 2), streams, strict=True):
         os.dup2(stream.detach(), number)
+    sys.stdout.reconfigure(line_buffering=True)  # a reader waits for lines
     os.environ.clear()
     os.environ.update(environment)
     sys.exit(main(words))

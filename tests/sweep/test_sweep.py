@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +31,8 @@ def status(folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("forked_jobs")
-def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, small_run, capfd):
+def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, small_run, empty_store, capfd):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     words = [*small_run(tmp_path, "trainer.max_steps=1", "schedule.name=constant", "seed=3,4"), "logger=mlflow"]
     assert main(["train", "-m", *words]) == 0
     told = capfd.readouterr().out

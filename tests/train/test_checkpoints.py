@@ -37,7 +37,8 @@ def test_a_checkpoint_of_another_version_is_refused(whole, tmp_path, capsys):
     assert curve(copy) == curve(whole)
 
 
-def test_a_loss_that_is_not_finite_fails_before_it_reaches_the_weights(tmp_path, small_run, capsys):
+def test_a_loss_that_is_not_finite_fails_before_it_reaches_the_weights(tmp_path, small_run, empty_store, capsys):
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     words = ["optim.learning_rate=1e30", "optim.gradient_clip_norm=null", "logger=mlflow"]
     assert main(["train", *small_run(tmp_path, *words)]) == 1
     assert "Lower optim.learning_rate" in capsys.readouterr().err

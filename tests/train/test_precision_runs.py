@@ -37,10 +37,14 @@ def train(small_run, folder: Path, *words: str) -> int:
     return main(["train", *small_run(folder, *SHAPE, "precision.casts=eager", *words)])
 
 
+LEARNING = ["trainer.max_steps=25", "trainer.validate_every_steps=null", "data.micro_batch_size=4"]
+LEARNING += ["checkpoint.every_steps=null"]  # and one micro-batch per step: what these runs show is their losses
+
+
 @pytest.fixture(scope="module")
 def fp32_losses(tmp_path_factory, small_run):
     folder = tmp_path_factory.mktemp("fp32")
-    assert train(small_run, folder, "trainer.max_steps=25", "trainer.validate_every_steps=null") == 0
+    assert train(small_run, folder, *LEARNING) == 0
     return losses(folder / "run")
 
 
@@ -51,8 +55,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name
 
 @pytest.mark.parametrize("recipe", [*QUICK, *OTHERS])
 def test_losses_fall_and_are_not_fp32s(recipe, small_run, fp32_losses, tmp_path):
-    words = [f"precision={recipe}", "trainer.max_steps=25", "trainer.validate_every_steps=null"]
-    assert train(small_run, tmp_path, *words) == 0
+    assert train(small_run, tmp_path, f"precision={recipe}", *LEARNING) == 0
     ours = losses(tmp_path / "run")
     assert all(torch.isfinite(torch.tensor(ours)))
     assert sum(ours[-5:]) / 5 < ours[0] - 0.6 * (fp32_losses[0] - sum(fp32_losses[-5:]) / 5)
