@@ -22,7 +22,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.parallel.activation import _expensive_ops
+from lightning_llm.parallel.activation import expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.degrees import resolve_degrees
@@ -274,13 +274,13 @@ def test_the_tree_needs_so_many_buffers(turns):
 class Kept(TorchDispatchMode):
     """Counts bytes that operations put out which selective checkpointing keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes, self.kept = 0, expensive_ops(block)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in _expensive_ops():
+        if function in self.kept:
             self.bytes += sum(t.nbytes for t in _tensors(list(result) if isinstance(result, tuple) else result))
         return result
 
@@ -293,6 +293,7 @@ def test_selective_checkpointing_keeps_what_is_planned(model):
     decoder = Decoder(config.model, torch.bfloat16)
     x = torch.randn(batch, length, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     rope = rope_tables(config.model, torch.arange(length)) if config.model.position == "rope" else None
-    with Kept() as kept:
-        decoder.blocks["layers.0"](x, rope, None)
+    block = decoder.blocks["layers.0"]
+    with Kept(block) as kept:
+        block(x, rope, None)
     assert kept.bytes == batch * length * selective_bytes_per_token(config, 0)
