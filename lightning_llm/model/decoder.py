@@ -175,7 +175,8 @@ class Decoder(nn.Module):
 
         "column": rows of the weight (outputs) are split, "row": its columns (inputs), "vocabulary": rows are token
         ids, "replicate": every rank holds it whole, "per_head": every rank holds it whole and applies it to its own
-        heads, so that its gradient there is a part of a sum.
+        heads, so that its gradient there is a part of a sum; "duplicate": a linear within a part that every rank holds
+        whole and applies to all tokens, for "column" linears that take its outputs, so that its gradient is whole.
         """
         roles = {
             "embedding": "vocabulary",
