@@ -224,7 +224,7 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
 
 
 def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: str | None) -> list[Problem]:
-    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples; `bias` as in `decide`."""
+    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples; `bias`: see `decide`."""
     multiple = MULTIPLES[native.kind]
     problems = [
         Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
