@@ -187,9 +187,9 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
         assert plan["communication"] == (3 if (layout, reduction) == ("ddp", "tree") else 2) * largest
 
 
-QK_NORM = ["model.layers=[attention, qk_norm_attention]"]
+QK_NORM = ["model.layers=[gla, qk_norm_attention]"]
 CUT = [
-    ("tp", 2, "bf16", []),
+    ("tp", 2, "bf16", ["model.layers=[gla, attention]"]),
     ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full", *QK_NORM]),
     ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
@@ -239,7 +239,7 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny", "hybrid_tiny"])
 def test_units_are_the_groups_that_are_sharded(model):
     """Shapes and roles by formula against the parameters of the model, group by group."""
     config = compose_config([f"model={model}"]).model
@@ -285,14 +285,15 @@ class Kept(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny", "gla_tiny"])
 def test_selective_checkpointing_keeps_what_is_planned(model):
     words = ["model.num_layers=1", "precision=bf16", "model.max_sequence_length=1024", "data.sequence_length=1024"]
     config = compose_config([f"model={model}", *words])
     batch, length = 1, 1024  # beyond what short_attention takes
     decoder = Decoder(config.model, torch.bfloat16)
     x = torch.randn(batch, length, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    rope = rope_tables(config.model, torch.arange(length)) if config.model.position == "rope" else None
+    rotary = config.model.position == "rope" and model != "gla_tiny"
+    rope = rope_tables(config.model, torch.arange(length)) if rotary else None
     block = decoder.blocks["layers.0"]
     with Kept(block) as kept:
         block(x, rope, None)
