@@ -40,14 +40,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.post_norms = config.block_at(index).post_norms
-        self.window = mixer_of(config, index).window_tokens(config)
+        mixer = mixer_of(config, index)
+        self.window, self.recurrent = mixer.window_tokens(config), mixer.recurrent
         for name, part in block_parts(config, index).items():
             module: Any = part.build(config)
             module.roles = part.roles(config)  # by child module, see `Decoder.roles`
             self.add_module(name, module)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as in `Attention.forward`."""
+        """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
         mixed = self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
         x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
         mapped = self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
 
         `tokens` is int64 `[B, T]`, or for a later stage hidden states `[B, T, D]`; an early stage returns those.
-        `positions` int64 `[B, T]` default to 0..T-1. With `document_ids` `[B, T]`, attention stays within tokens of
+        `positions` int64 `[B, T]` default to 0..T-1. With `document_ids` `[B, T]`, mixers stay within tokens of
         equal id. Raises ValueError where T exceeds `max_sequence_length`.
         """
         length = tokens.shape[1] * (self.token_shards if tokens.is_floating_point() else 1)
@@ -116,13 +117,15 @@ class Decoder(nn.Module):
             raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
         if positions is None:
             positions = torch.arange(length, device=tokens.device)  # [T]
-        rope = rope_tables(self.config, positions) if self.config.position == "rope" else None  # 2 x [.., T, 1, K/2]
         blocks: list[Any] = list(self.layers.values())
-        windows = {block.window for block in blocks}
+        windows = {block.window for block in blocks if not block.recurrent}
         masks = {window: self.attention_mask(positions, document_ids, window) for window in windows}  # [B, 1, T, T]
+        turned = bool(windows) and self.config.position == "rope"
+        rope = rope_tables(self.config, positions) if turned else None  # 2 x [.., T, 1, K/2]
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in blocks:
-            x = block(x, rope, masks[block.window])  # [B, T, D]
+            seen = (None, document_ids) if block.recurrent else (rope, masks[block.window])
+            x = block(x, *seen)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
 
     def attention_mask(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
@@ -172,7 +175,8 @@ class Decoder(nn.Module):
 
         "column": rows of the weight (outputs) are split, "row": its columns (inputs), "vocabulary": rows are token
         ids, "replicate": every rank holds it whole, "per_head": every rank holds it whole and applies it to its own
-        heads, so that its gradient there is a part of a sum.
+        heads, so that its gradient there is a part of a sum; "duplicate": a linear within a part that every rank holds
+        whole and applies to all tokens, for "column" linears that take its outputs, so that its gradient is whole.
         """
         roles = {
             "embedding": "vocabulary",

@@ -25,6 +25,12 @@ def linear_names(config: ModelConfig) -> list[str]:
     return [*linears_of(config), *([] if config.tie_embeddings else ["head"])]
 
 
+def bias_key(config: ModelConfig) -> str | None:
+    """Return the key that gives linears within blocks a bias, None where none has one."""
+    biased = any(linear.bias for linear in linears_of(config).values())
+    return ("model.bias" if config.bias else "model.layers") if biased else None
+
+
 def linear_widths(config: ModelConfig) -> dict[str, int]:
     """Return every size that a linear within a block has on one of its sides, by the keys that make it."""
     sides = (side for linear in linears_of(config).values() for side in (linear.inputs, linear.outputs))

@@ -124,6 +124,11 @@ class Part(Group):
 class Mixer(Part):
     """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`."""
 
+    recurrent: ClassVar[bool] = False
+    """Whether it carries a state from token to token and looks at no keys. If so no rope and no mask `[B, 1, T, T]` are
+    made for it: the module is called with `(x, None, document_ids)`. Those are `[B, T]`, equal within a document, whose
+    first token begins a new state; None for whole sequences."""
+
     context_parallel: ClassVar[bool] = False
     """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.context`."""
 

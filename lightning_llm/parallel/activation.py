@@ -29,7 +29,7 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
         if int(name.rpartition(".")[2]) % config.activation_checkpoint_every:
             continue
         keys = recompute_contexts(block) if quantised_layers(block) else None
-        contexts = _selective(keys) if config.activation_checkpoint == "selective" else keys
+        contexts = _selective(keys, block) if config.activation_checkpoint == "selective" else keys
         block.forward = _recomputed(block.forward, contexts)
 
 
@@ -48,8 +48,8 @@ def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Calla
     return recomputed
 
 
-def _selective(keys: Contexts | None) -> Contexts:
-    selective: Contexts = partial(create_selective_checkpoint_contexts, _expensive_ops())
+def _selective(keys: Contexts | None, block: nn.Module) -> Contexts:
+    selective: Contexts = partial(create_selective_checkpoint_contexts, expensive_ops(block))
     if keys is None:
         return selective
 
@@ -60,21 +60,14 @@ def _selective(keys: Contexts | None) -> Contexts:
     return contexts
 
 
-def _expensive_ops() -> list[Any]:
-    aten, own = torch.ops.aten, torch.ops.lightning_llm
-    attention = (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    return [
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        own.short_attention.default,
-        *(getattr(aten, name).default for name in attention),
-    ]
+def expensive_ops(block: nn.Module) -> list[Any]:
+    """Return the operators whose outputs selective checkpointing keeps in `block`: kernels of its parts among them.
+
+    Those that are no matrix products a part's module names in `kernel_ops`; their bytes are its `Part.kernel_outputs`.
+    """
+    aten = torch.ops.aten
+    kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *kernels]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class GradientSync:
         self.model = model
         self.parameters = list(model.parameters())
         roles = model.roles()
-        self._per_head = {id(p) for name, p in model.named_parameters() if roles[name.rpartition(".")[0]] == "per_head"}
+        self._roles = {id(p): roles[name.rpartition(".")[0]] for name, p in model.named_parameters()}
         self.layout = layout
         self.scatters = scatters
         self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
@@ -77,8 +77,9 @@ class GradientSync:
         layout = self.layout
         if (group := layout.group("tp")) is not None:
             whole = [parameter for parameter in self.parameters if not is_tp_shard(parameter)]
-            parts = [p for p in whole if layout.config.sequence_parallel or id(p) in self._per_head]
-            alike = [p for p in whole if not layout.config.sequence_parallel and id(p) not in self._per_head]
+            partial_roles = {"per_head", "replicate", "row"} if layout.config.sequence_parallel else {"per_head"}
+            parts = [p for p in whole if self._roles[id(p)] in partial_roles]
+            alike = [p for p in whole if self._roles[id(p)] not in partial_roles]
             _reduce_buckets(self._gradients(parts), partial(dist.all_reduce, group=group))
             _reduce_buckets(self._gradients(alike), partial(dist.broadcast, group=group, group_src=0))
         if not layout.shards and (group := layout.group("cp")) is not None:

@@ -119,6 +119,23 @@ class _Column(_TensorParallel):
         return self.multiply(x, _local(self.weight), _local(self.bias))
 
 
+class _Duplicate(_TensorParallel):
+    """A linear that every rank computes whole, too narrow to be worth a sharded, before column-parallel ones.
+
+    They leave each rank the gradient of its own outputs' share, so it is summed here: casts of the backward pass then
+    see the whole, as one rank's do. The gradient of the input is then whole on every rank, and counts once in the sum
+    that the part's `Region.enter` takes: the first rank's.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.region.group.rank == 0 else x.detach()
+        return copy_to_group(self.multiply(x, _local(self.weight), _local(self.bias)), self.region.group)
+
+
 class _Head(_Column):
     """Column-parallel, and no part of a block that has gathered for it."""
 
@@ -175,7 +192,17 @@ def _kind_of(model: Decoder, module: nn.Module, role: str) -> type[_TensorParall
         return _TokenEmbedding
     if module is model.position_embedding:
         return _PositionEmbedding
-    return {"replicate": _Norm, "per_head": _Norm, "row": _Row, "column": _Column, "vocabulary": _Head}[role]
+    return _KINDS[role]
+
+
+_KINDS: dict[str, type[_TensorParallel]] = {
+    "replicate": _Norm,
+    "per_head": _Norm,
+    "duplicate": _Duplicate,
+    "row": _Row,
+    "column": _Column,
+    "vocabulary": _Head,
+}
 
 
 def _become(module: nn.Module, kind: type[_TensorParallel], region: Region) -> None:

@@ -68,9 +68,11 @@ def _mixer_problems(model: ModelConfig, cp: int) -> Iterator[Problem]:
     mixers = for_layers(model, range(model.num_layers), lambda index: mixer_of(model, index))
     names = [model.layer_name(index) for index, mixer in enumerate(mixers) if not mixer.context_parallel]
     for name in dict.fromkeys(names):
-        yield Problem(
-            "parallel.cp", f"is {cp}, and the mixer of '{name}' in model.layers takes whole sequences. Set 1."
+        text = (
+            f"is {cp}, and the mixer of '{name}' in model.layers takes whole sequences. Set 1, and share out weights, "
+            "heads or layers instead (parallel.dp_shard, tp, pp)."
         )
+        yield Problem("parallel.cp", text)
 
 
 def _sequence_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.model.linear_names import linear_widths
+from lightning_llm.model.linear_names import bias_key, linear_widths
 from lightning_llm.precision.native.capability import DEVICES, Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
 
@@ -28,7 +28,7 @@ def matrix(recipes: Iterable[PrecisionConfig], config: Config | None = None, her
 
     Without a config sizes fit, and a linear has no bias. `here` adds a column of that name for this machine.
     """
-    widths, bias = (linear_widths(config.model), config.model.bias) if config else ({}, False)
+    widths, bias = (linear_widths(config.model), bias_key(config.model)) if config else ({}, None)
     devices = {**DEVICES, **({"here": here} if here else {})}
     automatic = [recipe.model_copy(update={"backend": "auto"}) for recipe in recipes]
     return {

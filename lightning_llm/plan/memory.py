@@ -138,11 +138,10 @@ def _mask_bytes(config: Config, degrees: Degrees, layers: list[int]) -> int:
     """Return the bytes of the masks that say which keys a rank's queries see, a bool for each pair.
 
     There is one for each window of the blocks `layers`, None among them; where attention is plainly causal, on whole
-    sequences without documents, there is none.
+    sequences without documents, there is none, nor for recurrent mixers.
     """
-    windows = set(
-        for_layers(config.model, layers, lambda index: mixer_of(config.model, index).window_tokens(config.model))
-    )
+    mixers = for_layers(config.model, layers, lambda index: mixer_of(config.model, index))
+    windows = {mixer.window_tokens(config.model) for mixer in mixers if not mixer.recurrent}
     if degrees.cp == 1 and not config.data.document_mask:
         windows = {window for window in windows if window is not None and window < config.data.sequence_length}
     masks = len(windows)

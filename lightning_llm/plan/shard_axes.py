@@ -6,6 +6,7 @@ SHARD_AXES: dict[str, dict[str, int | None]] = {
     "row": {"x": 1, "w": 1, "dy": None},
     "replicate": {"x": None, "w": None, "dy": None},
     "per_head": {"x": None, "w": None, "dy": None},
+    "duplicate": {"x": None, "w": None, "dy": None},
 }
 """Of x [M, K], w [N, K] and dy [M, N], by the roles of `Decoder.roles`: Shoeybi et al. 2019, arXiv 1909.08053, section
 3. None: every rank has all of it."""

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.model.linear_names import block_linears
 from lightning_llm.model.spec import block_parameters, for_layers, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.degrees import Degrees
@@ -103,7 +104,8 @@ def _add_tensor_parallel(
     (arXiv 2205.05198, section 4.2.2). The embedding is left in the master dtype and the head entered; the loss takes
     three fp32 numbers per token. A recomputed layer repeats its forward pass, up to what is left last. Gradients of
     norms, positions and row-parallel biases are all-reduced once per step, or else the first rank's go to the others;
-    those of norms within heads are always all-reduced.
+    those of norms within heads are always all-reduced, and of duplicated linears the first rank's always go. What a
+    duplicated linear gives is all-reduced in the backward pass.
     """
     recipe, model, sequence = config.precision, config.model, config.parallel.sequence_parallel
     tokens, hidden = tokens_of(config, degrees), config.model.hidden_size
@@ -111,18 +113,21 @@ def _add_tensor_parallel(
     looked_up = (degrees.tp - 1) * DTYPE_BYTES[recipe.master_dtype] * tokens * hidden // degrees.tp
     layers, again = len(layers_of(parts)), len(recomputed_layers(config, parts))
     first, last = parts[0].first, parts[-1].last
-    alike, per_head = (_elements(model, layers_of(parts), role) for role in ("replicate", "per_head"))
+    roles = ("replicate", "per_head", "duplicate")
+    alike, per_head, duplicated = (_elements(model, layers_of(parts), role) for role in roles)
     alike += last * hidden * len(norm_of(model).vectors(model))
     alike += model.max_sequence_length * hidden if first and model.position == "learned" else 0
-    summed = alike + per_head if sequence else per_head
+    summed, sent_on = (alike + per_head, duplicated) if sequence else (per_head, alike + duplicated)
     width, ranks = DTYPE_BYTES[recipe.main_grad_dtype], shard_ranks(config.parallel, degrees)
     sent["all_reduce", "tp"] += 2 * (width * summed // ranks) * (degrees.tp - 1) // degrees.tp
+    sent["broadcast", "tp"] += (width * sent_on // ranks) * (degrees.tp - 1) // degrees.tp
+    given = DTYPE_BYTES[recipe.compute_dtype] * tokens * _duplicated_outputs(model, layers_of(parts))
+    sent["all_reduce", "tp"] += micro_batches * 2 * given * (degrees.tp - 1) // degrees.tp
     if sequence:
         sent["all_gather", "tp"] += micro_batches * ((4 * layers + 2 * again + last) * once + first * looked_up)
         sent["reduce_scatter", "tp"] += micro_batches * ((4 * layers + again + last) * once + first * looked_up)
     else:
         sent["all_reduce", "tp"] += micro_batches * 2 * ((4 * layers + again + last) * once + first * looked_up)
-        sent["broadcast", "tp"] += (width * alike // ranks) * (degrees.tp - 1) // degrees.tp
     if last:
         sent["all_reduce", "tp"] += micro_batches * 2 * (3 * 4 * tokens) * (degrees.tp - 1) // degrees.tp
 
@@ -132,6 +137,15 @@ def _elements(model: ModelConfig, layers: list[int], role: str) -> int:
 
     def within(index: int) -> int:
         return sum(math.prod(each.shape) for each in block_parameters(model, index) if each.role == role)
+
+    return sum(for_layers(model, layers, within))
+
+
+def _duplicated_outputs(model: ModelConfig, layers: list[int]) -> int:
+    """Return the elements per token that duplicated linears of the blocks `layers` give."""
+
+    def within(index: int) -> int:
+        return sum(linear.outputs.length for linear in block_linears(model, index) if linear.role == "duplicate")
 
     return sum(for_layers(model, layers, within))
 

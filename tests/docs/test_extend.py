@@ -2,16 +2,12 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
+from installed_package import lay_package
 
-ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```\w+\n# (\S+)\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL | re.MULTILINE)
 SCRIPT = """
 import sys
 from lightning_llm.__main__ import main
@@ -25,21 +21,9 @@ print("codes", codes)
 
 @pytest.fixture
 def installed(tmp_path):
-    """Lay the document's package where Python finds it, as pip does, with its entry point; return its folder."""
-    files = dict(BLOCKS)
-    assert files.keys() == {"lion_kind.py", "lion_step.py", "pyproject.toml", "mine/optim/lion.yaml"}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    project = tomllib.loads(files["pyproject.toml"])["project"]
-    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in project["entry-points"].items()
-    ]
-    (info / "entry_points.txt").write_text("".join(lines))
+    """Lay the document's package where Python finds it; return its folder."""
+    files = lay_package("extend.md", tmp_path)
+    assert files == {"lion_kind.py", "lion_step.py", "pyproject.toml", "mine/optim/lion.yaml"}
     return tmp_path
 
 

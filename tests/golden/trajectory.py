@@ -23,8 +23,14 @@ from traced_run import run_with  # noqa: E402
 
 from lightning_llm.config.compose import compose_config  # noqa: E402
 
-RECIPES = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
-MORE_WORDS = {"nvfp4": ["model.num_layers=4"]}
+SHIPPED = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
+HYBRIDS = {"bf16_gla": "bf16"}
+"""Curves of another model than the shipped recipes': gated linear attention with documents, and one attention block."""
+RECIPES = sorted([*SHIPPED, *HYBRIDS])
+MORE_WORDS = {
+    "nvfp4": ["model.num_layers=4"],
+    "bf16_gla": ["model.layers=[gla, gla, attention]", "data.document_mask=true"],
+}
 """Of three blocks the fractions that nvfp4 keeps high would be none, and its curve that of nvfp4_all_blocks."""
 STEPS = 4
 GRADIENT_STEPS = 2
@@ -117,7 +123,7 @@ def trajectory(recipe: str, folder: Path, cache: Path) -> str:
     words = [
         *WORDS,
         *MORE_WORDS.get(recipe, []),
-        f"precision={recipe}",
+        f"precision={HYBRIDS.get(recipe, recipe)}",
         f"data.cache_dir={cache}",
         f"run.dir={folder / recipe}",
     ]
@@ -136,7 +142,9 @@ def trajectory(recipe: str, folder: Path, cache: Path) -> str:
 def header(recipe: str) -> str:
     """Return the comment lines of a recorded curve."""
     facts = [f"# {key}: {value}" for key, value in kernels().items()]
-    what = f"# The first steps under precision={recipe}: tiny model, tests/golden/corpus.txt, one CPU thread."
+    model = "hybrid" if recipe in HYBRIDS else "tiny"
+    precision = HYBRIDS.get(recipe, recipe)
+    what = f"# The first steps under precision={precision}: {model} model, tests/golden/corpus.txt, one CPU thread."
     how = "# `make test` compares to the last bit where torch and kernels are these; `make golden` records anew."
     return "\n".join([what, how, *facts]) + "\n\n"
 

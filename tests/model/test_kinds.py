@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lightning_llm.model.spec import block_parameters, block_parts, mixer_of
 
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}
+KEYS["gla"] = [{"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 8}]
 """Settings of a kind beside its defaults that are worth a block of their own."""
 
 
@@ -43,7 +45,7 @@ KINDS = [
     pytest.param(
         {"norm": "layernorm", "bias": True, "blocks": {"x": {"post_norms": True}}, "layers": ["x"]}, id="bias"
     ),
-    pytest.param({"layers": ["attention", "qk_norm_attention"]}, id="pattern"),
+    pytest.param({"layers": ["attention", "qk_norm_attention", "gla"]}, id="pattern"),
 ]
 every_kind = pytest.mark.parametrize("changes", KINDS)
 
@@ -93,25 +95,38 @@ def test_parameters_are_drawn_as_the_description_says(changes, scheme):
 def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torch.float32):
     model = build(config, dtype=dtype)
     x = torch.randn(2, length, config.hidden_size, dtype=dtype, requires_grad=True)
+    if mixer_of(config, 0).recurrent:
+        return model.layers["0"], (x, None, None)
     rope = rope_tables(config, torch.arange(length))
     mask = model.attention_mask(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
     return model.layers["0"], (x, rope, mask)
 
 
+def by_steps(mixer: nn.Module, x: torch.Tensor, rope: None, document_ids: None) -> torch.Tensor:
+    cache = mixer.new_cache(*x.shape[:2])
+    return torch.cat([mixer.step(token, rope, cache) for token in x.split(1, dim=1)], dim=1)
+
+
 @every_kind
 def test_flops_are_those_that_torch_counts(changes, monkeypatch):
-    """Of windows the formula counts what is seen; the plain products that are counted here compute all."""
+    """Of windows the formula counts what is seen; the plain products that are counted here compute all.
+
+    A recurrent mixer's are those of its steps, token by token.
+    """
     monkeypatch.setattr(attention, "is_faster_here", lambda q: False)  # an operator that the counter does not know
     config = llama(**changes)
-    window = mixer_of(config, 0).window_tokens(config)
+    mixer = mixer_of(config, 0)
+    window = mixer.window_tokens(config)
     length = window or LENGTH
     block, inputs = block_and_inputs(config, length)
+    if mixer.recurrent:
+        monkeypatch.setattr(block.attention, "forward", partial(by_steps, block.attention))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         block(*inputs).sum().backward()
     linears = sum(linear.elements for linear in block_linears(config, 0))
     mixing = [sum(part.flops_per_token(config, t) for part in block_parts(config, 0).values()) for t in (length, 99)]
     assert counter.get_total_flops() == 2 * length * (6 * linears + mixing[0])
-    assert (mixing[1] == mixing[0]) == (window is not None)
+    assert (mixing[1] == mixing[0]) == (window is not None or mixer.recurrent)
 
 
 @every_kind

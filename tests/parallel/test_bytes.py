@@ -22,7 +22,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.optim.optimizer import role_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
-from lightning_llm.parallel.activation import _expensive_ops
+from lightning_llm.parallel.activation import expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.degrees import resolve_degrees
@@ -188,9 +188,9 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
         assert plan["communication"] == (3 if (layout, reduction) == ("ddp", "tree") else 2) * largest
 
 
-QK_NORM = ["model.layers=[attention, qk_norm_attention]"]
+QK_NORM = ["model.layers=[gla, qk_norm_attention]"]
 CUT = [
-    ("tp", 2, "bf16", []),
+    ("tp", 2, "bf16", ["model.layers=[gla, attention]"]),
     ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full", *QK_NORM]),
     ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
@@ -238,7 +238,7 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     assert {kind: held.get(kind, 0) for kind in kinds} == {kind: plan[kind] for kind in kinds}
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "llama_1b", "qwen3_tiny", "gemma2_tiny", "hybrid_tiny"])
 def test_units_are_the_groups_that_are_sharded(model):
     """Shapes and roles by formula against the parameters of the model, group by group."""
     config = compose_config([f"model={model}"]).model
@@ -273,25 +273,27 @@ def test_the_tree_needs_so_many_buffers(micro_batches):
 class Kept(TorchDispatchMode):
     """Counts bytes that operations put out which selective checkpointing keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
-        self.bytes = 0
+        self.bytes, self.kept = 0, expensive_ops(block)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in _expensive_ops():
+        if function in self.kept:
             self.bytes += sum(t.nbytes for t in _tensors(list(result) if isinstance(result, tuple) else result))
         return result
 
 
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt3_345m", "qwen3_tiny", "gemma2_tiny", "gla_tiny"])
 def test_selective_checkpointing_keeps_what_is_planned(model):
     words = ["model.num_layers=1", "precision=bf16", "model.max_sequence_length=1024", "data.sequence_length=1024"]
     config = compose_config([f"model={model}", *words])
     batch, length = 1, 1024  # beyond what short_attention takes
     decoder = Decoder(config.model, torch.bfloat16)
     x = torch.randn(batch, length, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    rope = rope_tables(config.model, torch.arange(length)) if config.model.position == "rope" else None
-    with Kept() as kept:
-        decoder.blocks["layers.0"](x, rope, None)
+    rotary = config.model.position == "rope" and model != "gla_tiny"
+    rope = rope_tables(config.model, torch.arange(length)) if rotary else None
+    block = decoder.blocks["layers.0"]
+    with Kept(block) as kept:
+        block(x, rope, None)
     assert kept.bytes == batch * length * selective_bytes_per_token(config, 0)

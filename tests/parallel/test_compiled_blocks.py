@@ -22,6 +22,7 @@ from lightning_llm.parallel.context import SequenceSharder
 
 LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
 LLAMA: dict[str, Any] = {}
+GLA = {"layers": ("gla",)}
 GPT = {"norm": "layernorm", "bias": True, "position": "learned", "activation": "gelu", "tie_embeddings": True}
 
 
@@ -61,6 +62,7 @@ ALONE = [
     ({"tp": 2, "sequence_parallel": False}, GPT, 1),
     ({"tp": 2, "activation_checkpoint": "full"}, LLAMA, 1),
     ({"tp": 2, "activation_checkpoint": "selective", "activation_checkpoint_every": 2}, LLAMA, 2),
+    ({"tp": 2, "activation_checkpoint": "selective"}, GLA, 1),
     ({"cp": 2}, LLAMA, 1),
     ({"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"}, LLAMA, 1),
 ]

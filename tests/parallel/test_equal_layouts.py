@@ -32,6 +32,22 @@ def test_a_layout_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
     to_the_bits(case, "model.num_layers=3", *length_of(case.precision))
 
 
+HYBRIDS = [
+    Case("zero3", 2, 4, "fp8_delayed", "selective"),
+    *(
+        pytest.param(Case(layout, 4, 8, precision), marks=pytest.mark.full)
+        for layout in DATA_PARALLEL
+        for precision in ("bf16", "nvfp4")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", HYBRIDS, ids=str)
+def test_a_hybrid_of_linear_and_softmax_attention_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
+    layers = ["model.layers=[gla, gla, attention]", "data.document_mask=true"]
+    to_the_bits(case, "model.num_layers=3", *layers, *length_of(case.precision))
+
+
 @pytest.mark.parametrize("layout", ["zero3", pytest.param("zero1", marks=pytest.mark.full)])
 def test_biases_of_quantised_linears_are_those_of_one_rank(layout, to_the_bits):
     """FSDP2 gathers them in the dtype of the computation, in which one rank adds them."""

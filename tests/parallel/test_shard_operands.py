@@ -36,6 +36,7 @@ BATCH = 2
 BY_DEFINITION = {
     "column": {"x": None, "w": 0, "dy": 1},  # Y_r = X W_r^T
     "row": {"x": 1, "w": 1, "dy": None},  # Y = sum of X_r W_r^T
+    "duplicate": {"x": None, "w": None, "dy": None},  # Y = X W^T on every rank, the first's dX counts
 }
 """Which axis of x [M, K], w [N, K] and dy [M, N] tensor parallelism cuts: by arXiv 1909.08053, section 3, not by the
 code under test."""
@@ -141,7 +142,11 @@ def test_shard_scope_takes_the_scale_of_the_shard(ranks):
     assert {each.split()[2] for each in differing} == quantised
 
 
-LAYERS = {"layers.0.attention.q_proj": "column", "layers.0.attention.o_proj": "row"}
+LAYERS = {
+    "layers.0.attention.q_proj": "column",
+    "layers.0.attention.o_proj": "row",
+    "layers.0.attention.gk_down_proj": "duplicate",  # of gla
+}
 Noted = dict[tuple[str, str], tuple[Tensor, Tensor, LinearPlan, Tensor | None]]
 
 
@@ -186,7 +191,10 @@ def slots_unlike_the_whole(of_ranks: list[Noted]) -> set[tuple[str, str]]:
     for (name, slot), (_, _, casts, keys) in of_ranks[0].items():
         role, operand = LAYERS[name], slot.rpartition(".")[2]
         given, made = (
-            _together([noted[name, slot][part] for noted in of_ranks], BY_DEFINITION[role][operand]) for part in (0, 1)
+            _together(
+                [noted[name, slot][part] for noted in of_ranks if (name, slot) in noted], BY_DEFINITION[role][operand]
+            )
+            for part in (0, 1)
         )
         whole = _Call(casts, keys, None).operand(given, slot, CONTRACTION[slot])
         if not torch.equal(whole.dequantised(), made):
@@ -201,9 +209,15 @@ def _together(parts: list[Tensor], axis: int | None) -> Tensor:
 
 @pytest.fixture
 def operands_of_a_run(ranks, small_run, tmp_path):
-    def run(recipe: str, layout: str, world: int, *planted: str) -> list[Noted]:
-        words = [f"parallel={layout}", f"trainer.devices={world}", f"precision={recipe}", "precision.casts=eager"]
-        words += ["model.num_heads=4", "model.num_kv_heads=4", "model.hidden_size=64", "model.num_layers=3"]
+    def run(recipe: str, layout: str, world: int, *planted: str, layers: str = "attention") -> list[Noted]:
+        words = [f"parallel={layout}", f"trainer.devices={world}", f"model.layers=[{layers}]", f"precision={recipe}"]
+        words += [
+            "precision.casts=eager",
+            "model.num_heads=4",
+            "model.num_kv_heads=4",
+            "model.hidden_size=64",
+            "model.num_layers=3",
+        ]
         words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
         words += ["precision.modules.first_blocks_high_precision=0", "trainer.validate_every_steps=null"]
         return ranks(world).call(noted_operands, compose_config(small_run(tmp_path / layout, *words)), *planted)
@@ -216,8 +230,8 @@ QUANTISED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
 
 @pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("fp8_current", marks=pytest.mark.full)])
 def test_operands_of_a_run_are_the_parts_of_the_whole_ones(recipe, operands_of_a_run):
-    """All six slots of a column- and a row-parallel linear, of the tensors that training made of them."""
-    of_ranks = operands_of_a_run(recipe, "tp", 2)
+    """All six slots of a linear of each role, of the tensors that training made of them."""
+    of_ranks = operands_of_a_run(recipe, "tp", 2, layers="gla, attention")
     assert {(LAYERS[name], slot) for name, slot in of_ranks[0]} == QUANTISED
     assert slots_unlike_the_whole(of_ranks) == set()
 

@@ -86,7 +86,9 @@ class ModelConfig(Group):
     @field_validator("layers")
     @classmethod
     def _names_blocks(cls, layers: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
-        blocks = info.data.get("blocks") or {}
+        if "blocks" not in info.data:  # which is wrong, and said to be
+            return layers
+        blocks = info.data["blocks"] or {}
         for name in layers or ():
             if name in blocks:
                 continue

@@ -74,8 +74,21 @@ def for_all_heads(keys: Tensor, heads: int) -> Tensor:
     return keys if keys.shape[2] == heads else keys.repeat_interleave(heads // keys.shape[2], dim=2)
 
 
+KERNEL_OPS = (
+    torch.ops.lightning_llm.short_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+"""What `dot_product_attention` may run as."""
+
+
 class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
+
+    kernel_ops = KERNEL_OPS
+    """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig):
         super().__init__()

@@ -223,8 +223,8 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
     return problems
 
 
-def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: bool) -> list[Problem]:
-    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples."""
+def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: str | None) -> list[Problem]:
+    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples; `bias`: see `decide`."""
     multiple = MULTIPLES[native.kind]
     problems = [
         Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
@@ -232,8 +232,8 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: bool) -
         if width % multiple
     ]
     if bias:
-        text = "is true, and how a native linear's kernel sums the bias's gradient is not checked against the recipe's."
-        problems.append(Problem("model.bias", text))
+        text = "gives linears a bias, and how a native kernel sums its gradient is not checked against the recipe's."
+        problems.append(Problem(bias, text))
     return problems
 
 
@@ -299,14 +299,14 @@ def decide(
     recipe: PrecisionConfig,
     here: Capability,
     widths: Mapping[str, int] | None = None,
-    bias: bool = False,
+    bias: str | None = None,
     shared: Mapping[str, str] | None = None,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe whose layers have
-    different casts is native only if all of them are. `precision.backend=native` makes "refused" of what would be
-    emulated.
+    `bias`: the key that gives them one, None where none has it. `shared`: the degrees above 1 of tensor, context and
+    pipeline parallelism, by key. A recipe whose layers have different casts is native only if all of them are.
+    `precision.backend=native` makes "refused" of what would be emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"

@@ -1,0 +1,97 @@
+"""The description of `gla`, gated linear attention, without torch.
+
+Letters: D hidden_size, H heads, K and V elements of a head's keys and values.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
+from lightning_llm.config.schema.block import MIXERS
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import Problem
+from lightning_llm.model.spec import LinearSpec, Mixer, ParameterSpec, SavedActivations, Size, hidden, norm_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@MIXERS.register
+class GLA(Mixer):
+    """Gated linear attention (Yang et al. 2024, arXiv:2312.06635); keys and defaults are flash-linear-attention's."""
+
+    kind: Literal["gla"] = "gla"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: PositiveInt = Field(4, description="heads; more of them make the state smaller")
+    expand_k: PositiveFloat = Field(0.5, description="elements of all heads' keys, as a multiple of model.hidden_size")
+    expand_v: PositiveFloat = Field(1.0, description="elements of all heads' values, as a multiple of hidden_size")
+    gate_low_rank_dim: PositiveInt = Field(16, description="rank of the projection that gives the decays")
+    gate_logit_normalizer: PositiveFloat = Field(16.0, description="divides the decays' logarithms: larger forget less")
+
+    def key_dim(self, model: ModelConfig) -> int:
+        """Return the elements of a token's keys, over all heads."""
+        return round(model.hidden_size * self.expand_k)
+
+    def value_dim(self, model: ModelConfig) -> int:
+        """Return the elements of a token's values, over all heads."""
+        return round(model.hidden_size * self.expand_v)
+
+    def linears(self, model: ModelConfig) -> list[LinearSpec]:
+        key, value = self._side(model, "expand_k"), self._side(model, "expand_v")
+        rank = Size(self.gate_low_rank_dim, "gate_low_rank_dim of gla", 1, "gate_low_rank_dim of gla")
+        return [
+            LinearSpec("q_proj", "column", key, hidden(model), model.bias),
+            LinearSpec("k_proj", "column", key, hidden(model), model.bias),
+            LinearSpec("v_proj", "column", value, hidden(model), model.bias),
+            LinearSpec("gk_down_proj", "duplicate", rank, hidden(model), False),
+            LinearSpec("gk_up_proj", "column", key, rank, True),
+            LinearSpec("g_proj", "column", value, hidden(model), model.bias),
+            LinearSpec("o_proj", "row", hidden(model), value, model.bias, depth_scaled=("gpt2", "llama")),
+        ]
+
+    def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
+        each = norm_of(model).parameters_for(model, self.value_dim(model) // self.num_heads, "per_head")
+        return [made._replace(name=f"g_norm.{made.name}") for made in each]
+
+    def flops_per_token(self, model: ModelConfig, sequence_length: int) -> int:
+        """Return those of the recurrence, k^T v and q S: 12 H K V. What chunks compute twice over does not count."""
+        return 12 * self.key_dim(model) * self.value_dim(model) // self.num_heads
+
+    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
+        """Return what autograd keeps, of fp32 decays three tensors: logits, logsigmoid's own, logarithms.
+
+        Further q, k, v, the mixed values and their norm, the gate before and after its SiLU, `o_proj`'s input; of the
+        whole input and what `gk_down_proj` makes of it each rank has all.
+        """
+        key, value = self.key_dim(model), self.value_dim(model)
+        within = width * (2 * key + 6 * value) + 3 * 4 * key
+        return SavedActivations(within=within, gathered=width * (model.hidden_size + self.gate_low_rank_dim))
+
+    def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
+        """Return the mixed values."""
+        return width * self.value_dim(model)
+
+    def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
+        return {"num_heads of gla": (self.num_heads, "each rank takes whole heads")}
+
+    def problems(self, model: ModelConfig) -> Iterator[Problem]:
+        for key in ("expand_k", "expand_v"):
+            side, length = self._side(model, key), model.hidden_size * getattr(self, key)
+            if length != side.length or length % self.num_heads or not length:
+                text = (
+                    f"{side.text} is {length:g}, no multiple of gla's num_heads={self.num_heads}. Change one of them."
+                )
+                yield Problem("model.blocks", text)
+
+    def build(self, model: ModelConfig) -> "nn.Module":
+        from lightning_llm.model.mixer.gla import GLA as Module
+
+        return Module(self, model)
+
+    def _side(self, model: ModelConfig, key: Literal["expand_k", "expand_v"]) -> Size:
+        length = self.key_dim(model) if key == "expand_k" else self.value_dim(model)
+        text = f"model.hidden_size={model.hidden_size} x {key}={getattr(self, key):g}"
+        return Size(length, f"model.hidden_size x {key}", 1, text)

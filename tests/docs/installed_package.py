@@ -1,0 +1,29 @@
+"""The packages that documents show, laid where Python finds them, as pip does."""
+
+import re
+import tomllib
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def lay_package(document: str, folder: Path) -> set[str]:
+    """Write the files of a document's package under `folder`, with its entry points; return their names.
+
+    A file is a code block whose first line is a comment with its name.
+    """
+    found = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", (DOCS / document).read_text(), re.DOTALL | re.MULTILINE)
+    files = dict(found)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("".join(lines))
+    return set(files)
