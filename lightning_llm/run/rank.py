@@ -157,7 +157,9 @@ def fit(rank: Rank, start: Start) -> None:
     say(plan_line(rank.plan, describe_device(device)))
     for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *resume_lines(config, start)]:
         say(line)
-    corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
+    corpus = open_corpus(
+        config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank()
+    )
     for line in [data_line(config, corpus), *left_out_lines(corpus)]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
