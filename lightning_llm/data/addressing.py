@@ -1,11 +1,12 @@
 """Which window of which source a global sample index means: a pure function, O(sources) per sample, nothing to resume.
 
-Two steps. The index is first given to a source, by a `Mixture`. That of weights which stay is `Shares`: indices come
-in blocks of `BLOCK` or a power of ten more, a block's places are shared out by the weights with the largest-remainder
+Two steps. The index is first given to a source, by a `Mixture`. That of weights which stay is `Shares`: indices come in
+blocks of `BLOCK` or a power of ten more, a block's places are shared out by the weights with the largest-remainder
 method (Hamilton), and within the block they are interleaved by smooth weighted round robin (the balancer of nginx), so
-that every prefix, not only every block, is close to the weights. The same pattern serves every block, hence the count of a source's samples before any index is
-one multiplication. That count is the source's ordinal; ordinal // windows is the epoch, and ordinal % windows goes
-through a permutation keyed by (seed, source, epoch): every epoch takes each window exactly once, in a new order.
+that every prefix, not only every block, is close to the weights. The same pattern serves every block, hence the count
+of a source's samples before any index is one multiplication. That count is the source's ordinal; ordinal // windows is
+the epoch, and ordinal % windows goes through a permutation keyed by (seed, source, epoch): every epoch takes each
+window exactly once, in a new order.
 
 The permutation is a Feistel network with cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains,
 CT-RSA 2002), with MurmurHash3's finaliser as the round function.
