@@ -14,6 +14,7 @@ from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import open_corpus
 from lightning_llm.data.mixture.phases import Phases
+from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300
@@ -85,6 +86,11 @@ def test_phases_of_a_corpus(cache: Path, two_files: dict[str, Any]) -> None:
     assert anneal.drawn_tokens == {"a": 16 * 16, "b": 64 * 16}
     assert anneal.epochs["b"] == 64 / corpus.order.windows[1]
     assert [report.drawn_tokens for report in corpus.report(8 * 40)] == [256 * 16, 64 * 16]
+    planned = planned_phases(config, 40)
+    assert [each["drawn_tokens"] for each in planned] == [main.drawn_tokens, anneal.drawn_tokens]
+    assert [(each["first_step"], each["last_step"]) for each in planned] == [(0, 30), (30, 40)]
+    whole, rank = corpus.micro_batches(31), corpus.micro_batches(31, [3, 1])  # as any layout cuts it
+    assert rank.tokens.equal(whole.tokens[[3, 1]])
     static = open_corpus(data_config(cache, two_files), 5, VOCABULARY)
     assert corpus.fingerprint != static.fingerprint
     same = open_corpus(data_config(cache, two_files, mixture={"kind": "static"}), 5, VOCABULARY)
