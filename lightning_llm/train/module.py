@@ -111,6 +111,7 @@ class LanguageModule(pl.LightningModule):
         self.train_step = TrainStep(
             model=self.model,
             optimizer=optimizer,
+            algorithm=config.chosen_algorithm.build(self.model.named_parameters(), layout),
             learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
             layout=layout,
             syncs=self.gradient_syncs,
