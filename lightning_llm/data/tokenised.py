@@ -1,6 +1,6 @@
 """Sources whose documents are tokens already: each file is read once to find them, then mapped where it lies.
 
-The cache keeps the documents' places, 32 bytes each, and no token. A document is held out by a hash of its token ids
+The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its token ids
 (as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
 """
 
