@@ -1,10 +1,9 @@
 """Sources whose documents are tokens already: each file is read once to find them, then mapped where it lies.
 
-The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its token ids
-(as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
+The cache keeps the documents' places and keys, 56 bytes each, and no token. A document is held out by a hash of its
+token ids (as uint32), so what is held out depends neither on the loader nor on the ids' width in the file.
 """
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -14,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_llm.config.schema.data import TokenizerConfig
-from lightning_llm.data.cache import TokenStream, build_once
-from lightning_llm.data.prepare import SPLITS, HeldOut, Scan, progress_task
+from lightning_llm.data.cache import TokenStream, build_once, map_array
+from lightning_llm.data.prepare import KEY_RANGE, SPLITS, HeldOut, Scan, progress_task
 from lightning_llm.data.source import Source
 from lightning_llm.data.tokenizer import (
     BYTES_VOCAB_SIZE,
@@ -89,30 +88,49 @@ def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown:
     """
 
     def build(folder: Path) -> dict[str, Any]:
-        places, keys, ids, empty = array("q"), array("Q"), _Ids(), 0
+        ids, documents, smallest_key, largest_key, empty = _Ids(), 0, KEY_RANGE, -1, 0
         total_bytes = sum(file.stat().st_size for file in source.reader.token_files())
-        with progress_task(f"reading {source.name}", total_bytes, shown) as advance:
+        with (
+            (folder / PLACES).open("wb") as places,
+            (folder / KEYS).open("wb") as keys,
+            progress_task(f"reading {source.name}", total_bytes, shown) as advance,
+        ):
             for number, file, tokens, starts, lengths in _files(source, end_of_document_of(config)):
-                for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                    advance((length + 1) * tokens.itemsize)
-                    if not length:
-                        empty += 1
-                        continue
-                    document = tokens[start : start + length]
-                    ids.note(document, file, start)
-                    places.extend((number, start, length))
-                    content = document.astype("<u4").tobytes()
-                    keys.append(int.from_bytes(blake2b(content, digest_size=8).digest(), "little"))
+                kept = lengths > 0
+                empty += len(kept) - int(kept.sum())
+                for firsts, counts in _groups(starts[kept], lengths[kept]):
+                    read = tokens[firsts[0] : firsts[-1] + counts[-1]]
+                    ids.note(read, file, int(firsts[0]))
+                    found = _keys(read, firsts - firsts[0], counts)
+                    smallest_key, largest_key = min(smallest_key, int(found.min())), max(largest_key, int(found.max()))
+                    np.stack([np.full_like(firsts, number), firsts, counts], 1).astype("<i8").tofile(places)
+                    found.tofile(keys)
+                    documents += len(found)
+                    advance(read.nbytes)
         if ids.smallest < 0:
             raise ConfigError(Problem(f"{source.key}.path", f"{ids.smallest_at} is {ids.smallest}: no id is negative."))
-        if not keys:
+        if not documents:
             raise ConfigError(Problem(source.key, f"{source.where} holds no document."))
-        np.array(places, "<i8").tofile(folder / PLACES)
-        np.array(keys, "<u8").tofile(folder / KEYS)
-        return asdict(Scan(len(keys), total_bytes, min(keys), max(keys), empty, ids.largest, ids.largest_at))
+        return asdict(Scan(documents, total_bytes, smallest_key, largest_key, empty, ids.largest, ids.largest_at))
 
     folder, manifest = build_once(cache_dir, "scan", scan_identity(source, config), build)
     return folder, Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__})
+
+
+def _groups(starts: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield documents' first tokens and lengths, as many at a time as lie within `READ_TOKENS`, one at least."""
+    ends, first = starts + lengths, 0
+    while first < len(starts):
+        last = max(first + 1, int(np.searchsorted(ends, starts[first] + READ_TOKENS, side="right")))
+        yield starts[first:last], lengths[first:last]
+        first = last
+
+
+def _keys(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the key of each document in `tokens`, uint64 [documents]: BLAKE2b of its ids as uint32."""
+    content = memoryview(tokens.astype("<u4").tobytes())
+    spans = zip((4 * starts).tolist(), (4 * (starts + lengths)).tolist(), strict=True)
+    return np.frombuffer(b"".join(blake2b(content[a:b], digest_size=8).digest() for a, b in spans), "<u8")
 
 
 def _files(source: Source, end_of_document: int) -> Iterator[tuple[int, Path, np.ndarray, np.ndarray, np.ndarray]]:
@@ -153,8 +171,8 @@ def token_streams(
     dtype = tokenizer.token_dtype
 
     def build(folder: Path) -> dict[str, Any]:
-        places = np.fromfile(scanned / PLACES, "<i8").reshape(-1, 3)
-        keys = np.fromfile(scanned / KEYS, "<u8")
+        places = np.memmap(scanned / PLACES, "<i8", mode="r").reshape(-1, 3)
+        keys = np.memmap(scanned / KEYS, "<u8", mode="r")
         is_held_out = held_out.of_keys(keys)  # [documents]
         splits = {}
         with progress_task(f"splitting {source.name}", None, shown) as advance:
@@ -193,7 +211,7 @@ class MappedStream(TokenStream):
     end_of_document: int
 
     def __post_init__(self) -> None:
-        self.starts = np.fromfile(self.folder / f"{self.split}.starts", "<i8")
+        self.starts = map_array(self.folder / f"{self.split}.starts", np.dtype("<i8"))
         view: Any = _Tokens(self)  # of an array's doings it has those that a stream is asked for
         self.tokens = view
 
@@ -207,7 +225,7 @@ class _Tokens:
     def __init__(self, stream: MappedStream):
         self._starts, self._end, self._dtype = stream.starts, stream.end_of_document, np.dtype(stream.dtype)
         self._reader = stream.reader
-        self._places = np.fromfile(stream.folder / f"{stream.split}.places", "<i8").reshape(-1, 2)
+        self._places = map_array(stream.folder / f"{stream.split}.places", np.dtype("<i8")).reshape(-1, 2)
         self._length = int(np.fromfile(stream.folder / f"{stream.split}.tokens", "<i8")[0])
         self._files: dict[int, np.ndarray] = {}
 
