@@ -192,8 +192,11 @@ def token_streams(
                 splits[split] = {"tokens": tokens, "documents": len(ends), "digest": digest.hexdigest()}
         return {"dtype": dtype.str, "splits": splits}
 
-    identity = {"held_out": held_out.identity(), "tokenizer": tokenizer.fingerprint}
-    identity |= {"source": scan_identity(source, config)}
+    identity = {
+        "held_out": held_out.identity(),
+        "tokenizer": tokenizer.fingerprint,
+        "source": scan_identity(source, config),
+    }
     folder, manifest = build_once(cache_dir, "places", identity, build)
     return {
         split: MappedStream(
