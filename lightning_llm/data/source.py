@@ -84,8 +84,7 @@ class Source:
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not blank, always in the same order; `left_out` counts the others."""
         self.left_out = 0
-        reader: DocumentReader = self.reader
-        documents = reader.documents()
+        documents = self._read()
         while True:
             try:
                 found = next(documents)
@@ -102,6 +101,10 @@ class Source:
                 yield document(found)
             else:
                 self.left_out += 1
+
+    def _read(self) -> Iterator["Document | str | None"]:
+        reader: DocumentReader = self.reader
+        yield from reader.documents()  # within the first `next`, since a reader need not be a generator
 
 
 def these_files(path: str | None, files: Sequence[Path]) -> str:
