@@ -27,7 +27,7 @@ from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
-from lightning_llm.train.progress import set_global_step
+from lightning_llm.train.progress import set_global_step, validate_now
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.state import TrainState
@@ -93,6 +93,7 @@ class LanguageModule(pl.LightningModule):
             loss_sum=self.loss_sum,
             quantisation=self.quantisation,
             source_names=self.source_names,
+            watched=self.config.data.watched,
             device=device,
         )
 
@@ -110,6 +111,7 @@ class LanguageModule(pl.LightningModule):
         self.train_step = TrainStep(
             model=self.model,
             optimizer=optimizer,
+            algorithm=config.chosen_algorithm.build(self.model.named_parameters(), layout),
             learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
             layout=layout,
             syncs=self.gradient_syncs,
@@ -129,6 +131,10 @@ class LanguageModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         if self.trainer.is_global_zero and (line := self.quantisation.describe()):
             print(line, flush=True)
+
+    def on_train_start(self) -> None:
+        if self.config.data.watched and not self.completed_steps:  # what they have lost or gained is from here on
+            validate_now(self.trainer)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the (frozen) batch with its tensors on `device`."""

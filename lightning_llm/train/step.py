@@ -1,7 +1,7 @@
 """One optimizer step: from a batch to an update of the weights, whatever the layout and the precision recipe.
 
-`TrainStep.__call__` is the training algorithm, top to bottom. It is handed all that it works with and knows no
-Lightning: `module.py` makes it and calls it once per batch. Another algorithm is another class with this `__call__`.
+`TrainStep.__call__` is the step, top to bottom. It is handed all that it works with and knows no Lightning: `module.py`
+makes it and calls it once per batch. What another training algorithm does with the weights is an `algorithm.protocol`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.pipeline import Pipeline
+from lightning_llm.train.algorithm.protocol import Algorithm
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.quantisation import Quantisation
@@ -29,11 +30,12 @@ from lightning_llm.train.state import TrainState
 
 @dataclass
 class TrainStep:
-    """Synchronous training: every rank computes gradients of its micro-batches, their sum moves the weights once."""
+    """Every rank computes gradients of its micro-batches, their sum moves the weights once; then `algorithm` acts."""
 
     model: Decoder
     """This rank's part of it."""
     optimizer: torch.optim.Optimizer
+    algorithm: Algorithm
     learning_rate: LearningRate
     layout: Layout
     syncs: list[GradientSync]
@@ -87,6 +89,7 @@ class TrainStep:
             record["skipped"] = True
         else:
             self.optimizer.step()
+        self.algorithm.after_update(state.completed_steps + 1, record)
         self.scaler.update(overflow)
         self.quantisation.end_step(self.model, self._largest_amax)
         state.count_step(skipped)

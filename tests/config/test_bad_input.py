@@ -78,7 +78,10 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["checkpoint=none"], "Its keys are checkpoint.every_steps, checkpoint.keep_last."),
         (["callbacks.progres.every=3"], "or null. Did you mean 'progress'?"),
         (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
-        (["data.sources.mine.path=/x"], "loader: a value must be given: python, jsonl, text, parquet, huggingface."),
+        (
+            ["data.sources.mine.path=/x"],
+            "loader: a value must be given. Known here: huggingface, jsonl, megatron, ",
+        ),
         (["data=~/my/book.txt"], "A file is read by data=text data.sources.text.path=~/my/book.txt."),
         (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),
         (["callbacks.early=EarlyStopping"], "error: 1 problem"),

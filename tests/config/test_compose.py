@@ -32,6 +32,8 @@ def problems_of(*overrides: str) -> dict[str, str]:
 def test_every_file_of_every_group_composes(group, option):
     mandatory = {"jsonl": ["jsonl"], "text": ["text"], "parquet": ["parquet"], "huggingface": ["huggingface"]}
     given = [f"data.sources.{source}.path=/x" for source in mandatory.get(option, [])]
+    if option in ("megatron", "olmo"):
+        given = [f"data.sources.{option}.path=/x", "data.tokenizer.path=/x"]
     if option == "python_jsonl":
         given = ["data.sources.jsonl.path=/x"]
     config = compose_config([f"{group}={option}", *given])
