@@ -11,6 +11,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import withheld
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.strict import Reading, read_config
 from lightning_llm.errors import Problem
 
@@ -49,8 +50,8 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
 def _is_no_path(node: Mapping[str, Any], key: str, value: str) -> bool:
     if key == "resume":
         return value == "auto"
-    # A hub name (owner/name) is one, unless such a folder is here.
-    return node.get("loader") == "huggingface" and not (value[0] in "/.~" or os.path.isdir(value))
+    loader = node.get("loader")
+    return isinstance(loader, str) and loader in LOADERS and not LOADERS[loader].is_local(value)
 
 
 def _mapping(values: Mapping[str, Any], key: str) -> dict[str, Any]:

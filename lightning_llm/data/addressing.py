@@ -1,19 +1,21 @@
 """Global sample index -> window of a source: a pure function, O(sources) per sample, nothing to resume.
 
-Two steps. The index is first given to a source: indices come in blocks of `BLOCK` or a power of ten more, a block's
-positions are shared out by the weights with the largest-remainder method (Hamilton), and within the block they are
-interleaved by smooth weighted round robin (the balancer of nginx), so that every prefix, not only every block, is
-close to the weights. The same pattern serves every block, hence the count of a source's samples before any index is
-one multiplication. That count is the source's ordinal; ordinal // windows is the epoch, and ordinal % windows goes
-through a permutation keyed by (seed, source, epoch): every epoch takes each window exactly once, in a new order.
+Two steps. The index is first given to a source, by a `Mixture`. That of weights which stay is `Shares`: indices come in
+blocks of `BLOCK` or a power of ten more, a block's positions are shared out by the weights with the largest-remainder
+method (Hamilton), and within the block they are interleaved by smooth weighted round robin (the balancer of nginx), so
+that every prefix, not only every block, is close to the weights. The same pattern serves every block, hence the count
+of a source's samples before any index is one multiplication. That count is the source's ordinal; ordinal // windows is
+the epoch, and ordinal % windows goes through a permutation keyed by (seed, source, epoch): every epoch takes each
+window exactly once, in a new order.
 
 The permutation is a Feistel network with cycle walking (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains,
 CT-RSA 2002), with MurmurHash3's finaliser as the round function.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from lightning_llm.keyed_hash import hash_words, mix, name_word
 
@@ -89,41 +91,57 @@ def permute(i: int, n: int, keys: Sequence[int]) -> int:
             return i
 
 
-class SampleOrder:
-    """Global sample index -> `Address`, as a function of (weights, windows, seed, shuffle) alone.
+class Mixture(Protocol):
+    """Which source each sample of a run comes from: pure functions of the sample's number."""
 
-    `weights` and `windows` (how many windows a source holds, at least 1) are keyed by source name; the key of a
-    source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
-    the windows in their order.
+    names: Sequence[str]
+    """The sources, by their positions."""
+
+    def ordinal(self, index: int) -> tuple[int, int]:
+        """Return the source of sample `index` (from 0), and how many samples of that source come before it."""
+
+    def drawn(self, total: int) -> list[int]:
+        """Return how many of the samples [0, total) each source gives."""
+
+    def phases(self, total: int) -> "Iterator[MixturePhase]":
+        """Yield the stretches of the samples [0, total) that differ in their weights."""
+
+
+@dataclass(frozen=True)
+class MixturePhase:
+    """The samples [first, last) of a run, of which each source gives `drawn`."""
+
+    name: str
+    first: int
+    last: int
+    drawn: tuple[int, ...]
+
+
+class Shares:
+    """The `Mixture` of weights that stay; a source of weight 0 gives nothing.
+
+    Raises:
+        ValueError: the smallest share but 0 is below `SMALLEST_SHARE`.
     """
 
-    def __init__(self, weights: Mapping[str, float], windows: Mapping[str, int], seed: int, shuffle: bool = True):
+    def __init__(self, weights: Mapping[str, float]):
         self.names = list(weights)
-        self.seed = seed
-        self.shuffle = shuffle
-        self.windows = [windows[name] for name in self.names]
         shares = list(weights.values())
-        smallest = min(shares) / sum(shares)
+        given = [share for share in shares if share]
+        smallest = min(given) / sum(given)
         if smallest < SMALLEST_SHARE:
             raise ValueError(f"a weight's share is {smallest:.2e}, the smallest possible is {SMALLEST_SHARE:.0e}")
-        if min(self.windows) < 1:
-            raise ValueError(f"every source needs at least one window, got {dict(windows)}")
         self.block = BLOCK
-        while self.block * smallest < 10 and self.block < LARGEST_BLOCK and len(shares) > 1:
+        while self.block * smallest < 10 and self.block < LARGEST_BLOCK and len(given) > 1:
             self.block *= 10
         self.counts = largest_remainder(shares, self.block)
         self._pattern, self._before = interleave(self.counts)
-        self._name_words = [name_word(name) for name in self.names]
 
-    def locate(self, index: int) -> Address:
-        """Return where global sample `index` (from 0) lies."""
+    def ordinal(self, index: int) -> tuple[int, int]:
+        """Return the source of sample `index`, and how many of its samples come before."""
         block, position = divmod(index, self.block)
         source = self._pattern[position]
-        ordinal = block * self.counts[source] + self._before[position]
-        epoch, i = divmod(ordinal, self.windows[source])
-        if self.shuffle:
-            i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
-        return Address(source, i, epoch)
+        return source, block * self.counts[source] + self._before[position]
 
     def drawn(self, total: int) -> list[int]:
         """Return how many of the samples [0, total) each source gives."""
@@ -132,3 +150,38 @@ class SampleOrder:
         for source in self._pattern[:position]:
             drawn[source] += 1
         return drawn
+
+    def phases(self, total: int) -> Iterator[MixturePhase]:
+        """Yield the one phase there is."""
+        yield MixturePhase("all", 0, total, tuple(self.drawn(total)))
+
+
+class SampleOrder:
+    """Global sample index -> `Address`, as a function of (mixture, windows, seed, shuffle) alone.
+
+    `windows` (how many windows a source holds, at least 1) is keyed by source name; the key of a source's shuffling is
+    its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes the windows in their
+    order.
+    """
+
+    def __init__(self, mixture: Mixture, windows: Mapping[str, int], seed: int, shuffle: bool = True):
+        self.mixture = mixture
+        self.names = mixture.names
+        self.seed = seed
+        self.shuffle = shuffle
+        self.windows = [windows[name] for name in self.names]
+        if min(self.windows) < 1:
+            raise ValueError(f"every source needs at least one window, got {dict(windows)}")
+        self._name_words = [name_word(name) for name in self.names]
+
+    def locate(self, index: int) -> Address:
+        """Return where global sample `index` (from 0) lies."""
+        source, ordinal = self.mixture.ordinal(index)
+        epoch, i = divmod(ordinal, self.windows[source])
+        if self.shuffle:
+            i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
+        return Address(source, i, epoch)
+
+    def drawn(self, total: int) -> list[int]:
+        """Return how many of the samples [0, total) each source gives."""
+        return self.mixture.drawn(total)

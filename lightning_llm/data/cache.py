@@ -283,8 +283,8 @@ class TokenStream:
     starts: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.tokens = _map(self.folder / f"{self.split}.bin", np.dtype(self.dtype))
-        self.starts = _map(self.folder / f"{self.split}.starts", np.dtype("<i8"))
+        self.tokens = map_array(self.folder / f"{self.split}.bin", np.dtype(self.dtype))
+        self.starts = map_array(self.folder / f"{self.split}.starts", np.dtype("<i8"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStream, (self.folder, self.split, self.dtype, self.digest)
@@ -297,7 +297,8 @@ class TokenStream:
         return ids.cumsum()
 
 
-def _map(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+def map_array(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return a file's content as a one-dimensional array, read as it is asked for."""
     if file.stat().st_size == 0:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(file, dtype, mode="r"))  # a plain view: slicing a memmap object is several times slower

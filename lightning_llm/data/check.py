@@ -1,13 +1,11 @@
 """Checks of `data` that are cheap: no torch, no datasets, no document read."""
 
 import os
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lightning_llm.config.schema.data import SUFFIXES, DataConfig, SourceConfig, TokenizerConfig, loader_of
+from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.partial import Rule, gather
-from lightning_llm.data.addressing import SMALLEST_SHARE
 from lightning_llm.data.cache import (
     default_cache_dir,
     disk_problem,
@@ -16,7 +14,8 @@ from lightning_llm.data.cache import (
     read_manifest,
     token_bytes,
 )
-from lightning_llm.data.source import Source, matching_files
+from lightning_llm.data.source import Source
+from lightning_llm.data.tokenised import scan_identity
 from lightning_llm.data.tokenizer import (
     BYTES_VOCAB_SIZE,
     END_OF_DOCUMENT_NAMES,
@@ -26,8 +25,6 @@ from lightning_llm.data.tokenizer import (
     tokenizer_file,
 )
 from lightning_llm.errors import ConfigError, Problem
-
-PARQUET_COMPRESSION = 3  # text within parquet, about
 
 
 def check_data(config: DataConfig, model_vocab_size: int, world: int) -> list[Problem]:
@@ -41,14 +38,13 @@ def data_rules(
     """Return the rules of `check_data` one by one; each reads what it needs, which another key may have broken."""
     return [
         lambda: _batch_problems(data(), world()),
-        lambda: _weight_problems(data()),
+        lambda: _mixture_problems(data()),
         lambda: _validation_problems(data()),
         lambda: [
-            problem
-            for name, source in data().sources.items()
-            for problem in _source_problems(f"data.sources.{name}", source)
+            problem for name, source in data().sources.items() for problem in source.problems(f"data.sources.{name}")
         ],
         lambda: _tokenizer_problems(data().tokenizer, model_vocab_size()),
+        lambda: _tokenised_problems(data()),
         lambda: _cache_problems(data(), model_vocab_size()),
     ]
 
@@ -58,8 +54,10 @@ def _validation_problems(config: DataConfig) -> Iterator[Problem]:
     if fraction >= 1:
         text = f"{fraction} leaves nothing to train on; choose less than 1, such as 0.02."
         yield Problem("data.validation.fraction", text)
-    if weights is not None and weights.keys() != config.sources.keys():
-        text = f"names {', '.join(weights) or 'none'}; give one for each of data.sources: {', '.join(config.sources)}."
+    trained = config.trained_weights
+    if weights is not None and weights.keys() != trained.keys():
+        names = f"names {', '.join(weights) or 'none'}; give one for each of data.sources"
+        text = f"{names}{' that is trained on' if config.watched else ''}: {', '.join(trained)}."
         yield Problem("data.validation.weights", text)
 
 
@@ -81,80 +79,22 @@ def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
     return [Problem("data.global_batch_size", text)]
 
 
-def _weight_problems(config: DataConfig) -> list[Problem]:
+def _mixture_problems(config: DataConfig) -> list[Problem]:
     if not config.sources:
         return [Problem("data.sources", "is empty: name at least one source.")]
-    total = sum(source.weight for source in config.sources.values())
-    return [
-        Problem(
-            f"data.sources.{name}.weight",
-            f"{source.weight} is a share of {source.weight / total:.1e} of the tokens; the smallest possible is "
-            f"{SMALLEST_SHARE:.0e}. Raise it, or leave the source out.",
+    if not config.trained_weights:
+        return [Problem("data.sources", "has role=validation throughout: give one source at least to train on.")]
+    return list(config.chosen_mixture.problems("data.mixture", config.trained_weights))
+
+
+def _tokenised_problems(config: DataConfig) -> Iterator[Problem]:
+    names = [name for name, source in config.sources.items() if source.tokenised]
+    if names and config.tokenizer.kind == "bpe":
+        text = (
+            f"is bpe, which is trained here, and {', '.join(f'data.sources.{name}' for name in names)} was tokenised "
+            "before. Give the tokenizer it was made with: kind=file, and its path."
         )
-        for name, source in config.sources.items()
-        if source.weight / total < SMALLEST_SHARE
-    ]
-
-
-def _source_problems(key: str, source: SourceConfig) -> list[Problem]:
-    problems = []
-    if source.loader == "python":
-        if source.part is None:
-            problems.append(Problem(f"{key}.part", "loader=python needs part=code or part=prose."))
-        if source.path is not None:
-            problems.append(Problem(f"{key}.path", f"{source.path!r}: loader=python reads this Python's library only."))
-        return problems
-    if source.part is not None:
-        problems.append(Problem(f"{key}.part", f"{source.part!r} belongs to loader=python, not to {source.loader}."))
-    if not source.path:
-        return [*problems, Problem(f"{key}.path", f"loader={source.loader} needs a path.")]
-    absolute = Path(source.path).expanduser().absolute()
-    if source.loader == "huggingface":
-        if os.path.isfile(absolute):
-            text = f"{absolute} is a file; files are read by loader=jsonl, text or parquet."
-            problems.append(Problem(f"{key}.path", text))
-        elif not os.path.isdir(absolute) and (source.path[0] in "/.~" or source.path.count("/") > 1):
-            problems.append(
-                Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
-            )
-    elif files := matching_files(source.loader, source.path):
-        problems += _other_format(key, source, files)
-    else:
-        endings = ", ".join(SUFFIXES[source.loader])
-        if os.path.isdir(absolute):
-            text = f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."
-        else:
-            text = f"{source.path!r} matches no file (looked for {absolute}). Give a file, a folder or a glob."
-        problems.append(Problem(f"{key}.path", text))
-    return problems
-
-
-def _other_format(key: str, source: SourceConfig, files: list[Path]) -> Iterator[Problem]:
-    """Yield a problem where the names of all `files` are those of another loader's, and what they hold is no help."""
-    first = files[0].name.lower()
-    kinds = {loader_of(file.name) for file in files}
-    kind = kinds.pop()
-    if (
-        kinds  # of several kinds
-        or kind in (None, source.loader)
-        or (source.loader == "text" and first.endswith((".json", ".json.gz")))  # which is text to some
-        or (source.loader == "jsonl" and _beginning(files[0]).startswith(b"{"))
-    ):
-        return
-    text = (
-        f"{source.path!r}: files like {files[0].name} are read by loader={kind}, not by {source.loader}. "
-        f"Set data={kind} data.sources.{kind}.path={source.path}."
-    )
-    yield Problem(f"{key}.path", text)
-
-
-def _beginning(file: Path) -> bytes:
-    """Return what a file starts with, behind a byte order mark and blanks."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(4096).removeprefix(BOM_UTF8).lstrip()
-    except OSError:  # whoever reads all of it says why
-        return b""
+        yield Problem("data.tokenizer.kind", text)
 
 
 def _tokenizer_problems(config: TokenizerConfig, model_vocab_size: int) -> list[Problem]:
@@ -212,11 +152,11 @@ def _cache_problems(config: DataConfig, model_vocab_size: int) -> list[Problem]:
     for name, source_config in config.sources.items():
         source = Source(name, source_config)
         try:
-            if read_manifest(product_folder(cache_dir, "scan", source.identity())) is None:
+            identity = scan_identity(source, config.tokenizer) if source_config.tokenised else source.identity()
+            if read_manifest(product_folder(cache_dir, "scan", identity)) is None:
                 all_read = False
-                size = sum(file.stat().st_size for file in source.files)
-                text_bytes += size * (PARQUET_COMPRESSION if source_config.loader == "parquet" else 1)
-        except ConfigError:  # no such files, which is reported by its own problem
+                text_bytes += source_config.cached_bytes(source.files)
+        except (ConfigError, OSError):  # no such files, which is reported by its own problem
             continue
     if all_read:
         return []

@@ -10,17 +10,19 @@ Letters: A micro-batches per rank and step (gradient accumulation), B micro-batc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.data.addressing import SampleOrder, largest_remainder
+from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.cache import TokenStream, digest_of
 from lightning_llm.data.check import cache_dir_of
-from lightning_llm.data.prepare import hold_out, prepare_streams, prepare_tokenizer, scan
+from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
 from lightning_llm.data.source import Source
+from lightning_llm.data.tokenised import id_problem, scan_tokens, token_streams
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
 
@@ -29,7 +31,10 @@ IGNORED = -100  # a label that is no target: what torch's cross entropy ignores 
 
 @dataclass(frozen=True)
 class Sample:
-    """One training window: `tokens` int64 [T+1], and `document_ids` int64 [T] (from 0, within the window) or None."""
+    """One training window of source number `source`, of those that are trained on.
+
+    `tokens` int64 [T+1], and `document_ids` int64 [T] (from 0, within the window) or None.
+    """
 
     source: int
     window: int
@@ -80,7 +85,7 @@ class ValidationBatch:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What a run takes from one source: `share` as asked, `achieved_share` as drawn; `epochs` may be fractional."""
+    """What a run takes from one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
 
     name: str
     share: float
@@ -90,6 +95,17 @@ class SourceReport:
     epochs: float
     documents: int
     validation_tokens: int
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What a run takes from each source, by name, after `first_step` steps and up to `last_step`."""
+
+    name: str
+    first_step: int
+    last_step: int
+    drawn_tokens: dict[str, int]
+    epochs: dict[str, float]
 
 
 class Corpus:
@@ -102,8 +118,9 @@ class Corpus:
         tokenizer: Tokenizer,
         streams: dict[str, dict[str, TokenStream]],
         left_out: Mapping[str, int],
+        max_steps: int | None = None,
     ):
-        """`streams` holds for each source its "train" and "validation" stream; each has at least one training window.
+        """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
 
         `left_out` counts for each source the records whose text is null, empty or blank. `open_corpus` makes and
         checks all of it.
@@ -112,22 +129,27 @@ class Corpus:
         self.config = config
         self.tokenizer = tokenizer
         self.names = list(config.sources)
-        self.train = [streams[name]["train"] for name in self.names]
+        weights = config.trained_weights
+        self.trained = list(weights)
+        self.train = [streams[name]["train"] for name in self.trained]
         self.held_out = [streams[name]["validation"] for name in self.names]
         length = config.sequence_length
-        weights = {name: source.weight for name, source in config.sources.items()}
-        windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.names, self.train, strict=True)}
-        self.order = SampleOrder(weights, windows, seed, config.shuffle)
+        windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.trained, self.train, strict=True)}
+        mixture: Mixture = config.chosen_mixture.build(weights, config.global_batch_size, max_steps)
+        self.order = SampleOrder(mixture, windows, seed, config.shuffle)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
 
-        Free of paths, seed and batch sizes.
+        And how a mixture changes the shares. Free of paths, seed and batch sizes, and of what is only watched.
         """
-        streams = zip(self.names, self.shares, self.train, self.held_out, strict=True)
-        return digest_of([self.tokenizer.fingerprint, [[n, w, t.digest, v.digest] for n, w, t, v in streams]])
+        held_out = dict(zip(self.names, self.held_out, strict=True))
+        streams = zip(self.trained, self.shares, self.train, strict=True)
+        learned = [[name, share, train.digest, held_out[name].digest] for name, share, train in streams]
+        mixture = self.config.chosen_mixture.identity()
+        return digest_of([self.tokenizer.fingerprint, learned, *([] if mixture is None else [mixture])])
 
     @cached_property
     def validation_fingerprint(self) -> str:
@@ -151,7 +173,7 @@ class Corpus:
         start, stream = address.window * self.config.sequence_length, self.train[address.source]
         ends = start, start + self.config.sequence_length
         first, last = (int(index) - 1 for index in np.searchsorted(stream.starts, ends, side="right"))
-        return Origin(self.names[address.source], address.epoch, start, first, last)
+        return Origin(self.trained[address.source], address.epoch, start, first, last)
 
     def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:
         """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; all of them for None.
@@ -180,15 +202,16 @@ class Corpus:
     def _validation_windows(self) -> list[tuple[int, int]]:
         """(source, window) of each sequence scored: shared out by weight, evenly spaced, none twice, one at least.
 
-        The weights are `data.validation.weights`, or those of the mix.
+        The weights are `data.validation.weights`, or the sources' own; one that is only watched takes no share.
         The last window of a source may be short.
         """
-        length = self.config.sequence_length
+        length, sequences = self.config.sequence_length, self.config.validation.sequences
         weights = self.config.validation.weights
-        shares = [weights[name] for name in self.names] if weights else self.shares
-        wanted = largest_remainder(shares, self.config.validation.sequences)
+        shares = [weights[name] for name in self.trained] if weights else self.shares
+        wanted = dict(zip(self.trained, largest_remainder(shares, sequences), strict=True))
         chosen = []
-        for source, (stream, count) in enumerate(zip(self.held_out, wanted, strict=True)):
+        for source, (name, stream) in enumerate(zip(self.names, self.held_out, strict=True)):
+            count = wanted.get(name, sequences)
             available = -(-(len(stream.tokens) - 1) // length) if len(stream.tokens) > 1 else 0
             count = min(max(count, 1), available)
             chosen += [(source, i * available // count) for i in range(count)]
@@ -246,25 +269,50 @@ class Corpus:
 
     def report(self, total_samples: int) -> list[SourceReport]:
         """Return for each source what a run of `total_samples` sequences (steps x global_batch_size) takes of it."""
-        length = self.config.sequence_length
-        drawn = self.order.drawn(total_samples)
-        return [
-            SourceReport(
-                name=name,
-                share=self.shares[s],
-                achieved_share=drawn[s] / total_samples if total_samples else 0.0,
-                available_tokens=self.order.windows[s] * length,
-                drawn_tokens=drawn[s] * length,
-                epochs=drawn[s] / self.order.windows[s],
-                documents=len(self.train[s].starts),
-                validation_tokens=len(self.held_out[s].tokens),
+        length, drawn = self.config.sequence_length, self.order.drawn(total_samples)
+        of_source = {name: s for s, name in enumerate(self.trained)}
+        reports = []
+        for name, held_out in zip(self.names, self.held_out, strict=True):
+            s = of_source.get(name)
+            count, windows = (drawn[s], self.order.windows[s]) if s is not None else (0, 0)
+            reports.append(
+                SourceReport(
+                    name=name,
+                    share=self.shares[s] if s is not None else 0.0,
+                    achieved_share=count / total_samples if total_samples else 0.0,
+                    available_tokens=windows * length,
+                    drawn_tokens=count * length,
+                    epochs=count / windows if windows else 0.0,
+                    documents=len(self.train[s].starts) if s is not None else 0,
+                    validation_tokens=len(held_out.tokens),
+                )
             )
-            for s, name in enumerate(self.names)
+        return reports
+
+    def phase_report(self, total_samples: int) -> list[PhaseReport]:
+        """Return for each phase of the mixture what a run of `total_samples` sequences takes in it of each source."""
+        length, width = self.config.sequence_length, self.config.global_batch_size
+        return [
+            PhaseReport(
+                name=phase.name,
+                first_step=phase.first // width,
+                last_step=-(-phase.last // width),
+                drawn_tokens={name: n * length for name, n in zip(self.trained, phase.drawn, strict=True)},
+                epochs={
+                    name: n / windows
+                    for name, n, windows in zip(self.trained, phase.drawn, self.order.windows, strict=True)
+                },
+            )
+            for phase in self.order.mixture.phases(total_samples)
         ]
 
 
-def open_corpus(config: DataConfig, seed: int, vocab_size: int, progress: bool = False) -> Corpus:
+def open_corpus(
+    config: DataConfig, seed: int, vocab_size: int, max_steps: int | None = None, progress: bool = False
+) -> Corpus:
     """Prepare (where not cached) and map the corpus of `config`; `vocab_size` is the model's.
+
+    `max_steps` is the run's length, which a mixture may go by.
 
     `progress` shows bars on stderr while something is built. Processes that ask at once wait for the one that builds.
     `config` has passed `check_data`. Raises ConfigError with every problem that the same stage finds.
@@ -272,24 +320,41 @@ def open_corpus(config: DataConfig, seed: int, vocab_size: int, progress: bool =
     problems: list[Problem] = []
     cache_dir = cache_dir_of(config)
     sources = {name: Source(name, source) for name, source in config.sources.items()}
-    scans = {}
+    trained = {name: source for name, source in sources.items() if source.config.role is None}
+    scans: dict[str, Scan] = {}
+    places: dict[str, Path] = {}
     for name, source in sources.items():
         try:
-            scans[name] = scan(source, cache_dir, progress)
+            if source.config.tokenised:
+                places[name], scans[name] = scan_tokens(source, config.tokenizer, cache_dir, progress)
+            else:
+                scans[name] = scan(source, cache_dir, progress)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    held_out = hold_out(scans, config.validation.fraction)
-    tokenizer = prepare_tokenizer(config.tokenizer, vocab_size, sources, scans, held_out, cache_dir, progress)
-    streams = {
-        name: prepare_streams(source, scans[name], held_out, tokenizer, cache_dir, progress)
-        for name, source in sources.items()
-    }
-    problems = [p for name, s in streams.items() for p in _length_problems(name, s, config)]
+    held_out = hold_out({name: scans[name] for name in trained}, config.validation.fraction)
+    texts = {name: source for name, source in trained.items() if name not in places}
+    tokenizer = prepare_tokenizer(config.tokenizer, vocab_size, texts, scans, held_out, cache_dir, progress)
+    problems = [
+        problem
+        for name in places
+        if (problem := id_problem(sources[name], scans[name], tokenizer, vocab_size)) is not None
+    ]
     if problems:
         raise ConfigError(problems)
-    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources})
+    streams = {}
+    for name, source in sources.items():
+        rule = held_out if name in trained else ALL_HELD_OUT
+        if name in places:
+            made = token_streams(source, places[name], rule, tokenizer, config.tokenizer, cache_dir, progress)
+        else:
+            made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress)
+        streams[name] = made
+    problems = [p for name in trained for p in _length_problems(name, streams[name], config)]
+    if problems:
+        raise ConfigError(problems)
+    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
 
 
 def _length_problems(name: str, streams: dict[str, TokenStream], config: DataConfig) -> Iterator[Problem]:

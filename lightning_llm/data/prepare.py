@@ -53,6 +53,9 @@ class Scan:
     smallest_key: int
     largest_key: int
     left_out: int = 0
+    largest_id: int = -1
+    """Of a source of tokens, and where it is."""
+    largest_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,18 @@ class HeldOut:
     def __contains__(self, document: Document) -> bool:
         return document.key < self.threshold or document.key in self.also
 
+    def of_keys(self, keys: np.ndarray) -> np.ndarray:
+        """Return for uint64 `keys` [documents] which are held out, bool [documents]."""
+        below = keys < np.uint64(self.threshold) if self.threshold < KEY_RANGE else np.ones(len(keys), bool)
+        return below | np.isin(keys, np.array(sorted(self.also), np.uint64))
+
     def identity(self) -> list[Any]:
         """Return it as JSON data."""
         return [self.threshold, sorted(self.also)]
+
+
+ALL_HELD_OUT = HeldOut(KEY_RANGE, frozenset())
+"""For a source that is only watched."""
 
 
 def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
@@ -81,7 +93,7 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
                 smallest, largest = min(smallest, document.key), max(largest, document.key)
                 advance(document.text_bytes)
         if not documents:
-            where = source.config.path or f"loader={source.config.loader}"
+            where = source.where if source.files else f"loader={source.config.loader}"
             raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
         return asdict(Scan(documents, text_bytes, smallest, largest, source.left_out))
 
@@ -121,12 +133,14 @@ def prepare_tokenizer(
     cache_dir: Path,
     shown: bool,
 ) -> Tokenizer:
-    """Return the corpus' tokenizer, trained now on the training documents of all `sources` if it is `bpe` and new.
+    """Return the corpus' tokenizer, trained now on the training documents of `sources` if it is `bpe` and new.
+
+    `sources` are those of text that are trained on.
 
     Its size does not depend on the sources' weights: runs that compare mixes share it. Raises ConfigError.
     """
-    total_bytes = sum(s.text_bytes for s in scans.values())
-    sampled_below = int(min(1.0, BPE_SAMPLE_BYTES / total_bytes) * (MASK_32 + 1))
+    total_bytes = sum(scans[name].text_bytes for name in sources)
+    sampled_below = int(min(1.0, BPE_SAMPLE_BYTES / max(1, total_bytes)) * (MASK_32 + 1))
 
     def sample(advance: Advance) -> Iterator[str]:
         for source in sources.values():
@@ -168,7 +182,7 @@ def prepare_streams(
     source: Source, found: Scan, held_out: HeldOut, tokenizer: Tokenizer, cache_dir: Path, shown: bool
 ) -> dict[str, TokenStream]:
     """Return the source's `train` and `validation` streams, tokenised now where they are not cached."""
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = tokenizer.token_dtype
 
     def build(folder: Path) -> dict[str, Any]:
         problem = disk_problem(cache_dir, token_bytes(found.text_bytes, tokenizer.is_bytes, tokenizer.vocab_size))

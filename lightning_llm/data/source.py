@@ -1,19 +1,14 @@
-"""One source of a mix: which files it is made of, and its documents in a fixed order, read as often as asked."""
+"""One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them."""
 
 import gzip
-import json
-import os
-import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from glob import glob, has_magic
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from lightning_llm.config.schema.data import SUFFIXES, SourceConfig
-from lightning_llm.data import python_library
+from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.errors import ConfigError, Problem
 
 ENCODING = "utf-8-sig"
@@ -44,18 +39,15 @@ def content_key(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def matching_files(loader: str, path: str) -> list[Path]:
-    """Return the files that `path` (a file, a folder or a glob) names for `loader`, absolute and sorted."""
-    expanded = Path(path).expanduser().absolute()
-    if os.path.isfile(expanded):  # Path's own raise for names that are too long
-        return [expanded]
-    if os.path.isdir(expanded):
-        found: Iterable[Path] = (f for f in expanded.rglob("*") if f.name.lower().endswith(SUFFIXES[loader]))
-    elif has_magic(path):
-        found = map(Path, glob(str(expanded), recursive=True))
-    else:
-        return []
-    return sorted(f for f in found if f.is_file())
+class DocumentReader(Protocol):
+    """What a loader of text builds."""
+
+    def documents(self) -> Iterator["Document | str | None"]:
+        """Yield each document, always in the same order: its text, or None for a record that has none.
+
+        A `Document` where the loader itself says which are held out together. Raises ConfigError for what the user can
+        fix, and ValueError, OSError, EOFError or KeyError for what cannot be read, with the place in its text.
+        """
 
 
 class Source:
@@ -70,122 +62,67 @@ class Source:
     @cached_property
     def files(self) -> list[Path]:
         """The local files read, sorted; empty for a hub dataset."""
-        if self.config.loader == "python":
-            return list(python_library.library_files())
-        path = self.config.path or ""
-        if self.config.loader == "huggingface":
-            local = Path(path).expanduser().absolute()
-            return sorted(f for f in local.rglob("*") if f.is_file()) if os.path.isdir(local) else []
-        found = matching_files(self.config.loader, path)
-        if not found:
-            raise ConfigError(Problem(f"{self.key}.path", f"{path!r} matches no file."))
+        found = self.config.files()
+        if not found and self.config.suffixes:
+            raise ConfigError(Problem(f"{self.key}.path", f"{getattr(self.config, 'path', None)!r} matches no file."))
         return found
 
     @cached_property
-    def is_hub(self) -> bool:
-        """Whether the documents come from a hub dataset rather than from local files."""
-        return self.config.loader == "huggingface" and not os.path.exists(Path(self.config.path or "").expanduser())
+    def reader(self) -> Any:
+        """What the loader builds."""
+        return self.config.build(self.key, self.files)
+
+    @property
+    def where(self) -> str:
+        """What messages call the source's files."""
+        return these_files(getattr(self.config, "path", None), self.files)
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time.
-
-        The Python library's files go without the time: they depend on the Python version alone. A hub dataset without
-        `revision` is known by its name alone: a newer version there is not noticed.
-        """
-        keys = self.config.model_dump(exclude={"weight"})
-        if self.config.loader == "python":
-            version = f"{platform.python_implementation()} {platform.python_version()}"
-            return keys | {"python": version, "files": [[f.name, f.stat().st_size] for f in self.files]}
-        stats = [(f, f.stat()) for f in self.files]
-        return keys | {"files": [[str(f), s.st_size, s.st_mtime_ns] for f, s in stats]}
+        """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time."""
+        return self.config.identity(self.files)
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not blank, always in the same order; `left_out` counts the others."""
         self.left_out = 0
-        if self.config.loader == "python":
-            yield from self._python_documents
-            return
-        texts = {"text": self._texts_of_lines, "jsonl": self._texts_of_json}.get(self.config.loader, self._column)
-        iterator = texts()
+        documents = self._read()
         while True:
             try:
-                text = next(iterator)
+                found = next(documents)
             except StopIteration:
                 return
             except UnicodeDecodeError as error:
-                where = _first_that_is_no_text(self.files) or self._where()
+                where = _first_that_is_no_text(self.files) or self.where
                 raise ConfigError(Problem(f"{self.key}.path", f"{where} is no UTF-8 text: {error.reason}.")) from error
             except (ValueError, OSError, EOFError, KeyError) as error:  # pyarrow's and datasets' errors are of these
-                raise ConfigError(Problem(f"{self.key}.path", f"{self._where()} cannot be read: {error}")) from error
-            if text and not text.isspace():
-                yield document(text)
-            elif self.config.loader != "text":  # where blank lines are what lies between documents
+                raise ConfigError(Problem(f"{self.key}.path", f"{self.where} cannot be read: {error}")) from error
+            if isinstance(found, Document):
+                yield found
+            elif found and not found.isspace():
+                yield document(found)
+            else:
                 self.left_out += 1
 
-    @cached_property
-    def _python_documents(self) -> list[Document]:
-        part = self.config.part or "code"
-        return [document(text, family) for text, family in python_library.documents(part)]
-
-    def _where(self) -> str:
-        files = [] if self.is_hub else self.files
-        return str(files[0]) if len(files) == 1 else f"{self.config.path!r} ({len(files)} files)"
-
-    def _load(self, builder: str, **options: Any) -> Any:
-        import datasets  # imported only where a token cache is built; streaming leaves no second copy on the disk
-
-        files = [str(f) for f in self.files]
-        return datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
-
-    def _texts_of_lines(self) -> Iterator[str]:
-        for row in self._load("text", sample_by=self.config.sample_by):
-            yield row["text"].removeprefix("\ufeff")  # `datasets` passes its encoding on for plain files alone
-
-    def _texts_of_json(self) -> Iterator[str | None]:
-        """Parse line by line: `datasets`' json builder wants one schema for all files, and text is all we take."""
-        for file in self.files:
-            with _opened(file) as lines:
-                for number, line in enumerate(lines, 1):
-                    if not line.isspace():
-                        yield self._text_in(_record(line, f"line {number} of {file}"))
-
-    def _text_in(self, record: dict[str, Any]) -> str | None:
-        column = self.config.text_key
-        if column not in record:
-            text = f"{self._where()} has no column {column!r}; it has {', '.join(map(repr, record))}."
-            raise ConfigError(Problem(f"{self.key}.text_key", text))
-        value = record[column]
-        if value is not None and not isinstance(value, str):
-            text = f"column {column!r} of {self._where()} holds {type(value).__name__}, not text."
-            raise ConfigError(Problem(f"{self.key}.text_key", text))
-        return value
-
-    def _column(self) -> Iterator[str | None]:
-        if self.config.loader == "parquet":
-            rows = self._load("parquet")
-        else:
-            from lightning_llm.data import huggingface
-
-            rows = huggingface.load(self.key, self.config)
-        column = self.config.text_key
-        if column in (rows.column_names or ()):  # read that column alone; a missing one is reported from the first row
-            rows = rows.select_columns([column])
-        for record in rows:
-            yield self._text_in(record)
+    def _read(self) -> Iterator["Document | str | None"]:
+        reader: DocumentReader = self.reader
+        yield from reader.documents()  # within the first `next`, since a reader need not be a generator
 
 
-def _opened(file: Path) -> IO[str]:
+def these_files(path: str | None, files: Sequence[Path]) -> str:
+    """Return what messages call the `files` of a source at `path`."""
+    return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"
+
+
+def streamed(builder: str, files: Sequence[Path], **options: Any) -> Any:
+    """Return the dataset that a builder of `datasets` makes of `files`; streaming leaves no second copy on the disk."""
+    import datasets  # imported only where a token cache is built
+
+    paths = [str(file) for file in files]
+    return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True, **options)
+
+
+def opened_as_text(file: Path) -> IO[str]:
+    """Open a file of UTF-8, which is gzipped if its name says so."""
     return gzip.open(file, "rt", encoding=ENCODING) if file.name.endswith(".gz") else file.open(encoding=ENCODING)
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON ({error}): {line.strip()[:80]!r}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is no JSON object: {line.strip()[:80]!r}")
-    return record
 
 
 def _first_that_is_no_text(files: Iterable[Path]) -> str | None:

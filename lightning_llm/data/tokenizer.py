@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -75,6 +75,11 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         content = self.path.read_bytes() + found.to_bytes(8, "little")
         self.fingerprint = blake2b(content, digest_size=16).hexdigest()
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """What a cache keeps its tokens as: uint16 where all ids fit, else uint32."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
     @cached_property
     def _backend(self) -> "tokenizers.Tokenizer":

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_llm.config.schema.algorithm import AlgorithmConfig
 from lightning_llm.config.schema.optim import OptimConfig, ParameterShard
 from lightning_llm.config.schema.precision import PrecisionConfig
 
@@ -16,6 +17,7 @@ class StateBytes:
     parameters: int
     gradients: int
     optimizer: int
+    """The training algorithm's state, too."""
 
     @property
     def checkpoint(self) -> int:
@@ -23,12 +25,14 @@ class StateBytes:
         return self.parameters + self.optimizer
 
 
-def state_bytes(shards: Iterable[ParameterShard], optim: OptimConfig, recipe: PrecisionConfig) -> StateBytes:
+def state_bytes(
+    shards: Iterable[ParameterShard], optim: OptimConfig, algorithm: AlgorithmConfig, recipe: PrecisionConfig
+) -> StateBytes:
     """Return the bytes of the state of `shards`, padding included, that train by `optim` under `recipe`."""
     master, held = DTYPE_BYTES[recipe.master_dtype], list(shards)
     elements = sum(shard.elements for shard in held)
     return StateBytes(
         parameters=master * elements,
         gradients=DTYPE_BYTES[recipe.main_grad_dtype] * elements,
-        optimizer=sum(optim.state_bytes(shard, master) for shard in held),
+        optimizer=sum(optim.state_bytes(shard, master) + algorithm.state_bytes(shard, master) for shard in held),
     )

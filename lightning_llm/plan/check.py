@@ -78,7 +78,8 @@ def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
     if not os.access(folder, os.W_OK):
         text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
         return [Problem("run.dir", text)]
-    each = state_bytes(units_of(config.model).shards(1), config.optim, config.precision).checkpoint
+    shards = units_of(config.model).shards(1)
+    each = state_bytes(shards, config.optim, config.chosen_algorithm, config.precision).checkpoint
     kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
     free = shutil.disk_usage(folder).free
     if each * kept <= free:

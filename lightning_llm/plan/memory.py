@@ -58,7 +58,7 @@ def _bytes_at(config: Config, degrees: Degrees, pp_rank: int) -> dict[str, int]:
     parts = parts_of(config.model, config.parallel, degrees, pp_rank)
     units, ranks = units_at(config.model, parts, degrees.tp), shard_ranks(config.parallel, degrees)
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
-    state = state_bytes(units.shards(ranks), config.optim, config.precision)
+    state = state_bytes(units.shards(ranks), config.optim, config.chosen_algorithm, config.precision)
     micro_batches, once = micro_batches_per_rank(config, degrees), reduces_once(config.parallel, degrees)
     buffers = tree_buffers(micro_batches) if sums_in_tree(config.parallel) else 0
     chunks = chunks_in_flight(config.parallel, degrees.pp, pp_rank, micro_batches)

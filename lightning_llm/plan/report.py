@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_llm.config.redact import with_credentials
 from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
@@ -32,6 +33,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             config.precision, plan.decision, linear_names(config.model), config.model.num_layers
         ),
         "data": config.data.name,
+        "phases": planned_phases(config.data, config.trainer.max_steps),
         "step_tokens": tokens,
         "accumulation": layout["micro_batches_per_rank"],
         "total_tokens": tokens * config.trainer.max_steps,
@@ -109,6 +111,7 @@ def render(facts: dict[str, Any]) -> str:
             "data",
             f"{facts['data']}, {facts['step_tokens']:,} tokens/step, micro-batches per rank: {facts['accumulation']}",
         ),
+        *(("phase", _phase(each)) for each in facts["phases"]),
         ("length", f"{facts['max_steps']:,} steps, {facts['total_tokens']:,} tokens"),
         (
             "FLOPs",
@@ -123,6 +126,11 @@ def render(facts: dict[str, Any]) -> str:
     ]
     width = max(17, *(len(name) for name, _ in rows))
     return "\n".join(f"{name:<{width}} {text}" for name, text in rows)
+
+
+def _phase(facts: dict[str, Any]) -> str:
+    drawn = " | ".join(f"{name} {tokens:,}" for name, tokens in facts["drawn_tokens"].items())
+    return f"{facts['name']}, steps {facts['first_step'] + 1:,} to {facts['last_step']:,}, tokens: {drawn}"
 
 
 def _pattern(layers: list[str]) -> str:

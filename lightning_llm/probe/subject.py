@@ -185,7 +185,7 @@ def read_batches(subject: Subject, count: int) -> tuple[list[TokenBatch], str]:
     Training text is taken where nothing is held out.
     """
     config = subject.config
-    corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
+    corpus: Corpus = open_corpus(config.data, config.seed, config.model.vocab_size, config.trainer.max_steps)
     if corpus.validation_sequences:
         held: list[Any] = list(corpus.validation_batches(config.data.micro_batch_size))
         chosen = [held[i * len(held) // count] for i in range(count)] if len(held) > count else held

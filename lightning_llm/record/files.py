@@ -55,7 +55,7 @@ def cut_back(path: Path, step: int) -> int:
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         for line, record in _read_lines(path) if path.exists() else ():
-            if record["step"] > step:
+            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
                 break
             file.write(line)
             kept += 1
@@ -73,7 +73,7 @@ def damaged_record(path: Path, step: int, begun_at_step: int, or_earlier: bool =
     steps: list[int] = []
     try:
         for _, record in _read_lines(path) if path.exists() else ():
-            if record["step"] > step:
+            if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
                 break
             if "loss" in record:
                 steps.append(record["step"])

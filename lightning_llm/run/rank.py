@@ -46,7 +46,7 @@ from lightning_llm.run.build import build_callbacks, build_module, build_trainer
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
-from lightning_llm.run.start_lines import data_line, left_out_lines, resume_lines
+from lightning_llm.run.start_lines import data_line, left_out_lines, phase_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
@@ -163,8 +163,10 @@ def fit(rank: Rank, start: Start) -> None:
     say(plan_line(rank.plan, describe_device(device)))
     for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *resume_lines(config, start)]:
         say(line)
-    corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=is_first_rank())
-    for line in [data_line(config, corpus), *left_out_lines(corpus)]:
+    corpus = open_corpus(
+        config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank()
+    )
+    for line in [data_line(config, corpus), *phase_lines(config, corpus), *left_out_lines(corpus)]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts()

@@ -36,6 +36,11 @@ def resume_lines(config: Config, start: Start) -> list[str]:
             f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
             f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
         )
+    if config.data.chosen_mixture.follows_max_steps and before != now:
+        lines.append(
+            f"note   data.mixture's phases start at shares of trainer.max_steps, which was {before} and is {now}: they "
+            f"begin at other steps than before. data.mixture.total_steps={before} keeps them as they were"
+        )
     if config.precision.phases and before != now:
         lines.append(
             f"note   precision.phases are shares of trainer.max_steps, which was {before} and is {now}: they begin and "
@@ -56,11 +61,26 @@ def _end_lines(start: Start, before: int, now: int) -> list[str]:
 def data_line(config: Config, corpus: Corpus) -> str:
     """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
     parts = [
-        f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
+        f"{each.name} only watched ({each.validation_tokens:,} tokens)"
+        if each.name in config.data.watched
+        else f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
         f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
         for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
     ]
     return "data   " + " | ".join(parts)
+
+
+def phase_lines(config: Config, corpus: Corpus) -> list[str]:
+    """Return what each phase of the mixture takes from each source, in tokens and epochs, where there are several."""
+    phases = corpus.phase_report(config.trainer.max_steps * config.data.global_batch_size)
+    if len(phases) == 1:
+        return []
+    lines = []
+    for phase in phases:
+        drawn = phase.drawn_tokens
+        parts = [f"{name} {drawn[name]:,} tokens ({phase.epochs[name]:.2f} epochs)" for name in drawn]
+        lines.append(f"phase  {phase.name}, steps {phase.first_step + 1} to {phase.last_step}: {' | '.join(parts)}")
+    return lines
 
 
 def left_out_lines(corpus: Corpus) -> list[str]:

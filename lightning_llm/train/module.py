@@ -26,7 +26,7 @@ from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
-from lightning_llm.train.progress import set_global_step
+from lightning_llm.train.progress import set_global_step, validate_now
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.state import TrainState
@@ -82,7 +82,7 @@ class LanguageModule(pl.LightningModule):
         self.parallel = ParallelModel(
             model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), self.quantisation
         )
-        self.validation = Validation(self.parallel, self.source_names, device)
+        self.validation = Validation(self.parallel, self.source_names, self.config.data.watched, device)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +98,7 @@ class LanguageModule(pl.LightningModule):
         self.train_step = TrainStep(
             parallel=self.parallel,
             optimizer=optimizer,
+            algorithm=config.chosen_algorithm.build(self.model.named_parameters(), self.parallel.layout),
             learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
             scaler=self.scaler,
             spikes=self.spikes,
@@ -111,6 +112,10 @@ class LanguageModule(pl.LightningModule):
     def on_fit_start(self) -> None:
         if self.trainer.is_global_zero and (line := self.quantisation.describe()):
             print(line, flush=True)
+
+    def on_train_start(self) -> None:
+        if self.config.data.watched and not self.completed_steps:  # what they have lost or gained is from here on
+            validate_now(self.trainer)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the (frozen) batch with its tensors on `device`."""

@@ -1,4 +1,4 @@
-"""Lightning's own counters, which follow the run's."""
+"""Lightning's own counters, which follow the run's, and a validation that its loop does not know of."""
 
 from typing import Any
 
@@ -24,3 +24,13 @@ def set_global_step(trainer: Any, steps: int) -> None:
     """
     updates = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
     updates.ready = updates.completed = steps
+
+
+def validate_now(trainer: Any) -> None:
+    """Run a validation before the first step, as Lightning's training loop runs those between steps."""
+    loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
+    trainer.validating = True
+    first = connector._first_loop_iter
+    loop.run()
+    trainer.training = True
+    connector._first_loop_iter = first

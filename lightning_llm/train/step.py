@@ -1,7 +1,7 @@
 """One optimizer step: from a batch to an update of the weights, whatever the layout and the precision recipe.
 
-`TrainStep.__call__` is the training algorithm, top to bottom. It is handed all that it works with and knows no
-Lightning: `module.py` makes it and calls it once per batch. Another algorithm is another class with this `__call__`.
+`TrainStep.__call__` is the step, top to bottom. It is handed all that it works with and knows no Lightning: `module.py`
+makes it and calls it once per batch. What another training algorithm does with the weights is an `algorithm.protocol`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,7 @@ from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.pipeline import Pipeline
+from lightning_llm.train.algorithm.protocol import Algorithm
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -25,10 +26,11 @@ from lightning_llm.train.state import TrainState
 
 @dataclass
 class TrainStep:
-    """Synchronous training: every rank computes gradients of its micro-batches, their sum moves the weights once."""
+    """Every rank computes gradients of its micro-batches, their sum moves the weights once; then `algorithm` acts."""
 
     parallel: ParallelModel
     optimizer: torch.optim.Optimizer
+    algorithm: Algorithm
     learning_rate: LearningRate
     scaler: LossScaler
     spikes: SpikePolicy
@@ -75,6 +77,7 @@ class TrainStep:
             record["skipped"] = True
         else:
             self.optimizer.step()
+        self.algorithm.after_update(state.completed_steps + 1, record)
         self.scaler.update(overflow)
         quantisation.end_step(model, self._largest_amax)
         state.count_step(skipped)

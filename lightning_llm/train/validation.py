@@ -1,5 +1,6 @@
 """The loss of fixed batches, per view of the weights and per source, whatever the layout."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ class Validation:
 
     parallel: ParallelModel
     source_names: list[str]
+    watched: Collection[str]
+    """The sources that no mean over sources holds: they are not trained on."""
     device: torch.device
 
     def begin(self) -> None:
@@ -55,17 +58,22 @@ class Validation:
             sums[source, 1] += (labels != IGNORED_LABEL).sum()
 
     def finish(self) -> dict[str, Any]:
-        """Return the mean loss per view, and per view and source as VIEW/SOURCE, the same on every rank. Collective."""
+        """Return the mean loss per view, and per view and source as VIEW/SOURCE, the same on every rank. Collective.
+
+        The mean is over the sources that are trained on; where none of them is scored, over those watched.
+        """
         # Sums of fp32 numbers of like size are exact in fp64, so the ranks' order does not show.
         # All but a pipeline's last stage have zeros; ranks that share a sequence have each some of its tokens.
         sums = self.parallel.layout.reduce(self._sums, ReduceOp.SUM, "dp", "cp", "pp").cpu()
         for sync in self.parallel.syncs:
             reshard(sync.model)  # forward passes without a backward leave parameters gathered
         losses: dict[str, Any] = {}
+        trained = torch.tensor([name not in self.watched for name in self.source_names])
         for key, view in zip(VIEWS, sums, strict=True):
             if view[:, 1].sum() == 0:
                 continue
-            losses[key] = (view[:, 0].sum() / view[:, 1].sum()).item()
+            averaged = view[trained] if view[trained, 1].sum() else view
+            losses[key] = (averaged[:, 0].sum() / averaged[:, 1].sum()).item()
             losses |= {
                 f"{key}/{name}": loss / count
                 for name, (loss, count) in zip(self.source_names, view.tolist(), strict=True)

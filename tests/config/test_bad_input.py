@@ -88,7 +88,10 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["model.layers={a:1}"], "model.layers: must be a list, and is a mapping."),
         (["model.layers=[]"], "model.layers: must hold at least 1 item."),
         (["model.layers=[5]"], "error: 1 problem"),
-        (["data.sources.mine.path=/x"], "loader: a value must be given: python, jsonl, text, parquet, huggingface."),
+        (
+            ["data.sources.mine.path=/x"],
+            "loader: a value must be given. Known here: huggingface, jsonl, megatron, ",
+        ),
         (["data=~/my/book.txt"], "A file is read by data=text data.sources.text.path=~/my/book.txt."),
         (["trainer.max_steps=1e3"], "must be a valid integer. Write 1000."),
         (["callbacks.early=EarlyStopping"], "error: 1 problem"),

@@ -35,9 +35,10 @@ def problems_of(*overrides: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("chosen", TOGETHER, ids=lambda chosen: " ".join(chosen.values()))
 def test_every_file_of_every_group_composes(chosen):
-    mandatory = {"jsonl": "jsonl", "text": "text", "parquet": "parquet", "huggingface": "huggingface"}
+    mandatory = {name: name for name in ("jsonl", "text", "parquet", "huggingface", "megatron", "olmo")}
     source = (mandatory | {"python_jsonl": "jsonl"}).get(chosen["data"])
     given = [f"data.sources.{source}.path=/x"] if source else []
+    given += ["data.tokenizer.path=/x"] if source in ("megatron", "olmo") else []
     config = compose_config([*(f"{group}={name}" for group, name in chosen.items()), *given])
     named = {group: node.name for group in chosen if hasattr(node := getattr(config, group), "name")}
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}

@@ -140,7 +140,7 @@ def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkey
     assert {kind: estimate[kind] for kind in held} == held
     folder = tmp_path / "run" / "checkpoints" / "step=3"
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    state = state_bytes(units_of(config.model).shards(1), config.optim, config.precision)
+    state = state_bytes(units_of(config.model).shards(1), config.optim, config.chosen_algorithm, config.precision)
     assert written == pytest.approx(state.checkpoint, rel=0.1)  # headers and step counts
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_llm.data.addressing import Address, SampleOrder, interleave, largest_remainder, permute
+from lightning_llm.data.addressing import Address, SampleOrder, Shares, interleave, largest_remainder, permute
 from lightning_llm.keyed_hash import hash_words
 
 weights_strategy = st.lists(st.floats(0.02, 10), min_size=1, max_size=4)
@@ -21,9 +21,9 @@ def brute_force(order: SampleOrder, total: int) -> list[Address]:
     walked = []
     credit = [0.0] * len(order.names)
     for _ in range(total):
-        credit = [c + n for c, n in zip(credit, order.counts, strict=True)]
+        credit = [c + n for c, n in zip(credit, order.mixture.counts, strict=True)]
         s = max(range(len(credit)), key=lambda k: (credit[k], -k))
-        credit[s] -= order.block
+        credit[s] -= order.mixture.block
         if not left[s]:
             epochs[s] += 1
             left[s] = list(range(order.windows[s]))
@@ -38,8 +38,8 @@ def brute_force(order: SampleOrder, total: int) -> list[Address]:
 def test_every_epoch_takes_each_window_once(weights: list[float], data: st.DataObject, seed: int) -> None:
     names = [f"s{i}" for i in range(len(weights))]
     windows = {name: data.draw(st.integers(1, 60)) for name in names}
-    plain = SampleOrder(dict(zip(names, weights, strict=True)), windows, seed, shuffle=False)
-    shuffled = SampleOrder(dict(zip(names, weights, strict=True)), windows, seed, shuffle=True)
+    plain = SampleOrder(Shares(dict(zip(names, weights, strict=True))), windows, seed, shuffle=False)
+    shuffled = SampleOrder(Shares(dict(zip(names, weights, strict=True))), windows, seed, shuffle=True)
     total = 2_300
     expected = brute_force(plain, total)
     assert [plain.locate(i) for i in range(total)] == expected
@@ -58,21 +58,21 @@ def test_every_epoch_takes_each_window_once(weights: list[float], data: st.DataO
 @given(weights_strategy)
 def test_shares_hold_in_every_prefix(weights: list[float]) -> None:
     names = [f"s{i}" for i in range(len(weights))]
-    order = SampleOrder(dict(zip(names, weights, strict=True)), dict.fromkeys(names, 10), 0)
+    order = SampleOrder(Shares(dict(zip(names, weights, strict=True))), dict.fromkeys(names, 10), 0)
     drawn = [0] * len(names)
     for i in range(2_000):
         drawn[order.locate(i).source] += 1
         for s, weight in enumerate(weights):
             share = weight / sum(weights)
             # one sample for rounding, one per further source for the interleaving, and the block's own rounding
-            assert abs(drawn[s] - share * (i + 1)) <= len(names) + (i + 1) / order.block
+            assert abs(drawn[s] - share * (i + 1)) <= len(names) + (i + 1) / order.mixture.block
 
 
 def test_a_tiny_weight_is_drawn() -> None:
-    order = SampleOrder({"a": 1.0, "b": 0.001}, {"a": 10, "b": 10}, 0)
+    order = SampleOrder(Shares({"a": 1.0, "b": 0.001}), {"a": 10, "b": 10}, 0)
     assert order.drawn(1_000_000)[1] == pytest.approx(1_000_000 * 0.001 / 1.001, rel=0.01)
     with pytest.raises(ValueError, match="smallest"):
-        SampleOrder({"a": 1.0, "b": 1e-6}, {"a": 10, "b": 10}, 0)
+        SampleOrder(Shares({"a": 1.0, "b": 1e-6}), {"a": 10, "b": 10}, 0)
 
 
 @given(weights_strategy, st.integers(1, 500))
@@ -123,15 +123,15 @@ def test_order_depends_on_seed_epoch_and_name_alone() -> None:
             i += 1
         return found
 
-    alone = windows_of(SampleOrder({"a": 1.0}, {"a": 50}, 3), "a", 100)
-    mixed = windows_of(SampleOrder({"z": 5.0, "a": 1.0}, {"z": 9, "a": 50}, 3), "a", 100)
+    alone = windows_of(SampleOrder(Shares({"a": 1.0}), {"a": 50}, 3), "a", 100)
+    mixed = windows_of(SampleOrder(Shares({"z": 5.0, "a": 1.0}), {"z": 9, "a": 50}, 3), "a", 100)
     assert alone == mixed
     assert alone[:50] != alone[50:]
-    assert alone != windows_of(SampleOrder({"a": 1.0}, {"a": 50}, 4), "a", 100)
+    assert alone != windows_of(SampleOrder(Shares({"a": 1.0}), {"a": 50}, 4), "a", 100)
 
 
 def test_known_answers() -> None:
     """A change here changes every run's data: raise the cache's version and say so in the change log."""
-    order = SampleOrder({"code": 0.7, "prose": 0.3}, {"code": 11_000, "prose": 2_500}, 1)
+    order = SampleOrder(Shares({"code": 0.7, "prose": 0.3}), {"code": 11_000, "prose": 2_500}, 1)
     got = [(a.source, a.window, a.epoch) for a in map(order.locate, (0, 1, 2, 999, 123_456_789))]
     assert got == [(0, 5966, 0), (1, 276, 0), (0, 10197, 0), (0, 993, 0), (0, 1144, 7856)]

@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.config.schema.data import SourceConfig
-from lightning_llm.data import python_library
+from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
+from lightning_llm.data.loader import python_library
+from lightning_llm.data.loader.files import matching_files
 from lightning_llm.data.prepare import scan
-from lightning_llm.data.source import Source, content_key, matching_files
+from lightning_llm.data.source import Source, content_key
 from lightning_llm.errors import ConfigError
 
 
+def source_of(loader: str, **keys: Any) -> Source:
+    return Source("s", LOADERS[loader](**keys))
+
+
 def texts_of(**keys: Any) -> list[str]:
-    return [d.text for d in Source("s", SourceConfig.model_validate(keys)).documents()]
+    return [d.text for d in source_of(**keys).documents()]
 
 
 def problem_of(**keys: Any) -> str:
@@ -88,8 +93,8 @@ def test_hub_out_of_reach_is_said_at_once() -> None:
     """In a process of its own: HF_HUB_OFFLINE is read when huggingface_hub is imported."""
     program = (
         "import time\nfrom lightning_llm.data.source import Source\nfrom lightning_llm.errors import ConfigError\n"
-        "from lightning_llm.config.schema.data import SourceConfig\nimport datasets\nstart = time.time()\n"
-        "try:\n    list(Source('s', SourceConfig(loader='huggingface', path='nobody/no-such-set')).documents())\n"
+        "from lightning_llm.config.schema.data import LOADERS\nimport datasets\nstart = time.time()\n"
+        "try:\n    list(Source('s', LOADERS['huggingface'](path='nobody/no-such-set')).documents())\n"
         "except ConfigError as error:\n    print(error)\nprint(time.time() - start < 10)\n"
     )
     environment = {"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"}
@@ -140,7 +145,7 @@ def test_the_line_that_is_no_utf8_is_named_and_a_byte_order_mark_is_none_of_the_
 def test_records_without_text_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": null}\n{"text": "a"}\n\n{"text": " "}\n{"text": ""}\n')
-    source = Source("s", SourceConfig(loader="jsonl", path=str(file)))
+    source = source_of("jsonl", path=str(file))
     for _ in range(2):
         assert [d.text for d in source.documents()] == ["a"]
         assert source.left_out == 3
@@ -152,7 +157,7 @@ def test_records_without_text_are_counted(tmp_path: Path) -> None:
 def test_a_path_that_no_file_system_takes_matches_no_file() -> None:
     for loader in ("jsonl", "huggingface"):
         config = compose_config(["data=jsonl", f"data.sources.jsonl.path=/{'x' * 5000}"]).data
-        config = config.model_copy(update={"sources": {"s": SourceConfig(loader=loader, path=f"/{'x' * 5000}")}})
+        config = config.model_copy(update={"sources": {"s": LOADERS[loader](path=f"/{'x' * 5000}")}})
         assert [each.key for each in check_data(config, 1024, 1)] == ["data.sources.s.path"]
 
 
@@ -162,9 +167,9 @@ def test_files_are_sorted_and_absolute(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
     expected = [tmp_path / name for name in ("a.txt", "b.txt", "sub/c.md")]
-    assert matching_files("text", ".") == expected
-    assert matching_files("text", "**/*.md") == expected[2:]
-    assert matching_files("text", "nothing.txt") == []
+    assert matching_files(".", LOADERS["text"].suffixes) == expected
+    assert matching_files("**/*.md", ()) == expected[2:]
+    assert matching_files("nothing.txt", ()) == []
 
 
 def test_identity_follows_the_files_and_not_the_weight(tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_identity_follows_the_files_and_not_the_weight(tmp_path: Path) -> None:
     file.write_text("one")
 
     def identity(**keys: Any) -> Any:
-        return Source("s", SourceConfig(loader="text", path=str(file), **keys)).identity()
+        return source_of("text", path=str(file), **keys).identity()
 
     before = identity()
     assert identity(weight=3.0) == before
@@ -207,8 +212,8 @@ def test_docstrings_are_those_that_inspect_finds() -> None:
 
 
 def test_prose_of_a_module_is_held_out_with_its_code() -> None:
-    code = [d.key for d in Source("c", SourceConfig(loader="python", part="code")).documents()]
-    prose = list(Source("p", SourceConfig(loader="python", part="prose")).documents())
+    code = [d.key for d in source_of("python", part="code").documents()]
+    prose = list(source_of("python", part="prose").documents())
     encoder = inspect.getdoc(json.JSONEncoder)
     assert encoder
     document = next(d for d in prose if encoder in d.text)

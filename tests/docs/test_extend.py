@@ -1,44 +1,82 @@
-"""docs/extend.md: its optimizer, installed as a package, is planned, trained and resumed, and its typos are told."""
+"""docs/extend.md: its kinds, installed as one package, are planned, trained and resumed, and their typos are told."""
 
+import csv
 import json
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
+import torch
 from installed_package import lay_package
+
+from lightning_llm.train.checkpoint.state import read_tensors
 
 SCRIPT = """
 import sys
 from lightning_llm.__main__ import main
 
-words = sys.argv[1:]
-codes = [main(["plan", "--json", *words]), main(["train", *words, "trainer.max_steps=2"])]
-codes += [main(["train", *words, "resume=auto"]), main(["train", *words, "+optim.beta22=0.5"])]
+folder, *words = sys.argv[1:]
+there = ["train", *words, f"run.dir={folder}/whole"]
+codes = [main(["plan", "--json", *words]), main(["train", *words, "trainer.max_steps=3"])]
+codes += [main(["train", *words, "resume=auto"]), main(there), main(["train", *words, "+optim.beta22=0.5"])]
 print("codes", codes)
 """
+KINDS = [
+    "schedule.name=inverse_sqrt", "schedule.warmup_steps=2", "+data.mixture={kind: turns}", "model.activation=relu2",
+    "model.norm=plain", "algorithm={name: lookahead, every: 2, rate: 0.25}",
+]  # fmt: skip
 
 
 @pytest.fixture
 def installed(tmp_path):
     """Lay the document's package where Python finds it; return its folder."""
     files = lay_package("extend.md", tmp_path)
-    assert files == {"lion_kind.py", "lion_step.py", "pyproject.toml", "mine/optim/lion.yaml"}
+    modules = tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
+    assert files == {"pyproject.toml", "mine/optim/lion.yaml", *(f"{module}.py" for module in modules)}
     return tmp_path
 
 
-def test_the_documents_optimizer_trains_from_an_installed_package(installed, small_run):
-    words = small_run(installed, "optim=lion", "--config-dir", str(installed / "mine"), "schedule.total_steps=4")
-    words = [*words, "trainer.max_steps=4"]
+def steps_in(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timeless = [{key: value for key, value in record.items() if key != "time"} for record in records]
+    return [record for record in timeless if "grad_norm" in record], timeless
+
+
+def test_the_documents_kinds_train_from_an_installed_package(installed, small_run):
+    rows = [{"n": str(i), "body": " ".join(f"word{i * j % 7}" for j in range(80))} for i in range(30)]
+    with (installed / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["n", "body"])
+        writer.writeheader()
+        writer.writerows(rows)
+    table = f"+data.sources.table={{loader: csv, path: {installed / 'table.csv'}, column: body}}"
+    words = small_run(installed, "optim=lion", "--config-dir", str(installed / "mine"), *KINDS, table)
+    command = [sys.executable, "-c", SCRIPT, str(installed), *words]
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", SCRIPT, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert "codes [0, 0, 0, 2]" in done.stdout, done.stderr
+    assert "codes [0, 0, 0, 0, 2]" in done.stdout, done.stderr
     assert "optim.beta22: unknown key. Did you mean 'beta2'" in done.stderr
+    assert done.stdout.count("jsonl 50.0% = ") == 3
+    assert done.stdout.count("table 50.0% = ") == 3
     plan = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\n}\n") + 2])
     memory = plan["memory_bytes"]
-    assert memory["optimizer"] == memory["parameters"] > 0
-    records = [json.loads(line) for line in (installed / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "grad_norm" in record]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    assert memory["optimizer"] == 2 * memory["parameters"] > 0  # Lion's momentum, Lookahead's slow weights
+    assert plan["phases"] == [
+        {"name": "turns", "first_step": 0, "last_step": 6, "drawn_tokens": {"jsonl": 12 * 32, "table": 12 * 32}}
+    ]
+    steps, records = steps_in(installed / "run")
+    assert steps == steps_in(installed / "whole")[0]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [record["lr"] for record in steps] == pytest.approx(
+        [3e-4 * factor for factor in (0.5, 1, *((2 / step) ** 0.5 for step in (3, 4, 5, 6)))]
+    )
+    assert "val_loss/table" in records[-1]
+    resumed, whole = (read_tensors(installed / folder / "checkpoints" / "step=6") for folder in ("run", "whole"))
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    names = {name.removeprefix("model.") for name in whole if name.startswith("model.")}
+    assert not any("norm" in name for name in names)
+    assert {name for name in whole if name.startswith("algorithm.")} == {f"algorithm.slow.{name}" for name in names}
+    assert all(torch.equal(whole[f"model.{name}"], whole[f"algorithm.slow.{name}"]) for name in names)  # of step 6

@@ -25,6 +25,7 @@ from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.train.algorithm.synchronous import Synchronous
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -53,6 +54,7 @@ def made(model: Decoder, **changes: Any) -> TrainStep:
             model, layout, syncs, None, SequenceSharder(layout), loss_sum_of(layout), quantisation
         ),
         "optimizer": optimizer,
+        "algorithm": Synchronous(),
         "learning_rate": LearningRate(optimizer, SCHEDULE, MAX_STEPS),
         "scaler": LossScaler(None),
         "spikes": SpikePolicy(SpikesConfig()),

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.model import ModelConfig
@@ -29,6 +30,9 @@ class Config(Group):
     data: DataConfig
     optim: Annotated[OptimConfig, OPTIMIZERS]
     schedule: Annotated[ScheduleConfig, SCHEDULES]
+    algorithm: Annotated[AlgorithmConfig, ALGORITHMS] | None = Field(
+        None, description="name: a registered training algorithm, and its own keys; null: synchronous"
+    )
     precision: PrecisionConfig
     parallel: ParallelConfig
     trainer: TrainerConfig
@@ -49,8 +53,14 @@ class Config(Group):
         description="the device `plan` judges native casts and memory by; null: this machine's. `train` looks itself",
     )
 
+    @property
+    def chosen_algorithm(self) -> AlgorithmConfig:
+        """The training algorithm, `synchronous` where none is given."""
+        return self.algorithm or ALGORITHMS.default("synchronous")
+
 
 __all__ = [
+    "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",

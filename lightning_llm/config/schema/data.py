@@ -1,29 +1,70 @@
-"""`data`: which documents, how they become tokens, and how tokens become batches."""
+"""`data`: which documents, how they become tokens, and how tokens become batches.
 
-from typing import Literal
+Loaders and mixtures are registered kinds: a subclass of `SourceConfig` (of `TextSourceConfig` for those built in that
+read text, of `TokenSourceConfig` where documents are tokens already) in a module `lightning_llm/data/loader/*_spec.py`,
+one of `MixtureConfig` in `lightning_llm/data/mixture/*_spec.py`, or either in an installed package (docs/extend.md).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
-
-SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"),
-    "text": (".txt", ".md", ".txt.gz", ".md.gz"),
-    "parquet": (".parquet",),
-}
-"""Endings of the files that a loader reads."""
-
-
-def loader_of(name: str) -> str | None:
-    """Return the loader that a file of this name is meant for; None where it could be any."""
-    return next((loader for loader, endings in SUFFIXES.items() if name.lower().endswith(endings)), None)
+from lightning_llm.errors import Problem
+from lightning_llm.registry import Registry
 
 
 class SourceConfig(Group):
-    """One source of documents within a mix."""
+    """One source of documents within a mix: what every loader has, and what it must say and do."""
 
-    loader: Literal["python", "jsonl", "text", "parquet", "huggingface"] = Field(description="what reads the documents")
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Endings of the files that it reads, in lower case."""
+    tokenised: ClassVar[bool] = False
+    """Whether its documents are tokens already."""
+
+    loader: str = Field(description="what reads the documents: a registered loader")
     weight: PositiveFloat = Field(1.0, description="share of the training tokens, relative to the other sources")
+    role: Literal["validation"] | None = Field(
+        None, description="validation: only watched, never trained on; null: trained on, less what is held out"
+    )
+
+    @classmethod
+    def is_local(cls, path: str) -> bool:
+        """Return whether `path` is a place in the file system."""
+        return True
+
+    def problems(self, key: str) -> Iterable[Problem]:
+        """Return what is wrong and cheap to see, no document read; `key` is the source's, data.sources.NAME."""
+        raise NotImplementedError
+
+    def files(self) -> list[Path]:
+        """Return the local files that are read, absolute and sorted; none where documents are elsewhere."""
+        raise NotImplementedError
+
+    def identity(self, files: Sequence[Path]) -> dict[str, Any]:
+        """Return what decides the documents, as JSON data, cheaply: its keys, and the files' size and time."""
+        stats = [(file, file.stat()) for file in files]
+        keys = self.model_dump(exclude={"weight", "role"})
+        return keys | {"files": [[str(file), s.st_size, s.st_mtime_ns] for file, s in stats]}
+
+    def cached_bytes(self, files: Sequence[Path]) -> int:
+        """Return about how many bytes of text go through the tokenizer into the cache."""
+        return sum(file.stat().st_size for file in files)
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        """Return the `data.source.DocumentReader`; where `tokenised`, the `data.tokenised.TokenReader`."""
+        raise NotImplementedError
+
+
+class TextSourceConfig(SourceConfig):
+    """A built-in loader of text.
+
+    Each takes the keys of all of them, so that a source stays valid where its loader alone is replaced, and so do
+    configs that were saved when these keys were every source's.
+    """
+
     part: Literal["code", "prose"] | None = Field(None, description="loader=python: sources or documentation")
     path: str | None = Field(None, description="file, folder or glob; for loader=huggingface also a hub name")
     subset: str | None = Field(None, description="loader=huggingface: the configuration's name")
@@ -33,6 +74,53 @@ class SourceConfig(Group):
     sample_by: Literal["document", "paragraph", "line"] = Field(
         "document", description="loader=text: what one document is; document: a whole file"
     )
+
+
+class TokenSourceConfig(SourceConfig):
+    """A loader of token ids that `data.tokenizer` gave: they are mapped where they lie, never copied."""
+
+    tokenised: ClassVar[bool] = True
+
+    path: str | None = Field(None, description="file, folder or glob")
+
+    def cached_bytes(self, files: Sequence[Path]) -> int:
+        """Return 0: the cache has the documents' places alone."""
+        return 0
+
+
+class MixtureConfig(Group):
+    """Which source each training sample comes from: a function of the sample's number, so that nothing is resumed."""
+
+    kind: str = Field(description="a registered mixture")
+
+    @property
+    def follows_max_steps(self) -> bool:
+        """Whether a run of another length takes other samples at the same step."""
+        return False
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterable[Problem]:
+        """Return what is wrong with it at `key` for sources of these `weights`, none of them only watched."""
+        raise NotImplementedError
+
+    def identity(self) -> Any:
+        """Return what tells its samples from those of the weights alone, as JSON data; None: nothing does."""
+        return self.model_dump()
+
+    def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
+        """Return the `data.addressing.Mixture` of sources of these `weights`.
+
+        A step takes `step_samples` samples; `max_steps` is the run's length, None where nobody knows.
+        """
+        raise NotImplementedError
+
+
+LOADERS: Registry[SourceConfig] = Registry("loader", "lightning_llm.data.loader", key="loader")
+MIXTURES: Registry[MixtureConfig] = Registry("mixture", "lightning_llm.data.mixture")
+
+
+def loader_of(name: str) -> str | None:
+    """Return the loader that a file of this name is meant for; None where it could be any."""
+    return next((loader for loader in LOADERS if name.lower().endswith(LOADERS[loader].suffixes)), None)
 
 
 class TokenizerConfig(Group):
@@ -52,9 +140,11 @@ class ValidationConfig(Group):
     """The documents held out of training, per source."""
 
     fraction: Fraction = Field(0.02, description="share of each source's documents that is held out")
-    sequences: PositiveInt = Field(64, description="sequences scored per validation, over all sources")
+    sequences: PositiveInt = Field(
+        64, description="sequences scored per validation, over all sources; of each that is only watched, as many more"
+    )
     weights: dict[str, PositiveFloat] | None = Field(
-        None, description="each source's weight in these; null: that of the mix. The same for mixes to be compared"
+        None, description="each source's weight in these; null: that of the source. The same for mixes to be compared"
     )
 
 
@@ -62,7 +152,12 @@ class DataConfig(Group):
     """A mix of sources and the batches drawn from it. Gradient accumulation follows from the batch keys."""
 
     name: str = Field(description="the file it was composed from, or your own name")
-    sources: dict[str, SourceConfig] = Field(description="the mix: each source under a name of your choice")
+    sources: dict[str, Annotated[SourceConfig, LOADERS]] = Field(
+        description="the mix: each source under a name of your choice"
+    )
+    mixture: Annotated[MixtureConfig, MIXTURES] | None = Field(
+        None, description="kind: a registered mixture, and its own keys; null: static, by the sources' weights"
+    )
     tokenizer: TokenizerConfig
     validation: ValidationConfig = ValidationConfig()
     sequence_length: PositiveInt = Field(description="tokens per sequence")
@@ -72,3 +167,18 @@ class DataConfig(Group):
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")
+
+    @property
+    def trained_weights(self) -> dict[str, float]:
+        """The weights of the sources that are trained on, by name."""
+        return {name: source.weight for name, source in self.sources.items() if source.role is None}
+
+    @property
+    def chosen_mixture(self) -> MixtureConfig:
+        """The mixture, `static` where none is given."""
+        return self.mixture or MIXTURES.default("static")
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The names of the sources that are only watched."""
+        return tuple(name for name, source in self.sources.items() if source.role == "validation")

@@ -16,7 +16,7 @@ def metric_names(config: Config) -> list[str]:
     """Return the names of a run's own numbers: those of every step, then those of a validation."""
     precision = config.precision
     steps = ["loss", "lr", "grad_norm", *(["loss_scale"] if precision.loss_scaling else [])]
-    if not config.data.validation.fraction:
+    if not config.data.validation.fraction and not config.data.watched:
         return steps
     views = ["val_loss", *(["val_loss_high_precision"] if precision.quantises else [])]
     return [*steps, *views, *(f"{view}/{source}" for view in views for source in config.data.sources)]
@@ -35,7 +35,7 @@ def monitor_problems(config: Config) -> Iterator[Problem]:
         if monitor.startswith("lr-") and any(LOGS_RATES in each for each in classes.values()):
             continue
         key = f"callbacks.{name}.monitor"
-        if monitor.startswith("val_loss") and not config.data.validation.fraction:
+        if monitor.startswith("val_loss") and "val_loss" not in known:
             yield Problem(key, f"is '{monitor}', and data.validation.fraction=0 holds out nothing to validate on.")
         else:
             yield Problem(key, f"is '{monitor}', which this run does not log.{did_you_mean(monitor, known)}")

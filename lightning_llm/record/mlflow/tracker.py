@@ -78,7 +78,7 @@ def compared_parameters(config: Config) -> dict[str, str]:
     values = {group: flat[f"{group}.name"] for group in GROUPS}
     values |= {key: flat[key] for key in COMPARED_KEYS if key in flat}
     values |= {"model.layers": " ".join(config.model.layers)} if config.model.layers else {}
-    values["data.mix"] = " ".join(f"{name}:{source.weight:g}" for name, source in sorted(config.data.sources.items()))
+    values["data.mix"] = " ".join(f"{name}:{weight:g}" for name, weight in sorted(config.data.trained_weights.items()))
     values["precision.recipe_hash"] = config.precision.recipe_hash
     values["data.step_tokens"] = config.data.global_batch_size * config.data.sequence_length
     return {key: _as_text(value) for key, value in values.items()}

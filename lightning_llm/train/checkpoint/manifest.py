@@ -3,10 +3,12 @@
     manifest.json           version, step, run id, config hash, torch's version, every file's size and digest, its own
     tensors/                `tensor_storage.py`: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
+                            "algorithm.<state>.<parameter>": a training algorithm's, if it has state
                             "callbacks.<path>.<parameter>": what a callback keeps for each parameter, averages say
     precision.safetensors   delayed scaling's state as "<layer>.scale", "<layer>.amax_history"; empty for other recipes
     callbacks.pt            what callbacks keep beside that; torch reads it without running code
-    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state
+    progress.json           what is not a tensor: counters, optimizer scalars, loss scale, the spike detector's state,
+                            the training algorithm's numbers, if it has any
 
 Names carry no layout: they are the model's own parameter names. There is no data-loader or generator state, because
 batch n and every random bit are functions of (config, seed, n). Nothing read here can run code. Version 2, of earlier

@@ -84,7 +84,12 @@ def save(
         writer = TensorWriter(partial / TENSORS)
         with _torchs_failures(failed, OSError), _without_its_warnings():
             dcp.save(
-                {"model": _parameters(model), "optimizer": tensors, "callbacks": callbacks.tensors},
+                {
+                    "model": _parameters(model),
+                    "optimizer": tensors,
+                    **_algorithm_state(module),
+                    "callbacks": callbacks.tensors,
+                },
                 storage_writer=writer,
                 no_dist=not dist.is_initialized(),
             )
@@ -115,12 +120,14 @@ def _not_shared(partial: Path, missing: list[str]) -> str:
 def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, Any]:
     """Return what `PROGRESS` says; `optimizer` holds its state's numbers, by name."""
     loss_scale = module.scaler.state
+    algorithm = module.train_step.algorithm.numbers()
     return {
         "step": module.state.completed_steps,
         "skipped_steps": module.state.skipped_steps,
         "spikes": asdict(module.spikes.state),
         "loss_scale": asdict(loss_scale) if loss_scale else None,
         "optimizer": optimizer,
+        **({"algorithm": algorithm} if algorithm else {}),
     }
 
 
@@ -181,7 +188,7 @@ def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.op
     averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
     with torch.no_grad(), _torchs_failures(failed, Exception), _without_its_warnings():
         dcp.load(
-            {"model": own, "optimizer": tensors, "callbacks": averages},
+            {"model": own, "optimizer": tensors, **_algorithm_state(module), "callbacks": averages},
             storage_reader=reader,
             no_dist=not dist.is_initialized(),
         )
@@ -193,6 +200,7 @@ def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.op
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
         module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
+        module.train_step.algorithm.load_numbers(progress.get("algorithm", {}))
         module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
         if module.scaler.state is not None and progress.get("loss_scale") is not None:
             module.scaler.state = LossScale(**progress["loss_scale"])
@@ -290,6 +298,12 @@ def _without_its_warnings() -> Iterator[None]:
 def _union(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what all pipeline stages have by name; a tied embedding's entries, which two have, are equal."""
     return {name: value for part in parts for name, value in part.items()}
+
+
+def _algorithm_state(module: LanguageModule) -> dict[str, dict[str, Tensor]]:
+    """Return the training algorithm's tensors, for an algorithm that has any."""
+    tensors = module.train_step.algorithm.tensors()
+    return {"algorithm": tensors} if tensors else {}
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

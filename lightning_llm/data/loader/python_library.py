@@ -12,10 +12,12 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Literal
+
+from lightning_llm.data.source import Document, document
 
 LEFT_OUT_FOLDERS = frozenset(
     (
@@ -66,6 +68,21 @@ def docstrings(source: str) -> str:
             if text and text.strip():
                 found.append(inspect.cleandoc(text).strip())
     return "\n\n".join(found) + "\n" if found else ""
+
+
+class LibraryReader:
+    """A `DocumentReader` of one part, which it keeps: to read it takes longer than most sources' files."""
+
+    def __init__(self, part: Literal["code", "prose"]):
+        self.part: Literal["code", "prose"] = part
+
+    @cached_property
+    def _documents(self) -> list[Document]:
+        return [document(text, family) for text, family in documents(self.part)]
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents."""
+        return iter(self._documents)
 
 
 def documents(part: Literal["code", "prose"]) -> Iterator[tuple[str, str]]:

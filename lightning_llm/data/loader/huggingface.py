@@ -1,17 +1,32 @@
 """loader=huggingface: a local folder (data files, or what `save_to_disk` wrote), or a dataset of the hub."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.schema.data import SourceConfig
+from lightning_llm.config.schema.data import TextSourceConfig
+from lightning_llm.data.loader.records import column_of
+from lightning_llm.data.source import these_files
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 HUB_PROBE_SECONDS = 5
 
 
-def load(key: str, config: SourceConfig) -> Any:
+class HuggingFaceReader:
+    """A `DocumentReader` of rows."""
+
+    def __init__(self, config: TextSourceConfig, key: str, files: Sequence[Path]):
+        self.config, self.key, self.files = config, key, files
+
+    def documents(self) -> Iterator[str | None]:
+        """Yield each row's text."""
+        is_hub = not Path(self.config.path or "").expanduser().exists()
+        where = these_files(self.config.path, [] if is_hub else self.files)
+        yield from column_of(load(self.key, self.config), self.config.text_key, self.key, where)
+
+
+def load(key: str, config: TextSourceConfig) -> Any:
     """Return the dataset named by `config.path`, `.subset`, `.split`, `.revision`; local files are streamed.
 
     Raises ConfigError, with `key` (data.sources.NAME) before the key at fault, for a hub name that is unknown, refused
@@ -34,7 +49,7 @@ def load(key: str, config: SourceConfig) -> Any:
     return _load(key, str(local), config, streaming=True)
 
 
-def _load(key: str, path: str, config: SourceConfig, **options: Any) -> Any:
+def _load(key: str, path: str, config: TextSourceConfig, **options: Any) -> Any:
     import datasets
 
     try:
@@ -44,7 +59,7 @@ def _load(key: str, path: str, config: SourceConfig, **options: Any) -> Any:
         raise ConfigError(Problem(f"{key}.path", f"{path!r} ({wanted}) cannot be loaded: {error}")) from error
 
 
-def _load_from_hub(key: str, config: SourceConfig) -> Any:
+def _load_from_hub(key: str, config: TextSourceConfig) -> Any:
     """Ask the hub once, briefly, before `datasets` would try again and again for half a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -1,0 +1,1 @@
+"""Loaders of documents: kinds (`*_spec.py`) and what each reads with."""

@@ -1,0 +1,44 @@
+"""The loader of Hugging Face datasets."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
+from lightning_llm.errors import Problem
+
+
+@LOADERS.register
+class HuggingFaceSource(TextSourceConfig):
+    """A dataset of the hub, or a local folder that `datasets` can load.
+
+    A hub dataset without `revision` is known by its name alone: a newer version there is not noticed.
+    """
+
+    loader: Literal["huggingface"] = "huggingface"
+
+    @classmethod
+    def is_local(cls, path: str) -> bool:
+        return path[0] in "/.~" or os.path.isdir(path)  # a hub name (owner/name), unless such a folder is here
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        if self.part is not None:
+            yield Problem(f"{key}.part", f"{self.part!r} belongs to loader=python, not to {self.loader}.")
+        if not self.path:
+            yield Problem(f"{key}.path", f"loader={self.loader} needs a path.")
+            return
+        absolute = Path(self.path).expanduser().absolute()
+        if os.path.isfile(absolute):
+            yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
+        elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
+            yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
+
+    def files(self) -> list[Path]:
+        local = Path(self.path or "").expanduser().absolute()
+        return sorted(f for f in local.rglob("*") if f.is_file()) if os.path.isdir(local) else []
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        from lightning_llm.data.loader.huggingface import HuggingFaceReader
+
+        return HuggingFaceReader(self, key, files)

@@ -1,0 +1,34 @@
+"""The loader of Parquet files."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
+from lightning_llm.data.loader.files import file_problems, matching_files
+from lightning_llm.errors import Problem
+
+COMPRESSION = 3  # text within parquet, about
+
+
+@LOADERS.register
+class ParquetSource(TextSourceConfig):
+    """Parquet files, of which the column `text_key` alone is read."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+
+    loader: Literal["parquet"] = "parquet"
+
+    def problems(self, key: str) -> Iterable[Problem]:
+        return file_problems(key, self)
+
+    def files(self) -> list[Path]:
+        return matching_files(self.path or "", self.suffixes)
+
+    def cached_bytes(self, files: Sequence[Path]) -> int:
+        return COMPRESSION * super().cached_bytes(files)
+
+    def build(self, key: str, files: Sequence[Path]) -> Any:
+        from lightning_llm.data.loader.parquet import ParquetReader
+
+        return ParquetReader(self, key, files)

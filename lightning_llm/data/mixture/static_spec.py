@@ -1,0 +1,26 @@
+"""The mixture of weights that stay."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
+from lightning_llm.data.mixture.weights import weight_problems
+from lightning_llm.errors import Problem
+
+
+@MIXTURES.register
+class StaticMixture(MixtureConfig):
+    """Each source's share of the training tokens is its weight, from the first step to the last."""
+
+    kind: Literal["static"] = "static"
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        return weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
+
+    def identity(self) -> None:
+        return None
+
+    def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
+        from lightning_llm.data.addressing import Shares
+
+        return Shares(weights)
