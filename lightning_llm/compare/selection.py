@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
-from lightning_llm.compare.losses import tail_of
+from lightning_llm.compare.losses import Tail, tail_of
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
@@ -82,57 +82,82 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
     """Return the best value of `asked.key` for each combination of all else that varies, and the runs to judge.
 
     Raises:
-        ConfigError: the key does not vary, holds no numbers, a recipe lacks a choosing seed, or no other seed is left.
+        ConfigError: the key does not vary, holds no numbers, a recipe lacks a choosing seed, no other seed is left, or
+            fewer than two recipes kept their loss at any value.
     """
-    varying = varying_keys([*runs, *unfinished])
-    if asked.key not in varying:
-        text = f"'{asked.key}' does not vary over these runs.{did_you_mean(asked.key, varying)}"
-        raise ConfigError(Problem("--best-of", text))
-    values = {run.config.get(asked.key) for run in runs}
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
-        raise ConfigError(Problem("--best-of", f"'{asked.key}' holds no numbers; the factor is what is compared by."))
+    others = _other_keys(runs, unfinished, asked.key)
     seeds = asked.seeds or (min(run.seed for run in runs),)
-    others = [key for key in varying if key != asked.key]
     selection = Selection(asked.key, seeds)
     tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
-    finished, recipes = {id(run) for run in runs}, dict[str, list[Run]]()
-    for run in [*runs, *unfinished]:
-        recipes.setdefault(_identity(run, others), []).append(run)
-    problems = []
-    for recipe in recipes.values():
-        losses: dict[Any, float] = {}
-        for value in sorted({run.config[asked.key] for run in recipe if id(run) in finished}):
-            found = {run.seed: run for run in recipe if run.config[asked.key] == value and id(run) in finished}
-            if missing := sorted(set(seeds) - found.keys()):
-                text = f"has no finished run of {_words(recipe[0], others)} at {value:g} and seed {missing[0]}. "
-                problems.append(Problem(f"--best-of {asked.key}", f"{text}Finish it, or give other --choose-by seeds."))
-                continue
-            of_seeds = [found[seed] for seed in seeds]
-            lost = tail is None or any(run.lost_its_loss for run in of_seeds)
-            losses[value] = math.inf if lost or tail is None else math.fsum(map(tail.of, of_seeds)) / len(seeds)
+    recipes: dict[str, tuple[list[Run], list[Run]]] = {}
+    for number, each in enumerate((runs, unfinished)):
+        for run in each:
+            recipes.setdefault(_identity(run, others), ([], []))[number].append(run)
+    problems: list[Problem] = []
+    for finished, rest in recipes.values():
+        words = _words([*finished, *rest][0], others)
+        losses = _losses_by_value(finished, asked.key, seeds, tail, words, problems)
         if not losses:
             continue
         best = min(losses, key=lambda value: losses[value])
         if math.isinf(losses[best]):
-            selection.choices.append(Choice(_words(recipe[0], others), None, losses))
+            selection.choices.append(Choice(words, None, losses))
             continue
-        kept = [run for run in recipe if run.config[asked.key] == best and run.seed not in seeds]
-        lost_seeds = sorted(run.seed for run in kept if id(run) in finished and run.lost_its_loss)
-        selection.choices.append(Choice(_words(recipe[0], others), best, losses, tuple(lost_seeds)))
-        selection.runs += [run for run in kept if id(run) in finished]
-        selection.unfinished += [run for run in kept if id(run) not in finished]
-    lost = [each for each in selection.choices if each.value is None]
-    if lost and len(selection.choices) - len(lost) < 2 and not problems:  # nothing is left to hold against another
-        text = " ".join(each.line(asked.key.rpartition(".")[2]) for each in lost)
-        problems.append(Problem(f"--best-of {asked.key}", f"{text} Try lower values, or give other --choose-by seeds."))
-    if not problems and not selection.runs:
-        text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, seeds))}). Run others:"
-        best_ones = [each for each in selection.choices if each.value is not None]
-        chosen = "; ".join(f"{each.words} {asked.key}={each.value:g}" for each in best_ones)
-        problems.append(Problem(f"--best-of {asked.key}", f"{text} {chosen}, each with seeds of its own."))
+        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in seeds]
+        lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
+        selection.choices.append(Choice(words, best, losses, lost))
+        selection.runs += judged
+        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in seeds]
+    problems += [] if problems else _nothing_to_judge(selection)
     if problems:
         raise ConfigError(problems)
     return selection
+
+
+def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:
+    """Return the keys that vary beside `key`. Raises ConfigError where `key` does not, or holds no numbers."""
+    varying = varying_keys([*runs, *unfinished])
+    if key not in varying:
+        text = f"'{key}' does not vary over these runs.{did_you_mean(key, varying)}"
+        raise ConfigError(Problem("--best-of", text))
+    values = {run.config.get(key) for run in runs}
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise ConfigError(Problem("--best-of", f"'{key}' holds no numbers; the factor is what is compared by."))
+    return [each for each in varying if each != key]
+
+
+def _losses_by_value(
+    finished: Sequence[Run], key: str, seeds: Sequence[int], tail: Tail | None, words: str, problems: list[Problem]
+) -> dict[Any, float]:
+    """Return one recipe's mean loss over `seeds` at each value, infinite where a run lost its loss.
+
+    A value that lacks a seed goes to `problems`.
+    """
+    losses: dict[Any, float] = {}
+    for value in sorted({run.config[key] for run in finished}):
+        found = {run.seed: run for run in finished if run.config[key] == value}
+        if missing := sorted(set(seeds) - found.keys()):
+            text = f"has no finished run of {words} at {value:g} and seed {missing[0]}. "
+            problems.append(Problem(f"--best-of {key}", f"{text}Finish it, or give other --choose-by seeds."))
+            continue
+        of_seeds = [found[seed] for seed in seeds]
+        whole = tail is not None and not any(run.lost_its_loss for run in of_seeds)
+        losses[value] = math.fsum(map(tail.of, of_seeds)) / len(seeds) if tail is not None and whole else math.inf
+    return losses
+
+
+def _nothing_to_judge(selection: Selection) -> list[Problem]:
+    """Return why no verdict can follow from `selection`, if so."""
+    key, lost = selection.key, [each for each in selection.choices if each.value is None]
+    if lost and len(selection.choices) - len(lost) < 2:  # nothing is left to hold against another
+        text = " ".join(each.line(key.rpartition(".")[2]) for each in lost)
+        return [Problem(f"--best-of {key}", f"{text} Try lower values, or give other --choose-by seeds.")]
+    if selection.runs:
+        return []
+    text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, selection.seeds))})."
+    best = [each for each in selection.choices if each.value is not None]
+    chosen = "; ".join(f"{each.words} {key}={each.value:g}" for each in best)
+    return [Problem(f"--best-of {key}", f"{text} Run others: {chosen}, each with seeds of its own.")]
 
 
 def _identity(run: Run, keys: Sequence[str]) -> str:
