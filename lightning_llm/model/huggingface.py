@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.interop.families import architecture, huggingface_config, model_config_of
-from lightning_llm.model.interop.tensors import VOCABULARY, stored_as
+from lightning_llm.model.weights.tensors import VOCABULARY, stored_as
 
 __all__ = ["from_huggingface", "huggingface_config", "model_config_of", "to_huggingface"]
 

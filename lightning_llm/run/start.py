@@ -289,6 +289,8 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
+    if "model.init_from" in differences and _same_weights(config, folder):
+        del differences["model.init_from"]
     if _known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:

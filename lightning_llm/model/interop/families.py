@@ -14,8 +14,6 @@ from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.registry import load_installed
 
 _FOUND: dict[str, Architecture] = {}
-_OTHERS = {"architecture", "families", "rope"}
-"""Modules beside the architectures' that are asked for none."""
 
 
 def register(architecture: Architecture) -> None:
@@ -31,10 +29,9 @@ def register(architecture: Architecture) -> None:
 def architectures() -> list[Architecture]:
     """Return all that are known: those of this package and of installed ones, by class name."""
     for module in pkgutil.iter_modules(interop.__path__):
-        if module.name not in _OTHERS:
-            found = importlib.import_module(f"{interop.__name__}.{module.name}")
-            if hasattr(found, "ARCHITECTURE"):
-                register(found.ARCHITECTURE)
+        found = importlib.import_module(f"{interop.__name__}.{module.name}")
+        if hasattr(found, "ARCHITECTURE"):
+            register(found.ARCHITECTURE)
     load_installed()
     return [_FOUND[name] for name in sorted(_FOUND)]
 
