@@ -22,8 +22,8 @@ IMPORTED, HUGGINGFACE, TOKENIZER = "weights.json", "config.json", "tokenizer.jso
 FAMILIES = "lightning_llm.model.interop.families"
 """Reads a config.json. Named and not imported, as the registries' packages are: it stands above this one."""
 EXPECTED = (
-    "a folder that `import` made, a Hugging Face folder (config.json, model.safetensors), a run's folder, or one of its "
-    "checkpoints/step=N"
+    "a folder that `import` made, a Hugging Face folder (config.json, model.safetensors), a run's folder, or one of "
+    "its checkpoints/step=N"
 )
 NOT_SHAPE = ("name", "init_from", "parameters_published")
 

@@ -100,6 +100,10 @@ class Tokenizer:
         """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode([int(t) for t in tokens], skip_special_tokens=False)
 
+    def token(self, index: int) -> str:
+        """Return the token of id `index` as the vocabulary has it. Raises KeyError."""
+        return {each: token for token, each in read_vocabulary(self.path).items()}[index]
+
     def save(self, path: str | Path) -> Path:
         """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""
         return Path(shutil.copyfile(self.path, tokenizer_file(path)))

@@ -33,7 +33,7 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
       `max_sequence_length` here, and no longer sequence is taken.
     - "llama3": wavelengths longer than `original_sequence_length / low_frequency_factor` are stretched by `factor`,
       those shorter than `original_sequence_length / high_frequency_factor` stay, and between the two it interpolates
-      (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py; `_compute_llama3_parameters` in transformers).
+      (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py; transformers' `_compute_llama3_parameters`).
     """
     if scaling.name == "linear":
         return frequencies / scaling.factor

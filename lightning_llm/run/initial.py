@@ -12,18 +12,16 @@ from lightning_llm.model.weights.folder import Weights, digest_of
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.start import Start
+from lightning_llm.run.start import INIT, Start
 from lightning_llm.run.weights import init_problems, length_note, open_weights, pieces_of_new_tokens
-
-FACTS = "init"
-"""The key of summary.json: `path`, `kind`, `architecture`, `digest` of the content, `new_tokens`."""
 
 
 def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
     """Return what the run starts from and what its summary is to say of it. Every file is read once, for its digest.
 
-    A run that goes on from a checkpoint reads none; what its first part began with stands in that part's summary.
-    Collective.
+    `summary.json` says under "init": `named` and the `path` it led to, `kind`, `architecture`, `digest` of the content,
+    `new_tokens`. A run that goes on from a checkpoint starts from that; weights named at another path must be those
+    that its first part began with. Collective.
 
     Raises:
         ConfigError: on every rank, with what any finds wrong, or where they do not see the same weights.
@@ -31,22 +29,17 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
     if config.model.init_from is None:
         return None, {}
     if start.checkpoint is not None:
-        known = summary_of(start.checkpoint.run_folder).get(FACTS)
-        return None, {FACTS: known} if known else {}
-    weights, initial, digests, refusal = None, None, {}, None
+        known = summary_of(start.checkpoint.run_folder).get(INIT) or {}
+        if known and known.get("named") != config.model.init_from:
+            _check_same(config, known)
+        return None, {INIT: known} if known else {}
+    weights, digest = _agreed_weights(config)
     try:
-        if problems := init_problems(config):  # the weights may have changed since the first look, or be others here
-            raise ConfigError(problems)
-        weights = open_weights(weights_path(config.model.init_from))
         initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        digests = weights.digests(rank, world)
-    except (ConfigError, OSError) as error:
-        refusal = error if isinstance(error, ConfigError) else ConfigError(Problem(KEY, f"cannot be read: {error}."))
-    digest = _agreed_digest(weights, digests, refusal)
-    if weights is None or initial is None:
-        raise RuntimeError("no rank refused, and there are no weights")
+    except ConfigError as error:  # of the same files on every rank
+        raise AgreedError(error.problems) from error
     facts = {
+        "named": config.model.init_from,
         "path": str(weights.path),
         "kind": weights.kind,
         "architecture": weights.architecture,
@@ -54,12 +47,37 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
         "new_tokens": len(initial.pieces),
     }
     _say(config, weights, facts)
-    return initial, {FACTS: facts}
+    return initial, {INIT: facts}
 
 
-def _agreed_digest(weights: Weights | None, digests: dict[str, str], refusal: ConfigError | None) -> str:
-    """Return the digest of the whole content, of each rank's share. Raises AgreedError where ranks differ or refuse."""
-    problems = [] if refusal is None else list(refusal.problems)
+def _check_same(config: Config, known: dict[str, Any]) -> None:
+    """Raise AgreedError where the weights at another path are not those that the run began with."""
+    weights, digest = _agreed_weights(config)
+    if digest != known.get("digest"):
+        text = (
+            f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
+            f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
+        )
+        raise AgreedError(Problem(KEY, text))
+
+
+def _agreed_weights(config: Config) -> tuple[Weights, str]:
+    """Return the weights and the digest of their whole content, of which each rank reads its share. Collective.
+
+    Raises:
+        AgreedError: any rank finds something wrong with them, or sees other files.
+    """
+    weights, problems = None, []
+    digests: dict[str, str] = {}
+    try:
+        weights = open_weights(weights_path(str(config.model.init_from)))
+        problems = init_problems(config)  # the weights may have changed since the first look, or be others here
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        digests = weights.digests(rank, world)
+    except ConfigError as error:
+        problems = list(error.problems)
+    except OSError as error:
+        problems = [Problem(KEY, f"cannot be read: {error}.")]
     sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
     here = (problems, sizes, digests)
     found = [here]
@@ -71,7 +89,9 @@ def _agreed_digest(weights: Weights | None, digests: dict[str, str], refusal: Co
     if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
         text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
         raise AgreedError(Problem(KEY, text))
-    return digest_of({name: digest for _, _, its in found for name, digest in its.items()})
+    if weights is None:
+        raise RuntimeError("no rank refuses the weights, and this one has none")
+    return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})
 
 
 def _say(config: Config, weights: Weights, facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Weights at a path, whatever lies there, and whether a run can start from them. Imports no torch but for a checkpoint."""
+"""Weights at a path, whatever lies there, and whether a run can start from them. Torch only for a checkpoint."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.from_weights import EXPECTED, HUGGINGFACE, IMPORTED, KEY, weights_path
+from lightning_llm.config.from_weights import EXPECTED, HUGGINGFACE, IMPORTED, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 from lightning_llm.data.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
@@ -24,7 +24,7 @@ SHOWN_TOKENS = 3
 
 
 def open_weights(path: Path, verify: Verify = sizes_alone) -> Weights:
-    """Return the weights at `path`: an imported folder, a Hugging Face folder, a run (its newest checkpoint), a checkpoint.
+    """Return the weights at `path`: an imported or a Hugging Face folder, a run (its newest checkpoint), a checkpoint.
 
     Raises:
         ConfigError: there are none, or with all that is wrong with them; `verify` looks at a checkpoint's files.
@@ -73,7 +73,9 @@ def init_problems(config: Config) -> list[Problem]:
 def shape_differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[Problem]:
     """Yield the keys by which the model is another than the weights' (`theirs`)."""
     kept = [*NOT_OF_WEIGHTS, "vocab_size", *(FREE if ours.position == "rope" else ())]
-    before, now = (each.model_dump(exclude=set(kept)) | {"head_dim": each.attention_head_dim} for each in (theirs, ours))
+    before, now = (
+        each.model_dump(exclude=set(kept)) | {"head_dim": each.attention_head_dim} for each in (theirs, ours)
+    )
     for key, value in before.items():
         if now[key] != value:
             yield Problem(f"model.{key}", f"is {now[key]!r}, and {value!r} in the weights of model.init_from. {SAME}")
@@ -102,7 +104,9 @@ def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
     tokenizer = config.data.tokenizer
     take = f"Take theirs: data.tokenizer.kind=file data.tokenizer.path={own} data.tokenizer.vocab_size=null."
     if tokenizer.kind == "bpe":
-        text = f"is 'bpe', which trains a tokenizer on the data, and the weights of model.init_from know another. {take}"
+        text = (
+            f"is 'bpe', which trains a tokenizer on the data, and the weights of model.init_from know another. {take}"
+        )
         yield Problem("data.tokenizer.kind", text)
         return
     try:
@@ -111,12 +115,16 @@ def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
         yield Problem(str(own), f"{error}.")
         return
     try:
-        given = bytes_vocabulary() if tokenizer.kind == "bytes" else read_vocabulary(tokenizer_file(tokenizer.path or ""))
+        given = (
+            bytes_vocabulary() if tokenizer.kind == "bytes" else read_vocabulary(tokenizer_file(tokenizer.path or ""))
+        )
     except (OSError, ValueError):
         return  # said by the rules of data
     others = [token for token, index in known.items() if given.get(token) != index]
     if others:
-        shown = ", ".join(f"{token!r} is {_id(given, token)}, and {known[token]} there" for token in others[:SHOWN_TOKENS])
+        shown = ", ".join(
+            f"{token!r} is {_id(given, token)}, and {known[token]} there" for token in others[:SHOWN_TOKENS]
+        )
         text = f"of {len(others):,} tokens of the weights' own tokenizer the ids differ ({shown}). {take}"
         yield Problem("data.tokenizer", text)
 
@@ -128,9 +136,9 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
 def length_note(config: Config, weights: Weights) -> str | None:
     """Return what to say where the run goes on with other positions than the weights were trained with."""
     changed = [
-        f"model.{key} is {_shown(getattr(config.model, key))}, and {_shown(getattr(weights.config, key))} in the weights"
+        f"model.{key} is {_shown(now)}, and {_shown(before)} in the weights"
         for key in FREE
-        if getattr(config.model, key) != getattr(weights.config, key)
+        if (now := getattr(config.model, key)) != (before := getattr(weights.config, key))
     ]
     return f"note   {'; '.join(changed)}" if changed else None
 
@@ -150,8 +158,8 @@ def pieces_of_new_tokens(config: Config, weights: Weights, tokenizer_path: Path)
         return {}
     if weights.tokenizer is None:
         text = (
-            f"is {config.model.vocab_size}, and the weights have {weights.config.vocab_size} rows and no tokenizer.json: "
-            "nothing says what pieces the new tokens are made of. Put theirs beside them."
+            f"is {config.model.vocab_size}, and the weights have {weights.config.vocab_size} rows and no "
+            "tokenizer.json: nothing says what pieces the new tokens are made of. Put theirs beside them."
         )
         raise ConfigError(Problem("model.vocab_size", text))
     ours = Tokenizer(tokenizer_path, config.data.tokenizer.end_of_document)
@@ -161,7 +169,9 @@ def pieces_of_new_tokens(config: Config, weights: Weights, tokenizer_path: Path)
     encoded = theirs.encode_batch([ours.decode([token]) for token in added])
     pieces = {token: [int(piece) for piece in each] for token, each in zip(added, encoded, strict=True)}
     if empty := [token for token, each in pieces.items() if not each]:
-        text = f"{len(empty)} new tokens have no text in the weights' vocabulary (the first has id {empty[0]}). Leave them out."
+        text = (
+            f"{len(empty)} new tokens have no text in the weights' vocabulary (the first: {empty[0]}). Leave them out."
+        )
         raise ConfigError(Problem("data.tokenizer", text))
     unused = [theirs.end_of_document]  # of ids that name no token, which no text ever has
     return {token: pieces.get(token, unused) for token in missing}

@@ -88,9 +88,7 @@ class LanguageModule(pl.LightningModule):
         self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
         self.sequence_cut, self.loss_sum = SequenceCut(layout), loss_sum_of(layout)
-        self.gradient_syncs = apply_parallel(
-            model, layout, precision, self.config.seed, length, device, self.initial
-        )
+        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device, self.initial)
         if layout.degrees.pp > 1:
             turns = micro_batches_per_rank(self.config, layout.degrees)
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, turns, device)

@@ -102,7 +102,9 @@ def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError as error:
         raise ConfigError(
             [
-                Problem(f"config.json ({'.'.join(map(str, each['loc']))} here)", f"is {each['input']!r}: {each['msg']}.")
+                Problem(
+                    f"config.json ({'.'.join(map(str, each['loc']))} here)", f"is {each['input']!r}: {each['msg']}."
+                )
                 for each in error.errors()
             ]
         ) from error

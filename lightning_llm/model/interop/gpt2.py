@@ -40,8 +40,11 @@ class GPT2(Architecture):
     def fits(self, config: ModelConfig) -> bool:
         square = config.num_kv_heads * config.attention_head_dim == config.hidden_size == _query_size(config)
         switches = (config.norm, config.position, config.bias) == ("layernorm", "learned", True)
-        return switches and square and kinds_of(config) == {("attention", "gelu", False)} and (
-            is_plain(config) and windows_of(config) == {None}
+        return (
+            switches
+            and square
+            and kinds_of(config) == {("attention", "gelu", False)}
+            and (is_plain(config) and windows_of(config) == {None})
         )
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:

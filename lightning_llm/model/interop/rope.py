@@ -114,7 +114,9 @@ def _mscale(rope: Mapping[str, Any]) -> dict[str, float]:
     one, all_dims, factor = rope.get("mscale"), rope.get("mscale_all_dim"), rope["factor"]
     if not (one and all_dims):
         return {}
-    return {"attention_factor": (0.1 * one * log(factor) + 1) / (0.1 * all_dims * log(factor) + 1) if factor > 1 else 1.0}
+    return {
+        "attention_factor": (0.1 * one * log(factor) + 1) / (0.1 * all_dims * log(factor) + 1) if factor > 1 else 1.0
+    }
 
 
 def _is_number(value: Any) -> bool:

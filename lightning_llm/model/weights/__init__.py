@@ -1,1 +1,1 @@
-"""Weights that lie in a folder: what is in its files, read by rows, without running anything; and such folders written."""
+"""Weights that lie in a folder: read by rows, without running anything in it; and such folders written."""

@@ -123,7 +123,7 @@ def open_pickled(folder: Path) -> PickledFiles:
         try:
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError:
-            text = "names something that is no tensor, and nothing in a folder of weights is run. Nothing of it has run."
+            text = "names something that is no tensor, and nothing in a folder of weights is run: nothing of it has."
             problems.append(Problem(str(file), text))
             continue
         except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:

@@ -173,11 +173,13 @@ def open_imported(path: Path) -> FolderWeights:
     stored = {name: Stored(name, shape, shape) for name, shape in parameter_shapes(config).items()}
     if problems := list(_differences(path, files, stored, lambda name: False)):
         raise ConfigError(problems)
-    return FolderWeights(path, "an imported folder", config, None if named is None else str(named), files, stored, written)
+    return FolderWeights(
+        path, "an imported folder", config, None if named is None else str(named), files, stored, written
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the manifest of an imported folder says. Raises ConfigError where it is damaged or of another format."""
+    """Return what the manifest of an imported folder says. Raises ConfigError where it is not as it was written."""
     file = path / MANIFEST
     try:
         values = unseal(file.read_bytes())
@@ -202,9 +204,7 @@ def _under(path: Path, key: str) -> str:
     return f"{path}/{key}" if key.startswith(CONFIG) else key
 
 
-def _with_their_names(
-    files: TensorFiles, stored: Mapping[str, Stored], family: Architecture
-) -> dict[str, Stored]:
+def _with_their_names(files: TensorFiles, stored: Mapping[str, Stored], family: Architecture) -> dict[str, Stored]:
     """Return `stored` under the names in `files`, which lack a prefix where the model was saved without its head."""
     bare = {name: replace(each, name=each.name.removeprefix(family.base_prefix)) for name, each in stored.items()}
     as_is, without = ({each.name for each in names.values()} & files.entries.keys() for names in (stored, bare))
@@ -235,4 +235,3 @@ def _differences(
     odd = [f"{name} ({entry.dtype})" for name, entry in found.items() if name in wanted and entry.dtype not in DTYPES]
     if odd:
         yield Problem(str(path), f"keeps {some_of(odd)}; weights are read in {', '.join(DTYPES)}. Convert them first.")
-

@@ -1,4 +1,4 @@
-"""Our parameters against Hugging Face's tensors: names, shapes, which way round, and where in theirs. Imports no torch."""
+"""Our parameters against Hugging Face's tensors: names, shapes, which way round, where in theirs. Without torch."""
 
 from dataclasses import dataclass
 

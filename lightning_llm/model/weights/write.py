@@ -48,13 +48,20 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = S
         shards[-1].append(each)
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        save_file({each.name: each.make().contiguous() for each in shard}, folder / name, metadata={"format": "pt"})
+        save_file({each.name: _own(each.make()) for each in shard}, folder / name, metadata={"format": "pt"})
     if len(shards) > 1:
         where = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.size_bytes for each in tensors)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return [folder / name for name in names]
+
+
+def _own(tensor: "Tensor") -> "Tensor":
+    """Return a copy that shares memory with nothing: parts of one tensor may be written as several."""
+    import torch
+
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -69,15 +76,17 @@ def output_problems(output: Path, force: bool, needed_bytes: int = 0) -> list[Pr
         if output.is_symlink() or not output.is_dir():
             return [Problem("--output", f"{output} is no folder, and --force replaces only those. Choose another.")]
         if others := sorted(each.name for each in output.iterdir() if each.is_dir() or not OURS.fullmatch(each.name)):
-            text = f"{output} holds {others[0]}, which is no part of weights, and --force would delete it. Choose another."
+            text = (
+                f"{output} holds {others[0]}, which is no part of weights, and --force would delete it. Choose another."
+            )
             return [Problem("--output", text)]
     above = next(each for each in output.parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         return [Problem("--output", f"{output} cannot be written ({above} refuses). Choose another.")]
     free = shutil.disk_usage(above).free
     if needed_bytes > free:
-        text = f"{output} needs {needed_bytes / 1e9:.1f} GB, and {above} has {free / 1e9:.1f} GB free. Make room, or choose another."
-        return [Problem("--output", text)]
+        sizes = f"{output} needs {needed_bytes / 1e9:.1f} GB, and {above} has {free / 1e9:.1f} GB free"
+        return [Problem("--output", f"{sizes}. Make room, or choose another.")]
     return []
 
 
@@ -105,7 +114,7 @@ def whole_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
         _sync(output.parent)
     except OSError as error:
-        text = f"{output} cannot be written ({error.strerror or error}). Nothing was left there; make room, or choose another."
+        text = f"{output} cannot be written ({error.strerror or error}). Make room, or choose another."
         raise ConfigError(Problem("--output", text)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
