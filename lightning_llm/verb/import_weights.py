@@ -17,6 +17,7 @@ from lightning_llm.model.weights.files import INDEX, PICKLED, PICKLED_INDEX, SIN
 from lightning_llm.model.weights.folder import (
     FORMAT,
     MANIFEST,
+    TOKENIZER,
     FolderWeights,
     open_huggingface,
     open_imported,

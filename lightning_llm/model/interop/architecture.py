@@ -27,7 +27,7 @@ class Architecture(ABC):
     """Whether weights of linears are kept as [inputs, outputs]."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Our linears whose outputs lie side by side in one of theirs, by its name within a block."""
-    buffers: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
     """Ends of names of tensors in old files that are no weights."""
     sizes: ClassVar[tuple[str, ...]] = ()
     """Entries of config.json that must be whole numbers."""

@@ -94,7 +94,7 @@ class Gemma2(Architecture):
         blocks = {"sliding_attention": windowed, "full_attention": mixer}
         names = [LAYER_TYPES[each] for each in kinds]
         return {
-            **read_shape(values, head_dim=256, tie_word_embeddings=True),
+            **read_shape(values, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True),
             "norm": "rmsnorm_zero_centered",
             "activation": "geglu",
             "init": "gpt2",

@@ -27,7 +27,7 @@ class GPT2(Architecture):
     }
 
     base_prefix: ClassVar[str] = "transformer."
-    buffers: ClassVar[tuple[str, ...]] = ("attn.bias", "attn.masked_bias")
+    buffers: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
     sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),

@@ -22,7 +22,7 @@ class Qwen3(Llama):
         "attention_bias": (False,),
         "use_sliding_window": (False,),
     }
-    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128}
+    defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "num_key_value_heads": 32}
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
         return {**PRE_NORM, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}

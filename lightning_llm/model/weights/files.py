@@ -147,6 +147,8 @@ def _files_of(folder: Path, single: str) -> list[Path]:
     """Return the one file of a folder without an index."""
     if _is_file(folder / single):
         return [folder / single]
+    if os.path.islink(folder / single):
+        raise ConfigError(Problem(str(folder / single), _missing(folder / single)))
     parts = sorted(each.name for each in folder.glob("*.safetensors"))
     pickled = sorted(each.name for each in folder.glob("*.bin"))
     if parts:
