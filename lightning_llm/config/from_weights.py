@@ -46,9 +46,9 @@ def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
         ConfigError: there are no weights at `model.init_from`, or none that can be read.
     """
     model = tree.get("model")
-    if not isinstance(model, DictConfig) or model.get("name") != OPTION or OmegaConf.is_missing(model, "init_from"):
+    if not isinstance(model, DictConfig) or model.get("name") != OPTION:
         return
-    if model.get("init_from") is None:
+    if OmegaConf.is_missing(model, "init_from") or model.get("init_from") is None:
         raise ConfigError(Problem(KEY, f"a value must be given with model={OPTION}: {EXPECTED}."))
     path = weights_path(str(model.init_from))
     shape = shape_of(path)

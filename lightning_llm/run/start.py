@@ -292,7 +292,8 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
     if _known_summary(folder).get(INIT) and None not in differences.get("model.init_from", (None,)):
-        del differences["model.init_from"]  # the weights' content is held against it wherever they lie now
+        del differences["model.init_from"]  # the weights' content is held against it wherever they lie now,
+        differences.pop("model.name", None)  # under whatever name, which may be the folder's
     if _known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:

@@ -1,4 +1,4 @@
-"""Each family's config.json and tensors, there and back: the same model, the same bits; what is not computed is named."""
+"""Each family's config.json and tensors, there and back: the same model, the same bits, and refusals in words."""
 
 import json
 
@@ -20,7 +20,9 @@ from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.write import write_tensors as write_planned
 
 NOT_STORED = {"name", "vocab_multiple", "init", "parameters_published", "head_dim", "blocks", "layers"}
-FAMILIES = {name: CONFIGS[name] for name in ("llama_grouped", "llama_tied", "llama_yarn", "mistral", "qwen3", "gemma2", "gpt2")}
+FAMILIES = {
+    name: CONFIGS[name] for name in ("llama_grouped", "llama_tied", "llama_yarn", "mistral", "qwen3", "gemma2", "gpt2")
+}
 every_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -109,7 +111,11 @@ def test_old_files_of_gpt2_are_read_without_their_prefix_and_buffers(tmp_path):
 
 
 REFUSED = {
-    "another class": (llama(), {"architectures": ["FalconForCausalLM"]}, "is FalconForCausalLM. Read here are GPT2LMHeadModel, Gemma2"),
+    "another class": (
+        llama(),
+        {"architectures": ["FalconForCausalLM"]},
+        "is FalconForCausalLM. Read here are GPT2LM",
+    ),
     "code of its own": (llama(), {"auto_map": {"AutoModel": "modeling.X"}}, "trust_remote_code"),
     "quantised": (llama(), {"quantization_config": {"bits": 4}}, "quantised"),
     "biases": (llama(), {"attention_bias": True}, "attention_bias: is True, and this decoder has False"),

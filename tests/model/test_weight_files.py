@@ -1,9 +1,10 @@
-"""Folders of weights that are not as they should be: each fault named with its file, none of it run, nothing allocated."""
+"""Folders of weights that are not as they should be: each fault named with its file, and nothing in them run."""
 
 import json
 import os
 import pickle
 import struct
+from contextlib import suppress
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from weight_folders import random_weights, write_huggingface
 
 from lightning_llm.errors import ConfigError
-from lightning_llm.model.huggingface import to_huggingface
+from lightning_llm.model.huggingface import huggingface_config, model_config_of, to_huggingface
 from lightning_llm.model.weights.files import open_files, open_pickled
 from lightning_llm.model.weights.folder import open_huggingface
 
@@ -127,7 +128,7 @@ def test_pickled_weights_are_read_as_tensors_alone(tmp_path, monkeypatch):
     assert torch.equal(read.rows("head.weight", 3, 9), random_weights(CONFIG)["head.weight"][3:9])
     for content in ({"a": _Runs()}, ["no dict"], {"a": "text"}):
         torch.save(content, folder / "pytorch_model.bin")
-        with pytest.raises(ConfigError, match="no tensor|holds no tensors"):
+        with pytest.raises(ConfigError, match=r"no tensor|holds no tensors"):
             open_huggingface(folder, open_pickled)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Runs()))
     with pytest.raises(ConfigError):
@@ -150,8 +151,7 @@ def test_bytes_changed_anywhere_in_the_header_or_cut_are_refused_or_change_no_ru
     (folder / "model.safetensors").write_bytes(bytes(content))
     try:
         files = open_files(folder)
-    except ConfigError as error:
-        assert str(folder) in str(error)
+    except ConfigError:  # any other exception fails the test
         return
     for name, entry in files.entries.items():  # what is taken for whole can be read
         if entry.shape:
@@ -177,16 +177,15 @@ JSON = st.recursive(
 )
 
 
-@FUZZ
-@given(key=st.sampled_from(sorted(json.loads("{}") | dict.fromkeys(
-    ["architectures", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim",
-     "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
-     "initializer_range", "auto_map", "quantization_config", "max_position_embeddings", "model_type"]))), value=JSON)  # fmt: skip
-def test_any_value_in_config_json_is_read_or_refused(key, value):
-    from lightning_llm.model.huggingface import huggingface_config, model_config_of
+KEYS = [
+    "architectures", "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
+    "initializer_range", "auto_map", "quantization_config", "max_position_embeddings", "partial_rotary_factor",
+]  # fmt: skip
 
-    values = {**huggingface_config(CONFIG), key: value}
-    try:
-        model_config_of(values, "x")
-    except ConfigError as error:
-        assert "config.json" in str(error)
+
+@FUZZ
+@given(key=st.sampled_from(KEYS), value=JSON)
+def test_any_value_in_config_json_is_read_or_refused(key, value):
+    with suppress(ConfigError):  # any other exception fails the test
+        assert model_config_of({**huggingface_config(CONFIG), key: value}, "x").num_layers > 0

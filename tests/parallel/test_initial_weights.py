@@ -1,4 +1,4 @@
-"""Weights from a folder under every kind of layout: the bits of the files on every rank, and no more memory than a shard.
+"""Weights from a folder under every kind of layout: the files' bits on every rank, and no more memory than a shard.
 
 15 seconds.
 """

@@ -234,4 +234,6 @@ def _differences(
         yield Problem(str(path), f"{len(others) - SHOWN_SHAPES} more tensors have other shapes than by its config.")
     odd = [f"{name} ({entry.dtype})" for name, entry in found.items() if name in wanted and entry.dtype not in DTYPES]
     if odd:
-        yield Problem(str(path), f"keeps {some_of(odd)}; weights are read in {', '.join(DTYPES.values())}. Convert them first.")
+        yield Problem(
+            str(path), f"keeps {some_of(odd)}; weights are read in {', '.join(DTYPES.values())}. Convert them first."
+        )
