@@ -31,7 +31,7 @@ class RopeScaling(Group):
     beta_fast: PositiveFloat | None = Field(None, description="yarn: turns from which frequencies stay; null: 32")
     beta_slow: PositiveFloat | None = Field(None, description="yarn: turns up to which they are divided; null: 1")
     attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: what cosine and sine are multiplied by; null: 0.1 ln(factor) + 1, and at least 1"
+        None, description="yarn: what cosine and sine are multiplied by; null: 0.1 ln(factor) + 1"
     )
     truncate: bool | None = Field(None, description="yarn: whole numbers as ends of the ramp; null: true")
 
@@ -93,8 +93,7 @@ class ModelConfig(Group):
     )
     init_from: str | None = Field(
         None,
-        description="weights to start from: an imported folder, a Hugging Face folder, a run, a checkpoint; typed "
-        "without model=, it gives the model's shape, too",
+        description="weights to start from: a folder, a run, a checkpoint; without model=, the shape is theirs",
     )
     parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
 
