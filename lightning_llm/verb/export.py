@@ -38,7 +38,7 @@ def export(arguments: argparse.Namespace) -> int:
         tensors = as_huggingface(weights, weights.config, arguments.dtype)
     except ConfigError as error:
         problems += error.problems
-    problems += output_problems(output, arguments.force, sum(each.size_bytes for each in tensors))
+    problems += output_problems(output, path, arguments.force, sum(each.size_bytes for each in tensors))
     if problems or weights is None:
         raise ConfigError(problems)
     run = run_of(weights.path)

@@ -48,10 +48,11 @@ def import_weights(arguments: argparse.Namespace) -> int:
     weights = None
     try:
         weights = open_source(folder)
+        weights.config = weights.config.model_copy(update={"name": Path(arguments.source).name or folder.name})
     except ConfigError as error:
         problems += error.problems
     tensors = [] if weights is None else as_ours(weights)
-    problems += output_problems(output, arguments.force, sum(each.size_bytes for each in tensors))
+    problems += output_problems(output, folder, arguments.force, sum(each.size_bytes for each in tensors))
     if weights is not None and not arguments.no_parity:
         problems += parity_problems(weights.config)
     if problems or weights is None:

@@ -16,11 +16,13 @@ from tokenizers import Tokenizer as Backend
 from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import main
+from lightning_llm.compare.differences import meaningful
 from lightning_llm.config.compose import compose_config, load_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.weights import write
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.record.files import read_records, summary_of
+from lightning_llm.record.reading import Run
 from lightning_llm.run.weights import init_problems, open_weights
 from lightning_llm.verb import export as export_verb
 from lightning_llm.verb import parity
@@ -40,6 +42,10 @@ def words_of(small_run, folder: Path, init, *more: str) -> list[str]:
     """A small run's words, less those of model and tokenizer, from `init`."""
     kept = [each for each in small_run(folder) if not each.startswith(("model", "data.tokenizer"))]
     return [*kept, f"model.init_from={init}", "trainer.max_steps=2", *more]
+
+
+def load_name(base: Path) -> str:
+    return json.loads((base / "weights.json").read_text())["model"]["name"]
 
 
 def test_run_release_and_base_hold_the_same_weights(places):
@@ -158,6 +164,14 @@ def test_a_larger_vocabulary_needs_a_tokenizer_that_keeps_the_ids(places, small_
     assert summary_of(tmp_path / "run")["init"]["new_tokens"] == 4
 
 
+def test_runs_from_other_weights_at_the_same_path_are_not_compared_as_controlled(tmp_path):
+    def run(digest):
+        return Run(tmp_path, {"model.init_from": "/base"}, {"code_hash": "x", "init": {"digest": digest}})
+
+    assert meaningful(run("a"), run("a")) == {}
+    assert meaningful(run("a"), run("b")) == {"init_digest": ("a", "b")}
+
+
 def test_an_imported_folder_whose_bytes_changed_is_refused(places, small_run, tmp_path, capsys):
     folder = tmp_path / "base"
     shutil.copytree(places / "base", folder)
@@ -212,6 +226,9 @@ def test_nothing_is_overwritten_or_left_half(places, tmp_path, monkeypatch, caps
         assert said in capsys.readouterr().err
         assert main(["import", str(places / "release"), "--output", str(out), *flags]) == 2
         assert said in capsys.readouterr().err
+    inside = str(places / "release" / "base")
+    assert main(["import", str(places / "release"), "--output", inside]) == 2
+    assert "lies in the folder that is read" in capsys.readouterr().err
     (out / "thesis.tex").unlink()
     assert main(["export", source, "--output", str(out), "--force", "--no-parity"]) == 0
     assert "not compared with transformers (--no-parity)" in capsys.readouterr().out
@@ -246,6 +263,7 @@ def test_a_name_on_the_hub_is_taken_from_its_cache_offline(places, tmp_path, mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     assert main(["import", "me/small", "--output", "base", "--no-parity"]) == 0
+    assert load_name(tmp_path / "base") == "small"  # not the commit, which the folder is called after
     assert main(["import", "me/other", "--output", "base2", "--no-parity"]) == 2
     assert "me/other: is no folder here, and could not be fetched from the hub" in capsys.readouterr().err
     assert main(["import", "me//x", "--output", "base2"]) == 2

@@ -37,8 +37,9 @@ class ToWrite:
 def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write `tensors` to model.safetensors, or to several files and their index; return the files of tensors.
 
-    No more than one file's tensors are held at a time.
+    No more than one file's tensors are held at a time. Raises OSError where one cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[list[ToWrite]] = [[]]
@@ -48,7 +49,11 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = S
         shards[-1].append(each)
     names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        save_file({each.name: _own(each.make()) for each in shard}, folder / name, metadata={"format": "pt"})
+        made = {each.name: _own(each.make()) for each in shard}
+        try:
+            save_file(made, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # in which it wraps what the system says of a full disk
+            raise OSError(str(error)) from error
     if len(shards) > 1:
         where = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(each.size_bytes for each in tensors)
@@ -68,8 +73,10 @@ def _shard_name(number: int, count: int) -> str:
     return SINGLE.replace(".safetensors", f"-{number:05d}-of-{count:05d}.safetensors")
 
 
-def output_problems(output: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
-    """Return why `output` cannot be written: it is there, and not to be replaced, or there is no room."""
+def output_problems(output: Path, source: Path, force: bool, needed_bytes: int = 0) -> list[Problem]:
+    """Return why `output` cannot be written: it is there, and not to be replaced, is `source`, or there is no room."""
+    if source.resolve() in (output.resolve(), *output.resolve().parents):
+        return [Problem("--output", f"{output} lies in the folder that is read. Choose another.")]
     if os.path.lexists(output):
         if not force:
             return [Problem("--output", f"{output} is there already. Choose another, or say --force to replace it.")]
