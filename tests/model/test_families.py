@@ -79,10 +79,11 @@ def test_bf16_is_as_near_to_fp32_as_transformers_bf16_is(config, tmp_path):
 def test_tensors_come_back_bit_for_bit(config, dtype, tmp_path):
     source = write_huggingface(tmp_path / "hf", config, shards=2, dtype=dtype)
     weights = open_huggingface(source)
-    expected = to_huggingface({k: v.to(dtype) for k, v in random_weights(config).items()}, config)
+    original = {name: tensor.to(dtype) for name, tensor in random_weights(config).items()}
+    expected = to_huggingface(original, config)
     for name, stored in weights.stored.items():  # rows from anywhere, whichever way round they lie
         rows = weights.rows(name, stored.shape[0] // 3, stored.shape[0])
-        assert torch.equal(rows, random_weights(config)[name].to(dtype)[stored.shape[0] // 3 : stored.shape[0]])
+        assert torch.equal(rows, original[name][stored.shape[0] // 3 : stored.shape[0]])
     ours = {each.name: each.make() for each in as_ours(weights)}
     assert all(tensor.dtype == dtype for tensor in ours.values())
     (tmp_path / "back").mkdir()
