@@ -20,9 +20,7 @@ from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.model.weights.write import write_tensors as write_planned
 
 NOT_STORED = {"name", "vocab_multiple", "init", "parameters_published", "head_dim", "blocks", "layers"}
-FAMILIES = {
-    name: CONFIGS[name] for name in ("llama_grouped", "llama_tied", "llama_yarn", "mistral", "qwen3", "gemma2", "gpt2")
-}
+FAMILIES = {name: CONFIGS[name] for name in ("llama_tied", "llama_yarn", "mistral", "qwen3", "gemma2", "gpt2")}
 every_family = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
