@@ -39,8 +39,8 @@ def with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
 def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
     """Set in `tree`, a config whose model is `from_weights`, what the weights say and nothing else does, in place.
 
-    What is set beside it stays: another `rope_theta`, say. The tokenizer is the weights' own unless one of the keys
-    `typed` is about tokenizers.
+    What is set beside it stays: another `rope_theta`, say. A tokenizer that would be trained on the data gives way to
+    the weights' own, unless one of the keys `typed` is about tokenizers.
 
     Raises:
         ConfigError: there are no weights at `model.init_from`, or none that can be read.
@@ -58,7 +58,8 @@ def fill_from_weights(tree: DictConfig, typed: Sequence[str] = ()) -> None:
                 model[key] = value
         model.name = str(shape.get("name") or path.name)
         tokenizer = tokenizer_of(path)
-        if tokenizer is not None and not any(key.startswith("data.tokenizer") for key in typed):
+        trained = OmegaConf.select(tree, "data.tokenizer.kind") == "bpe"  # what is chosen where nobody chooses
+        if tokenizer is not None and trained and not any(key.startswith("data.tokenizer") for key in typed):
             OmegaConf.update(tree, "data.tokenizer.kind", "file", force_add=True)
             OmegaConf.update(tree, "data.tokenizer.path", str(tokenizer), force_add=True)
             OmegaConf.update(tree, "data.tokenizer.vocab_size", None, force_add=True)

@@ -150,6 +150,14 @@ def test_init_from_is_part_of_the_identity_and_alone_gives_the_shape(places, sma
         assert len(caught.value.problems) == 2
 
 
+def test_a_recipe_s_own_tokenizer_file_stays(places, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    tokenizer = "data:\n  tokenizer: {kind: file, path: /mine.json, vocab_size: null}\n"
+    (tmp_path / "recipe" / "own.yaml").write_text(f"# @package _global_\n{tokenizer}")
+    config = compose_config(["recipe=own", f"model.init_from={places / 'base'}"], tmp_path)
+    assert (config.model.name, config.data.tokenizer.path) == ("release", "/mine.json")
+
+
 def test_a_larger_vocabulary_needs_a_tokenizer_that_keeps_the_ids(places, small_run, tmp_path, capsys):
     backend = Backend.from_file(str(places / "base" / "tokenizer.json"))
     new = [f"the new word {number} of many" for number in range(24)]
