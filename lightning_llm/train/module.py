@@ -19,6 +19,7 @@ from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
+from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.parallel.whole_matrices import WholeMatrices
@@ -53,10 +54,19 @@ class LanguageModule(pl.LightningModule):
     """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     validation: Validation
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        source_names: list[str],
+        decision: Decision = EMULATED,
+        initial: InitialSlice | None = None,
+    ):
+        """`initial`: what gives the weights to start from; None: the seed, or whatever is loaded afterwards."""
         super().__init__()
         self.automatic_optimization = False
         self.config = config
+        self.initial = initial
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
@@ -78,7 +88,7 @@ class LanguageModule(pl.LightningModule):
         self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
         self.sequence_sharder, self.loss_sum = SequenceSharder(layout), loss_sum_of(layout)
-        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        self.gradient_syncs = apply_parallel(model, layout, precision, self.config.seed, length, device, self.initial)
         if layout.degrees.pp > 1:
             micro_batches = micro_batches_per_rank(self.config, layout.degrees)
             self.pipeline = Pipeline(self.gradient_syncs, layout, self.config.data, micro_batches, device)
