@@ -22,6 +22,11 @@ VERBS = {
     "train": ("lightning_llm.verb.train:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.verb.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
     "config": ("lightning_llm.verb.config:config", "print the composed config, or what a group offers"),
+    "import": (
+        "lightning_llm.verb.import_weights:import_weights",
+        "make a folder that model.init_from takes of a Hugging Face model",
+    ),
+    "export": ("lightning_llm.verb.export:export", "make a folder that transformers loads of a run, with a model card"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
@@ -139,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
         if verb == "probe":
             _add_probe(child)
+        if verb in ("import", "export"):
+            _add_weights(child, verb)
         if verb == "conformance":
             child.add_argument(
                 "folder", type=Path, metavar="DIR", help="vectors: manifest.json and the .npz files it names"
@@ -178,6 +185,19 @@ def _add_probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def _add_weights(parser: argparse.ArgumentParser, verb: str) -> None:
+    add = parser.add_argument
+    if verb == "import":
+        add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
+        add("--revision", metavar="REVISION", help="of a name on the hub: a commit, branch or tag (the newest)")
+    else:
+        add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
+        add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the tensors (fp32, as runs keep them)")
+    add("--output", required=True, metavar="DIR", help="the folder to make; there whole, or not at all")
+    add("--force", action="store_true", help="replace DIR if it holds weights already")
+    add("--no-parity", action="store_true", help="leave out the comparison of logits with transformers")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:

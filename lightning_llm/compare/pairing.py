@@ -177,6 +177,8 @@ def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
         own += LAYOUT
     if any(key.startswith("data.") for key in own):
         own += ("data_hash",)
+    if any(key.startswith("model.") for key in own):
+        own += ("init_digest",)
     return Pair(run, baseline, meaningful(baseline, run, own))
 
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.config.composition import Composer, shipped_composer
+from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
 from lightning_llm.config.recipes import folder_problems, group_names, register_recipes
@@ -80,7 +81,7 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         if problems := [problem for each in parsed if (problem := unknown_option(each, composer.search))]:
             raise ConfigError(problems)
         try:
-            return _tree(parsed, composer)
+            return _tree(with_shape_of_weights(parsed), composer)
         except COMPOSITION_ERRORS as error:
             raise _not_composed(error) from error
 
@@ -183,6 +184,7 @@ def _read_resolved(
     follows = vocabulary is not None and OmegaConf.select(tree, "data.tokenizer.vocab_size") == vocabulary
     if follows and changed & {"model", "model.vocab_size"} and "data.tokenizer.vocab_size" not in changed:
         OmegaConf.update(tree, "data.tokenizer.vocab_size", tree.model.vocab_size)
+    fill_from_weights(tree, list(changed))
     return read_tree(tree, to_build=to_build)
 
 
@@ -249,11 +251,19 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
 
 def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence[Problem]) -> Reading:
     """Return what Hydra composes, read; `known` are problems of arguments that are not among `parsed`."""
+    parsed = with_shape_of_weights(parsed)
     unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
     problems = [*known, *unknown.values()]
     try:
         sound_overrides = [each for each in parsed if each.key_or_group not in unknown]
-        reading = read_tree(_tree(sound_overrides, composer)[0], stand_ins=unknown)
+        tree, _ = _tree(sound_overrides, composer)
+        try:
+            fill_from_weights(tree, [each.key_or_group for each in parsed])
+        except ConfigError as error:
+            problems += error.problems
+            others = [each for each in sound_overrides if each.key_or_group.partition(".")[0] != "model"]
+            tree, unknown["model"] = _tree(others, composer)[0], error.problems[0]
+        reading = read_tree(tree, stand_ins=unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:

@@ -39,6 +39,7 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     """Give each local path of a resolved config, changed in place, as it is from any folder."""
     data = _mapping(values, "data")
     paths = [(values, "resume"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
+    paths += [(_mapping(values, "model"), "init_from")]
     paths += [(_mapping(data, "tokenizer"), "path")]
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
     for node, key in paths:

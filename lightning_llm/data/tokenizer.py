@@ -71,7 +71,7 @@ class Tokenizer:
         if found is None:
             raise ValueError(f"{self.path} has no token {end_of_document or ' or '.join(END_OF_DOCUMENT_NAMES)}")
         self.end_of_document = found
-        self.is_bytes = vocabulary == _bytes_vocabulary()
+        self.is_bytes = vocabulary == bytes_vocabulary()
         self.vocab_size = max(vocabulary.values()) + 1
         content = self.path.read_bytes() + found.to_bytes(8, "little")
         self.fingerprint = blake2b(content, digest_size=16).hexdigest()
@@ -105,6 +105,10 @@ class Tokenizer:
         """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode([int(t) for t in tokens], skip_special_tokens=False)
 
+    def token(self, index: int) -> str:
+        """Return the token of id `index` as the vocabulary has it. Raises KeyError."""
+        return {each: token for token, each in read_vocabulary(self.path).items()}[index]
+
     def save(self, path: str | Path) -> Path:
         """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""
         return Path(shutil.copyfile(self.path, tokenizer_file(path)))
@@ -131,7 +135,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, file: Path) -> None:
     backend.save(str(file))
 
 
-def _bytes_vocabulary() -> dict[str, int]:
+def bytes_vocabulary() -> dict[str, int]:
+    """Return token -> id of plain bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in printable]  # GPT-2 shows these as the characters from 256 up, in order
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)} | {END_OF_DOCUMENT: 256}
@@ -142,7 +147,7 @@ def write_bytes_tokenizer(file: Path) -> None:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    backend = Backend(models.BPE(vocab=_bytes_vocabulary(), merges=[]))
+    backend = Backend(models.BPE(vocab=bytes_vocabulary(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True)])

@@ -18,30 +18,71 @@ def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     size = config.attention_head_dim
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size  # [K/2]
     frequencies = 1.0 / config.rope_theta**exponents  # [K/2]
-    return frequencies if config.rope_scaling is None else scale_frequencies(frequencies, config.rope_scaling)
+    if config.rope_scaling is None:
+        return frequencies
+    if config.rope_scaling.name == "yarn":
+        return yarn_frequencies(frequencies, config.rope_scaling, config.rope_theta)
+    return scale_frequencies(frequencies, config.rope_scaling)
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return `frequencies` stretched for a longer context, as Llama 3.1 does.
+    """Return `frequencies` stretched for a longer context, by the kinds of `scaling` but yarn.
 
-    Wavelengths longer than `original_sequence_length / low_frequency_factor` are stretched by `factor`, those shorter
-    than `original_sequence_length / high_frequency_factor` stay, and between the two it interpolates (`apply_scaling`
-    in meta-llama/llama-models, models/llama3/model.py; `_compute_llama3_parameters` in transformers).
+    - "linear": all divided by `factor` (position interpolation, Chen et al. 2023, arXiv:2306.15595).
+    - "dynamic": as they are. Transformers' NTK scaling stretches them beyond `max_position_embeddings` alone, which is
+      `max_sequence_length` here, and no longer sequence is taken.
+    - "llama3": wavelengths longer than `original_sequence_length / low_frequency_factor` are stretched by `factor`,
+      those shorter than `original_sequence_length / high_frequency_factor` stay, and between the two it interpolates
+      (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py; transformers' `_compute_llama3_parameters`).
     """
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    turns = scaling.original_sequence_length * frequencies / (2 * math.pi)  # [K/2] full turns over the original context
+    if scaling.name == "linear":
+        return frequencies / scaling.factor
+    if scaling.name == "dynamic":
+        return frequencies
+    low, high = scaling.low_frequency_factor or 1.0, scaling.high_frequency_factor or 1.0  # given, by the schema
+    turns = (scaling.original_sequence_length or 0) * frequencies / (2 * math.pi)  # [K/2] over the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # [K/2] 0: stretched, 1: as it was
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def yarn_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Return `frequencies` `[K/2]` stretched by YaRN's ramp (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    Pairs that make more than `beta_fast` turns over the original context stay, those below `beta_slow` are divided by
+    `factor`; between the two the ramp is linear in the pair's index, as in transformers' `_compute_yarn_parameters`.
+    """
+    size, length = 2 * len(frequencies), scaling.original_sequence_length or 0
+
+    def index_of(turns: float) -> float:
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = index_of(scaling.beta_fast or 32), index_of(scaling.beta_slow or 1)
+    if scaling.truncate is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high = high + 0.001 if high == low else high
+    index = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)  # [K/2]
+    kept = 1 - ((index - low) / (high - low)).clamp(0, 1)  # [K/2] 0: stretched, 1: as it was
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Return what cosine and sine are multiplied by: YaRN's temperature of the softmax (its equation 22), else 1."""
+    if scaling is None or scaling.name != "yarn":
+        return 1.0
+    return scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0)
 
 
 def rope_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angles at `positions` `[T]` or `[B, T]`: two fp32 `[..., T, 1, K/2]`."""
     angles = positions.to(torch.float32)[..., None] * inverse_frequencies(config, positions.device)  # [..., T, K/2]
-    return angles.cos()[..., None, :], angles.sin()[..., None, :]
+    cosine, sine = angles.cos()[..., None, :], angles.sin()[..., None, :]
+    factor = attention_factor(config.rope_scaling)
+    return (cosine, sine) if factor == 1.0 else (cosine * factor, sine * factor)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of each pair by its angle; orthogonal, so the backward pass is the rotation by minus the angle."""
+    """Rotation of each pair by its angle, scaled or not: the backward pass is the same by minus the angle."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from lightning_llm.parallel.context import share_sequences
 from lightning_llm.parallel.fully_shard import shard_decoder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import materialise
+from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.parallel.pipeline import split_stages
 from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.parallel.tensor import shard_over_tensor_group
@@ -19,11 +19,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply_parallel(
-    model: Decoder, layout: Layout, precision: PrecisionConfig, seed: int, sequence_length: int, device: torch.device
+    model: Decoder,
+    layout: Layout,
+    precision: PrecisionConfig,
+    seed: int,
+    sequence_length: int,
+    device: torch.device,
+    initial: InitialSlice | None = None,
 ) -> list[GradientSync]:
     """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
 
-    `sequence_length`: tokens of the whole sequences that it will train on. Returns what sums the gradients of each of
+    `sequence_length`: tokens of the whole sequences that it will train on. `initial`: what gives the weights; None: the
+    seed. Returns what sums the gradients of each of
     this rank's pipeline stages over micro-batches and ranks: one, of the whole model, where there is no pipeline. With
     one, `model` keeps this rank's part alone.
     """
@@ -40,6 +47,6 @@ def apply_parallel(
         if layout.shards:
             compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
             scatters = shard_decoder(stage, layout, compute, reduce)
-        materialise(stage, seed, device)
+        materialise(stage, seed, device, initial)
         syncs.append(GradientSync(stage, layout, scatters))
     return syncs

@@ -1,13 +1,11 @@
 """The subject of a probe: the weights at PATH, the model they belong to, and a few batches of text."""
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,14 +13,14 @@ from lightning_llm.config.compose import compose_config, load_config
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.model.decoder import Decoder
-from lightning_llm.model.huggingface import from_huggingface, model_config_of
+from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.model.weights.folder import open_huggingface
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
 from lightning_llm.record.run_tokenizer import run_tokenizer
 from lightning_llm.run.start import checkpoint_at
 from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
-from lightning_llm.train.checkpoint.state import read_tensors
+from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
 EXPECTED = (
     "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, or a Hugging Face folder "
@@ -81,16 +79,13 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None) -> Sub
 
 def _huggingface(path: Path, arguments: Sequence[str], text: Path | None) -> Subject:
     problems: list[Problem] = []
+    model = None
     try:
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        model = model_config_of(values, path.name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(Problem(str(path / "config.json"), f"cannot be read: {error}")) from error
+        model = open_huggingface(path).config
     except ConfigError as error:
-        problems, model = list(error.problems), None
+        problems += error.problems
     if not (path / "tokenizer.json").is_file():
         problems.append(Problem(str(path / "tokenizer.json"), "is missing: save the tokenizer as a fast one."))
-    problems += _weight_file_problems(path)
     has_data = any(word.startswith("data=") for word in arguments)
     if text is None and not has_data:
         given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
@@ -117,55 +112,14 @@ def _text_words(text: Path | None) -> list[str]:
     return [f"data={kind}", f"data.sources.{kind}.path={text.expanduser().absolute()}", "data.validation.fraction=0"]
 
 
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [path / "model.safetensors"]
-
-
-def _weight_file_problems(path: Path) -> list[Problem]:
-    missing = [file for file in _weight_files(path) if not file.is_file()]
-    if not missing:
-        return []
-    others = [file.name for file in path.glob("*.bin")]
-    hint = f" {', '.join(others[:2])} is not read: save the model again with safetensors." if others else ""
-    return [Problem(str(file), f"is missing, so there are no weights.{hint}") for file in missing]
-
-
 def read_weights(subject: Subject) -> dict[str, Tensor]:
     """Return the model's parameters by our names, fp32, on the CPU.
 
     Raises ConfigError where one is missing, unknown or of another shape.
     """
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(subject.config.model).named_parameters()}
     if subject.checkpoint is not None:
-        stored = read_tensors(subject.checkpoint, "model.")
-        found = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-    else:
-        state: dict[str, Tensor] = {}
-        for file in _weight_files(subject.folder):
-            state |= load_file(file)
-        try:
-            found = from_huggingface(state, subject.config.model)
-        except KeyError as error:
-            text = f"has no tensor {error}, which its config.json asks for."
-            raise ConfigError(Problem(str(subject.folder), text)) from error
-    _check_shapes(subject.folder, shapes, found)
-    return {name: tensor.float() for name, tensor in found.items()}
-
-
-def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], found: Mapping[str, Tensor]) -> None:
-    problems = [Problem(name, f"is not in {folder}.") for name in shapes if name not in found]
-    problems += [Problem(name, f"is in {folder} and not in this model.") for name in found if name not in shapes]
-    problems += [
-        Problem(name, f"has shape {tuple(found[name].shape)} in {folder}, and {tuple(shape)} by its config.")
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != shape
-    ]
-    if problems:
-        raise ConfigError(problems)
+        return dict(state_dict_of(CheckpointWeights(subject.checkpoint, subject.config.model), subject.config.model))
+    return dict(state_dict_of(open_huggingface(subject.folder), subject.config.model))
 
 
 def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:

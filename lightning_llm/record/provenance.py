@@ -70,6 +70,8 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
         if summary.get(key) is not None:
             found[key] = summary[key]
+    if (summary.get("init") or {}).get("digest"):
+        found["init_digest"] = summary["init"]["digest"]  # of the weights that the run started from
     return found if "code_hash" in found else found | git_of(summary)
 
 

@@ -16,6 +16,7 @@ from lightning_llm.config.schema.targets import refused
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import Start
@@ -50,9 +51,9 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
-def build_module(plan: Plan, corpus: Corpus) -> LanguageModule:
-    """Return the LightningModule; its weights are made when training starts."""
-    return LanguageModule(plan.config, corpus.tokenizer, list(plan.config.data.sources), plan.decision)
+def build_module(plan: Plan, corpus: Corpus, initial: InitialSlice | None = None) -> LanguageModule:
+    """Return the LightningModule; its weights are made when training starts, of the seed or by `initial`."""
+    return LanguageModule(plan.config, corpus.tokenizer, list(plan.config.data.sources), plan.decision, initial)
 
 
 def build_trainer(

@@ -9,6 +9,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.check import config_problems, disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.run.environment import adopt_world, rank_environment
+from lightning_llm.run.weights import init_problems
 
 
 def read_arguments(arguments: argparse.Namespace) -> Reading:
@@ -38,5 +39,5 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
 
 def problems_beyond(found: Resolution, *, jobs: int = 1) -> list[Problem]:
     """Return what the rules between keys say of the sound part of a config, one of `jobs` that share a disk."""
-    problems = config_problems(found)
+    problems = config_problems(found) + gather([lambda: init_problems(found.config)])
     return problems + (gather([lambda: disk_problems(found.config, jobs)]) if found.to_train else [])

@@ -44,6 +44,7 @@ from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
+from lightning_llm.run.initial import open_initial
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import data_line, left_out_lines, phase_lines, resume_lines
@@ -169,11 +170,12 @@ def fit(rank: Rank, start: Start) -> None:
     for line in [data_line(config, corpus), *phase_lines(config, corpus), *left_out_lines(corpus)]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
-    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts()
+    initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
+    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
     if is_first_rank() and (earlier := resume_history(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(rank.plan, corpus)
+    module = build_module(rank.plan, corpus, initial)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
     (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))

@@ -28,6 +28,8 @@ from lightning_llm.train.checkpoint.manifest import (
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
 RECORDS = "metrics.jsonl"
+INIT = "init"
+"""The key of summary.json that says what weights the run started from."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,9 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
+    if _known_summary(folder).get(INIT) and None not in differences.get("model.init_from", (None,)):
+        del differences["model.init_from"]  # the weights' content is held against it wherever they lie now,
+        differences.pop("model.name", None)  # under whatever name, which may be the folder's
     if _known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:

@@ -17,6 +17,7 @@ from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.apply import DTYPES, apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
+from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.parallel.whole_matrices import WholeMatrices
@@ -48,10 +49,19 @@ class LanguageModule(pl.LightningModule):
     train_step: TrainStep
     validation: Validation
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source_names: list[str], decision: Decision = EMULATED):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        source_names: list[str],
+        decision: Decision = EMULATED,
+        initial: InitialSlice | None = None,
+    ):
+        """`initial`: what gives the weights to start from; None: the seed, or whatever is loaded afterwards."""
         super().__init__()
         self.automatic_optimization = False
         self.config = config
+        self.initial = initial
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
@@ -72,7 +82,7 @@ class LanguageModule(pl.LightningModule):
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
         self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
         precision, length = self.config.precision, self.config.data.sequence_length
-        syncs = apply_parallel(model, layout, precision, self.config.seed, length, device)
+        syncs = apply_parallel(model, layout, precision, self.config.seed, length, device, self.initial)
         pipeline = None
         if layout.degrees.pp > 1:
             micro_batches = micro_batches_per_rank(self.config, layout.degrees)

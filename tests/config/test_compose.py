@@ -20,6 +20,7 @@ from lightning_llm.plan.check import check_config
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ["model", "data", "optim", "schedule", "precision", "parallel", "trainer", "callbacks", "logger"]
 OPTIONS = {group: sorted(file.stem for file in (CONF / group).glob("*.yaml")) for group in GROUPS}
+OPTIONS["model"].remove("from_weights")  # which is filled from weights: tests/run/test_init_from.py
 TOGETHER = [
     {group: names[number % len(names)] for group, names in OPTIONS.items()}
     for number in range(max(map(len, OPTIONS.values())))

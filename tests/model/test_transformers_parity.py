@@ -1,4 +1,4 @@
-"""The decoder computes what transformers' Llama, GPT2, Qwen3 and Gemma2 compute, forward and backward."""
+"""The decoder computes what transformers' Llama, Mistral, GPT2, Qwen3 and Gemma2 compute, forward and backward."""
 
 import pytest
 import torch
@@ -6,10 +6,20 @@ import torch.nn.functional as F
 from model_shapes import LLAMA3_SCALING, build, gemma2, gpt2, llama, qwen3, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_llm.config.schema.model import RopeScaling
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.huggingface import from_huggingface, huggingface_config, to_huggingface
 from lightning_llm.model.loss import next_token_loss_sum
 
+YARN = RopeScaling(
+    kind="yarn",
+    factor=2.0,
+    original_sequence_length=80,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    attention_factor=1.3,
+    truncate=False,
+)
 CONFIGS = {
     "llama_grouped": llama(),
     "llama_tied": llama(tie_embeddings=True),
@@ -20,6 +30,13 @@ CONFIGS = {
     "qwen3": qwen3(tie_embeddings=True),
     "gemma2": gemma2(),
     "gemma2_all_global": gemma2(layers=["attention_global"]),
+    "mistral": llama(
+        blocks={"attention_window": {"mixer": {"kind": "attention", "window": 24}}}, layers=["attention_window"]
+    ),
+    "llama_linear": llama(rope_scaling=RopeScaling(kind="linear", factor=4.0)),
+    "llama_dynamic": llama(rope_scaling=RopeScaling(kind="dynamic", factor=4.0)),
+    "llama_yarn": llama(rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_sequence_length=40)),
+    "qwen3_yarn_spelled_out": qwen3(rope_scaling=YARN),
 }
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

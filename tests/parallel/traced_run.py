@@ -18,6 +18,7 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.run.agreement import decide_together
 from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.initial import open_initial
 from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning
 from lightning_llm.train.datamodule import CorpusDataModule
 
@@ -65,7 +66,8 @@ def run_with(config: Config, *callbacks: pl.Callback) -> pl.Trainer:
     start = decide_together(config, locks)
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(plan, corpus)
+    initial, _ = open_initial(config, start, corpus.tokenizer.path)
+    module = build_module(plan, corpus, initial)
     trainer = build_trainer(plan, device, layout, start, [], adopt=adopt)
     trainer.callbacks[:0] = callbacks
     trainer.fit(module, CorpusDataModule(corpus, config))

@@ -1,8 +1,8 @@
-"""`model`: the shape of one decoder-only transformer."""
+"""`model`: the shape of one decoder-only transformer, and the weights it starts from."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lightning_llm.config.schema.base import Group, PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS, BlockConfig
@@ -13,12 +13,46 @@ DEFAULT_LAYERS = ("attention",)
 
 
 class RopeScaling(Group):
-    """Llama 3.1's frequency scaling (Meta's `apply_scaling`; "llama3" in transformers)."""
+    """How rotary frequencies are stretched for a longer context; the kinds are transformers' `rope_type`."""
 
+    kind: Literal["llama3", "linear", "dynamic", "yarn"] | None = Field(
+        None, description="null: llama3, Llama 3.1's (Meta's `apply_scaling`)"
+    )
     factor: PositiveFloat = Field(description="by which the lowest frequencies are divided")
-    low_frequency_factor: PositiveFloat = Field(description="original length over it: longer waves are scaled")
-    high_frequency_factor: PositiveFloat = Field(description="original length over it: shorter waves stay")
-    original_sequence_length: PositiveInt = Field(description="tokens that the weights were first trained on")
+    low_frequency_factor: PositiveFloat | None = Field(
+        None, description="llama3: original length over it: longer waves are scaled"
+    )
+    high_frequency_factor: PositiveFloat | None = Field(
+        None, description="llama3: original length over it: shorter waves stay"
+    )
+    original_sequence_length: PositiveInt | None = Field(
+        None, description="llama3, yarn: tokens that the weights were first trained on"
+    )
+    beta_fast: PositiveFloat | None = Field(None, description="yarn: turns from which frequencies stay; null: 32")
+    beta_slow: PositiveFloat | None = Field(None, description="yarn: turns up to which they are divided; null: 1")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: what cosine and sine are multiplied by; null: 0.1 ln(factor) + 1"
+    )
+    truncate: bool | None = Field(None, description="yarn: whole numbers as ends of the ramp; null: true")
+
+    @property
+    def name(self) -> str:
+        """The kind, spelled out."""
+        return self.kind or "llama3"
+
+    @model_validator(mode="after")
+    def _has_its_keys(self) -> Self:
+        own = {
+            "llama3": ("low_frequency_factor", "high_frequency_factor", "original_sequence_length"),
+            "yarn": ("original_sequence_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+        }.get(self.name, ())
+        needed = own if self.name == "llama3" else own[:1]
+        if missing := [key for key in needed if getattr(self, key) is None]:
+            raise ValueError(f"kind={self.name} needs {', '.join(missing)}")
+        given = {key for key, value in self if value is not None} - {"kind", "factor", *own}
+        if given:
+            raise ValueError(f"kind={self.name} takes no {', '.join(sorted(given))}")
+        return self
 
 
 class ModelConfig(Group):
@@ -40,7 +74,7 @@ class ModelConfig(Group):
     norm_eps: PositiveFloat = Field(1e-5, description="added to the variance")
     position: Literal["rope", "learned"] = Field("rope", description="rotary embedding, or a learned table")
     rope_theta: PositiveFloat = Field(10_000.0, description="base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = Field(None, description="Llama 3.1's scaling of the rotary frequencies")
+    rope_scaling: RopeScaling | None = Field(None, description="how rotary frequencies are stretched")
     activation: Annotated[str, NameIn(FEED_FORWARDS)] = Field("swiglu", description="the feed-forward network")
     gelu: Literal["tanh", "exact"] = Field("tanh", description="which GELU, where the feed-forward network has one")
     bias: bool = Field(False, description="biases in linears and norms")
@@ -56,6 +90,10 @@ class ModelConfig(Group):
         None,
         description="a pattern repeated over num_layers: names of `blocks`, or mixers with their defaults; null: "
         "[attention]",
+    )
+    init_from: str | None = Field(
+        None,
+        description="weights to start from: a folder, a run, a checkpoint; without model=, the shape is theirs",
     )
     parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
 

@@ -1,25 +1,39 @@
 """The description of a Hugging Face architecture: names and config entries, to convert weights there and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import Problem
+from lightning_llm.model.interop.rope import read_rope, rope_problems
 
 
 class Architecture(ABC):
-    """One of transformers' causal language models. Each file here has one, as `ARCHITECTURE`."""
+    """One of transformers' causal language models. Each file here has one, as `ARCHITECTURE`.
+
+    An installed package adds its own by `families.register`, in the module that its entry point names.
+    """
 
     class_name: ClassVar[str]
     shape: ClassVar[str]
     """What a config must be to have this counterpart, in words."""
     block_prefix: ClassVar[str] = "model.layers"
+    base_prefix: ClassVar[str] = "model."
+    """What names lack where the model was saved without its head."""
     ends: ClassVar[Mapping[str, str]] = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     """Their names of what stands outside the blocks, by ours."""
     transposed: ClassVar[bool] = False
     """Whether weights of linears are kept as [inputs, outputs]."""
     fused: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Our linears whose outputs lie side by side in one of theirs, by its name within a block."""
+    buffers: ClassVar[tuple[str, ...]] = (".rotary_emb.inv_freq",)
+    """Ends of names of tensors in old files that are no weights."""
+    sizes: ClassVar[tuple[str, ...]] = ()
+    """Entries of config.json that must be whole numbers."""
+    wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Entries of config.json of which this decoder computes some values alone; the first where there is no entry."""
+    rotary: ClassVar[bool] = True
 
     @abstractmethod
     def fits(self, config: ModelConfig) -> bool:
@@ -32,6 +46,23 @@ class Architecture(ABC):
     @abstractmethod
     def entries(self, config: ModelConfig) -> dict[str, Any]:
         """Return the content of `config.json`."""
+
+    @abstractmethod
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our `model` keys from a config.json in which `problems` finds nothing."""
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield what in a config.json of this class the decoder does not compute, or what is missing."""
+        for key in self.sizes:
+            if type(values.get(key)) is not int or values[key] < 1:
+                yield Problem(f"config.json {key}", "a whole number must be given.")
+        for key, (first, *others) in self.wanted.items():
+            found = values.get(key, first)
+            if not any(type(found) is type(each) and found == each for each in (first, *others)):
+                choice = " or ".join(repr(each) for each in (first, *others))
+                yield Problem(f"config.json {key}", f"is {found!r}, and this decoder has {choice}.")
+        if self.rotary:
+            yield from rope_problems(values)
 
 
 PRE_NORM = {
@@ -47,6 +78,15 @@ PRE_NORM = {
 }
 """Names in a block of Llama's, which most later architectures took."""
 
+LLAMA_SIZES = (
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
 
 def kinds_of(config: ModelConfig) -> set[tuple[str, str, bool]]:
     """Return which (mixer, feed-forward, post_norms) the blocks of `config` have."""
@@ -54,28 +94,14 @@ def kinds_of(config: ModelConfig) -> set[tuple[str, str, bool]]:
     return {(block.mixer.kind, block.feed_forward.kind, block.post_norms) for block in blocks}
 
 
+def windows_of(config: ModelConfig) -> set[int | None]:
+    """Return by how many tokens blocks limit what a token sees; None among them where one does not."""
+    return {getattr(config.block_at(index).mixer, "window", None) for index in range(config.num_layers)}
+
+
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether no token's sight is limited, and neither embeddings nor logits are scaled or capped."""
-    windows = {getattr(config.block_at(index).mixer, "window", None) for index in range(config.num_layers)}
-    return windows == {None} and config.embedding_scale is None and config.logit_cap is None
-
-
-def rope_entries(config: ModelConfig) -> dict[str, Any]:
-    """Return what config.json says of positions: transformers 5 reads theta inside the rope entry, 4 beside it."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_frequency_factor,
-            "high_freq_factor": config.rope_scaling.high_frequency_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_sequence_length,
-        }
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
-    }
+    """Return whether neither embeddings nor logits are scaled or capped."""
+    return config.embedding_scale is None and config.logit_cap is None
 
 
 def shape_entries(config: ModelConfig) -> dict[str, Any]:
@@ -93,4 +119,28 @@ def shape_entries(config: ModelConfig) -> dict[str, Any]:
         "initializer_range": config.init_std,
         "attention_bias": config.bias,
         "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def read_shape(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Return our keys of the sizes in a config.json like Llama's; `defaults`: of its class, by config.json's names."""
+
+    def entry(key: str, fallback: Any) -> Any:
+        found = values.get(key, defaults.get(key))
+        return fallback if found is None else found
+
+    heads = values["num_attention_heads"]
+    return {
+        "vocab_size": values["vocab_size"],
+        "num_layers": values["num_hidden_layers"],
+        "hidden_size": values["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": entry("num_key_value_heads", heads),
+        "head_dim": entry("head_dim", None),
+        "ffn_hidden_size": values["intermediate_size"],
+        "max_sequence_length": values["max_position_embeddings"],
+        "norm_eps": entry("rms_norm_eps", 1e-6),
+        "init_std": entry("initializer_range", 0.02),
+        "tie_embeddings": bool(entry("tie_word_embeddings", False)),
+        **read_rope(values),
     }

@@ -1,9 +1,19 @@
 """Gemma2ForCausalLM."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.interop.architecture import PRE_NORM, Architecture, kinds_of, rope_entries, shape_entries
+from lightning_llm.errors import Problem
+from lightning_llm.model.interop.architecture import (
+    LLAMA_SIZES,
+    PRE_NORM,
+    Architecture,
+    kinds_of,
+    read_shape,
+    shape_entries,
+)
+from lightning_llm.model.interop.rope import rope_entries
 from lightning_llm.model.mixer.soft_capped_attention_spec import SoftCappedAttention
 
 
@@ -15,6 +25,14 @@ class Gemma2(Architecture):
         "Gemma 2 (rmsnorm_zero_centered, rope, geglu, gelu=tanh, post_norms, soft_capped_attention of one cap and "
         "scalar and at most one window, logit_cap, embedding_scale=sqrt_hidden_size, tie_embeddings, no bias)"
     )
+
+    sizes: ClassVar[tuple[str, ...]] = LLAMA_SIZES
+    wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "attention_bias": (False,),
+        "tie_word_embeddings": (True,),
+        "use_bidirectional_attention": (None, False),
+    }
 
     def fits(self, config: ModelConfig) -> bool:
         switches = (config.norm, config.position, config.gelu, config.embedding_scale, config.bias)
@@ -50,6 +68,52 @@ class Gemma2(Architecture):
             **shape_entries(config),
             **rope_entries(config),
         }
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        yield from super().problems(values)
+        for key, default in NUMBERS.items():
+            value = values.get(key, default)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                yield Problem(f"config.json {key}", f"is {value!r}, and must be a number above 0.")
+            elif key != "final_logit_softcapping" and key != "attn_logit_softcapping" and value != int(value):
+                yield Problem(f"config.json {key}", f"is {value!r}, and must be a whole number.")
+        kinds = values.get("layer_types")
+        if kinds is not None and (not isinstance(kinds, list) or len(kinds) != values.get("num_hidden_layers")):
+            yield Problem("config.json layer_types", "must be a list of one kind for each of num_hidden_layers.")
+        elif odd := sorted({str(each) for each in kinds or ()} - LAYER_TYPES.keys()):
+            yield Problem("config.json layer_types", f"has {', '.join(odd)}; known are {', '.join(LAYER_TYPES)}.")
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = values.get("layer_types") or [
+            "full_attention" if index % 2 else "sliding_attention" for index in range(values["num_hidden_layers"])
+        ]
+        numbers = {key: values.get(key, default) for key, default in NUMBERS.items()}
+        scalar, cap = int(numbers["query_pre_attn_scalar"]), float(numbers["attn_logit_softcapping"])
+        mixer = {"kind": "soft_capped_attention", "cap": cap, "query_pre_attention_scalar": scalar}
+        windowed = {**mixer, "window": int(numbers["sliding_window"])}
+        blocks = {"sliding_attention": windowed, "full_attention": mixer}
+        names = [LAYER_TYPES[each] for each in kinds]
+        return {
+            **read_shape(values, head_dim=256, num_key_value_heads=4, tie_word_embeddings=True),
+            "norm": "rmsnorm_zero_centered",
+            "activation": "geglu",
+            "init": "gpt2",
+            "embedding_scale": "sqrt_hidden_size",
+            "logit_cap": float(numbers["final_logit_softcapping"]),
+            "blocks": {LAYER_TYPES[each]: {"mixer": blocks[each], "post_norms": True} for each in dict.fromkeys(kinds)},
+            "layers": names[:2] if names == (names[:2] * len(names))[: len(names)] else names,
+        }
+
+
+LAYER_TYPES = {"sliding_attention": "attention_local", "full_attention": "attention_global"}
+"""Our names of Gemma 2's two kinds of block."""
+NUMBERS = {
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+}
+"""Entries of config.json, with transformers' defaults."""
 
 
 def _mixer(config: ModelConfig, index: int) -> SoftCappedAttention:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.interop.architecture import Architecture, is_plain, kinds_of
+from lightning_llm.model.interop.architecture import Architecture, is_plain, kinds_of, windows_of
 
 
 class GPT2(Architecture):
@@ -26,10 +26,26 @@ class GPT2(Architecture):
         "attn.c_attn": ("attention.q_proj", "attention.k_proj", "attention.v_proj")
     }
 
+    base_prefix: ClassVar[str] = "transformer."
+    buffers: ClassVar[tuple[str, ...]] = (".attn.bias", ".attn.masked_bias")
+    sizes: ClassVar[tuple[str, ...]] = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+    wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    rotary: ClassVar[bool] = False
+
     def fits(self, config: ModelConfig) -> bool:
         square = config.num_kv_heads * config.attention_head_dim == config.hidden_size == _query_size(config)
         switches = (config.norm, config.position, config.bias) == ("layernorm", "learned", True)
-        return switches and square and kinds_of(config) == {("attention", "gelu", False)} and is_plain(config)
+        return (
+            switches
+            and square
+            and kinds_of(config) == {("attention", "gelu", False)}
+            and (is_plain(config) and windows_of(config) == {None})
+        )
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
         return {
@@ -57,6 +73,26 @@ class GPT2(Architecture):
             "embd_pdrop": 0.0,
             "attn_pdrop": 0.0,
             "tie_word_embeddings": config.tie_embeddings,
+        }
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "vocab_size": values["vocab_size"],
+            "num_layers": values["n_layer"],
+            "hidden_size": values["n_embd"],
+            "num_heads": values["n_head"],
+            "num_kv_heads": values["n_head"],
+            "ffn_hidden_size": values.get("n_inner") or 4 * values["n_embd"],
+            "max_sequence_length": values["n_positions"],
+            "norm": "layernorm",
+            "norm_eps": values.get("layer_norm_epsilon", 1e-5),
+            "position": "learned",
+            "activation": "gelu",
+            "gelu": "exact" if values.get("activation_function") == "gelu" else "tanh",
+            "bias": True,
+            "init": "gpt2",
+            "init_std": values.get("initializer_range", 0.02),
+            "tie_embeddings": bool(values.get("tie_word_embeddings", True)),
         }
 
 

@@ -1,16 +1,20 @@
 """LlamaForCausalLM."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.interop.architecture import (
+    LLAMA_SIZES,
     PRE_NORM,
     Architecture,
     is_plain,
     kinds_of,
-    rope_entries,
+    read_shape,
     shape_entries,
+    windows_of,
 )
+from lightning_llm.model.interop.rope import rope_entries
 
 
 class Llama(Architecture):
@@ -22,8 +26,19 @@ class Llama(Architecture):
     mixer: ClassVar[str] = "attention"
     switches: ClassVar[dict[str, bool]] = {"mlp_bias": False}
     """Entries of config.json that this class has and those that take its shape may not."""
+    sizes: ClassVar[tuple[str, ...]] = LLAMA_SIZES
+    wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Transformers' own, where config.json has no entry and ours are others."""
 
     def fits(self, config: ModelConfig) -> bool:
+        return self._fits_but_for_windows(config) and windows_of(config) == {None}
+
+    def _fits_but_for_windows(self, config: ModelConfig) -> bool:
         alike = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)
         return alike and kinds_of(config) == {(self.mixer, "swiglu", False)} and is_plain(config)
 
@@ -39,6 +54,10 @@ class Llama(Architecture):
             **shape_entries(config),
             **rope_entries(config),
         }
+
+    def read(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        mixer = {} if self.mixer == "attention" else {"layers": [self.mixer]}
+        return {**read_shape(values, **self.defaults), **mixer}
 
 
 ARCHITECTURE = Llama()

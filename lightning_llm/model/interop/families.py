@@ -1,0 +1,116 @@
+"""Which Hugging Face architecture a config is, and which config a config.json is. Imports no torch."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model import interop
+from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.registry import load_installed
+
+_FOUND: dict[str, Architecture] = {}
+
+
+def register(architecture: Architecture) -> None:
+    """Add an installed package's architecture; one of its mixers, say, has a class of transformers' as counterpart.
+
+    Raises:
+        ValueError: another one reads that class.
+    """
+    if (known := _FOUND.setdefault(architecture.class_name, architecture)) is not architecture:
+        raise ValueError(f"{architecture.class_name} is {type(known).__module__}.{type(known).__qualname__} already")
+
+
+def architectures() -> list[Architecture]:
+    """Return all that are known: those of this package and of installed ones, by class name."""
+    for module in pkgutil.iter_modules(interop.__path__):
+        found = importlib.import_module(f"{interop.__name__}.{module.name}")
+        if hasattr(found, "ARCHITECTURE"):
+            register(found.ARCHITECTURE)
+    load_installed()
+    return [_FOUND[name] for name in sorted(_FOUND)]
+
+
+def architecture(config: ModelConfig) -> Architecture:
+    """Return which Hugging Face architecture computes what `config` does. Raises ConfigError where none does."""
+    for each in architectures():
+        if each.fits(config):
+            return each
+    raise ConfigError(
+        Problem(
+            "model",
+            f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
+            f"activation={config.activation}, bias={config.bias}, layers={list(config.layers or DEFAULT_LAYERS)}. "
+            f"Known are {'; '.join(each.shape for each in architectures())}.",
+        )
+    )
+
+
+def huggingface_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of `config.json` for the exported model."""
+    return architecture(config).entries(config)
+
+
+def architecture_named(values: Mapping[str, Any]) -> Architecture:
+    """Return the architecture that a `config.json` is of.
+
+    Raises:
+        ConfigError: it is of none that is known, brings code of its own, or is quantised.
+    """
+    problems = []
+    if values.get("auto_map"):
+        text = (
+            "names code of the model's own (trust_remote_code), and nothing in a folder of weights is run here. Take "
+            "a model whose class transformers has."
+        )
+        problems.append(Problem("config.json auto_map", text))
+    if values.get("quantization_config") is not None:
+        text = "says that the weights are quantised. Take the weights as they were before, in bf16, fp16 or fp32."
+        problems.append(Problem("config.json quantization_config", text))
+    named = values.get("architectures") or [f"model_type {values.get('model_type')}"]
+    named = [str(each) for each in named] if isinstance(named, list) else [str(named)]
+    known = {each.class_name: each for each in architectures()}
+    found = known.get(named[0]) if len(named) == 1 else None
+    if found is None:
+        text = (
+            f"is {', '.join(named)}. Read here are {', '.join(known)}; another one needs an Architecture in "
+            "lightning_llm/model/interop, and the kinds of blocks that it is made of."
+        )
+        problems.append(Problem("config.json architectures", text))
+    if problems or found is None:
+        raise ConfigError(problems)
+    return found
+
+
+def model_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our `model` keys of what a `config.json` describes.
+
+    Raises:
+        ConfigError: with everything in it that this decoder does not compute.
+    """
+    family = architecture_named(values)
+    if problems := list(family.problems(values)):
+        raise ConfigError(problems)
+    keys = family.read(values)
+    try:
+        ModelConfig.model_validate({"name": "", **keys})
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                Problem(
+                    f"config.json ({'.'.join(map(str, each['loc']))} here)", f"is {each['input']!r}: {each['msg']}."
+                )
+                for each in error.errors()
+            ]
+        ) from error
+    return keys
+
+
+def model_config_of(values: Mapping[str, Any], name: str) -> ModelConfig:
+    """Return the shape that a `config.json` describes, under the name `name`. Raises ConfigError as `model_keys`."""
+    return ModelConfig.model_validate({"name": name, **model_keys(values)})

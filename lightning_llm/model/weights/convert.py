@@ -1,0 +1,73 @@
+"""Weights under our names, or under Hugging Face's: what is to be written of each tensor, made when its file is."""
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.interop.families import architecture
+from lightning_llm.model.weights.folder import Weights
+from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.model.weights.tensors import VOCABULARY, Stored, stored_as
+from lightning_llm.model.weights.write import ToWrite
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def as_ours(weights: Weights) -> list[ToWrite]:
+    """Return every parameter under our names, bit for bit in the dtype it is kept in."""
+    return [
+        ToWrite(name, prod(shape) * DTYPES[weights.dtype(name)].itemsize, _Rows(weights, name, shape[0]))
+        for name, shape in weights.shapes.items()
+    ]
+
+
+def as_huggingface(weights: Weights, config: ModelConfig, dtype: str) -> list[ToWrite]:
+    """Return every tensor of the architecture that computes what `config` does, in `dtype`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    parts: dict[str, list[tuple[str, Stored]]] = {}
+    for ours, stored in stored_as(config, architecture(config)).items():
+        parts.setdefault(stored.name, []).append((ours, stored))
+    kind = DTYPES[dtype]
+    return [
+        ToWrite(name, prod(several[0][1].whole) * kind.itemsize, _Joined(weights, several, kind))
+        for name, several in parts.items()
+    ]
+
+
+class _Rows:
+    """A whole parameter."""
+
+    def __init__(self, weights: Weights, name: str, rows: int):
+        self.weights, self.name, self.rows = weights, name, rows
+
+    def __call__(self) -> Tensor:
+        return self.weights.rows(self.name, 0, self.rows)
+
+
+class _Joined:
+    """A tensor of theirs, of one of our parameters or several that lie side by side."""
+
+    def __init__(self, weights: Weights, several: list[tuple[str, Stored]], dtype: torch.dtype):
+        self.weights, self.several, self.dtype = weights, several, dtype
+
+    def __call__(self) -> Tensor:
+        parts = [self.weights.rows(ours, 0, stored.shape[0]).to(self.dtype) for ours, stored in self.several]
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return whole.t() if self.several[0][1].transposed else whole
+
+
+def state_dict_of(weights: Weights, config: ModelConfig | None = None) -> Mapping[str, Tensor]:
+    """Return all parameters as a `Decoder` of `config` loads them: fp32, with zeros as rows of padding, on the CPU."""
+    config = config or weights.config
+    initial = InitialWeights(weights, config)
+    state = {}
+    for name, shape in weights.shapes.items():
+        rows = config.padded_vocab_size if name in VOCABULARY else shape[0]
+        state[name] = initial(name, 0, rows * prod(shape[1:])).view(rows, *shape[1:])
+    return state

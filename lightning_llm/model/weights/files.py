@@ -1,0 +1,240 @@
+"""The files that hold a folder's tensors: what is in them by their headers, and parts of a tensor when asked for.
+
+Nothing in them is run. Only headers are read to know names, shapes and dtypes, without torch; a tensor's file is mapped
+while a part of it is read and no longer, so that what was read before does not stay in memory.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_llm.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = f"{PICKLED}.index.json"
+DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+"""What weights may be kept in, by safetensors' names."""
+LARGEST_INDEX_BYTES = 1 << 28
+SHOWN = 3
+"""How many names of a kind a message gives."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: the file that holds it, its shape, and its dtype as safetensors calls it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """Tensors by name, over one file or several."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    entries: dict[str, Entry] = field(repr=False)
+
+    def part(self, name: str, first: int, last: int, axis: int = 0) -> "Tensor":
+        """Return indices `first` to `last` of `axis` (0 or 1) of tensor `name`, in its dtype, on the CPU.
+
+        Raises:
+            ConfigError: the file cannot be read any more.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        file = self.entries[name].file
+        try:
+            with safe_open(file, framework="pt") as opened:
+                whole = opened.get_slice(name)
+                found: Tensor = whole[first:last] if axis == 0 else whole[:, first:last]
+                return found
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(Problem(str(file), f"cannot be read: {error}.")) from error
+
+
+@dataclass(frozen=True)
+class PickledFiles(TensorFiles):
+    """The same from pytorch_model.bin, by torch's reader of tensors alone (`weights_only`); mapped, not read, until."""
+
+    tensors: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def part(self, name: str, first: int, last: int, axis: int = 0) -> "Tensor":
+        found: Tensor = self.tensors[name].narrow(axis, first, last - first)
+        return found
+
+
+def open_files(folder: Path, single: str = SINGLE) -> TensorFiles:
+    """Return the tensors of the safetensors files in `folder`: `single`, or those that its index names.
+
+    Raises:
+        ConfigError: with each file that is missing, short or damaged, and each tensor that is not where it should be.
+    """
+    index = folder / f"{single}.index.json"
+    listed = _read_index(index) if _is_file(index) else None
+    files = _files_of(folder, single) if listed is None else sorted({folder / name for name in listed.values()})
+    entries: dict[str, Entry] = {}
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            found = dict(_header(file))
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        for name in found.keys() & entries.keys():
+            problems.append(Problem(str(file), f"has {name}, which {entries[name].file.name} has, too. Remove one."))
+        entries |= found
+    if listed is not None and not problems:
+        lost = [name for name, file in listed.items() if name not in entries or entries[name].file.name != file]
+        if lost:
+            text = f"says that {some_of(lost)} lie where they do not. Download the folder again."
+            problems.append(Problem(str(index), text))
+    if problems:
+        raise ConfigError(problems)
+    return TensorFiles(folder, tuple(files), entries)
+
+
+def open_pickled(folder: Path) -> PickledFiles:
+    """Return the tensors of pytorch_model.bin, or of those that its index names. They may only hold tensors.
+
+    Raises:
+        ConfigError: with each that is missing, damaged, or names code, none of which has run.
+    """
+    import torch
+
+    index = folder / PICKLED_INDEX
+    names = sorted(set(_read_index(index).values())) if _is_file(index) else [PICKLED]
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+    problems, entries, tensors = [], {}, {}
+    for file in (folder / name for name in names):
+        if not _is_file(file):
+            problems.append(Problem(str(file), _missing(file)))
+            continue
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError:
+            text = "names something that is no tensor, and nothing in a folder of weights is run: nothing of it has."
+            problems.append(Problem(str(file), text))
+            continue
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+            problems.append(Problem(str(file), f"cannot be read: {(str(error).splitlines() or [''])[0]}. {AGAIN}"))
+            continue
+        if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
+            problems.append(Problem(str(file), "holds no tensors by name. Save the model's state dict."))
+            continue
+        for name, tensor in loaded.items():
+            entries[str(name)] = Entry(file, tuple(tensor.shape), kinds.get(tensor.dtype, str(tensor.dtype)))
+            tensors[str(name)] = tensor
+    if problems:
+        raise ConfigError(problems)
+    return PickledFiles(folder, tuple(folder / name for name in names), entries, tensors)
+
+
+AGAIN = "Download or copy it again."
+
+
+def _files_of(folder: Path, single: str) -> list[Path]:
+    """Return the one file of a folder without an index."""
+    if _is_file(folder / single):
+        return [folder / single]
+    if os.path.islink(folder / single):
+        raise ConfigError(Problem(str(folder / single), _missing(folder / single)))
+    parts = sorted(each.name for each in folder.glob("*.safetensors"))
+    pickled = sorted(each.name for each in folder.glob("*.bin"))
+    if parts:
+        text = (
+            f"is missing, and {some_of(parts)} {'is' if len(parts) == 1 else 'are'} there: nothing says which tensor "
+            "lies where. Download the folder again, with its index."
+        )
+        raise ConfigError(Problem(str(folder / f"{single}.index.json"), text))
+    if pickled:
+        text = (
+            f"is missing, and {pickled[0]} is pickled, which is not read by slices. Make a folder of it: "
+            f"lightning-llm import {folder} --output DIR."
+        )
+        raise ConfigError(Problem(str(folder / single), text))
+    raise ConfigError(Problem(str(folder / single), _missing(folder / single)))
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Return tensor -> file name. Raises ConfigError where it is no index, or names what lies elsewhere."""
+    try:
+        if file.stat().st_size > LARGEST_INDEX_BYTES:
+            raise ValueError(f"it has {file.stat().st_size:,} bytes")
+        listed = json.loads(file.read_bytes())["weight_map"]
+        if not isinstance(listed, dict) or not listed:
+            raise ValueError("weight_map is no object with names in it")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(Problem(str(file), f"is no index of weights ({why}). {AGAIN}")) from error
+    out = {str(name) for name in listed.values() if not _is_plain_name(name)}
+    if out:
+        text = f"names {some_of(sorted(out))}, which {'is' if len(out) == 1 else 'are'} not in this folder. {AGAIN}"
+        raise ConfigError(Problem(str(file), text))
+    return listed
+
+
+def _is_plain_name(name: Any) -> bool:
+    """Return whether `name` is that of a file in the folder itself."""
+    return (
+        isinstance(name, str) and 0 < len(name) < 256 and name not in (".", "..") and not set(name) & {"/", "\\", "\0"}
+    )
+
+
+def _header(file: Path) -> Iterator[tuple[str, Entry]]:
+    """Yield the tensors of one safetensors file. Raises ConfigError where it is none, or not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    if not _is_file(file):
+        raise ConfigError(Problem(str(file), _missing(file)))
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - no mapping
+                part = opened.get_slice(name)
+                yield name, Entry(file, tuple(part.get_shape()), str(part.get_dtype()))
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
+        raise ConfigError(Problem(str(file), f"is {_in_words(error)}. {AGAIN}")) from error
+
+
+def _in_words(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    if "incomplete" in text.lower() or "not fully covered" in text.lower() or "MetadataIncompleteBuffer" in text:
+        return f"shorter or longer than its header says ({text})"
+    return f"no safetensors file, or a damaged one ({text})"
+
+
+def _missing(file: Path) -> str:
+    if os.path.islink(file):
+        return "is a link that leads nowhere, or to itself. Download the folder again."
+    what = "is a folder, not a file" if _is_dir(file) else "is missing"
+    return f"{what}, so there are no weights. Download or copy the folder again."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, RuntimeError, ValueError):  # a link that leads to itself
+        return False
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def some_of(names: list[str]) -> str:
+    """Return the first few of `names`, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

@@ -1,0 +1,239 @@
+"""Weights that lie somewhere, under our names and by rows: an imported folder, or a Hugging Face folder.
+
+Opening one checks all that can be known from its headers. Nothing is read but the rows asked for, nothing in it is run.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import FileContent, content_problem, digest_of_file, parse_object, size_problem, unseal
+from lightning_llm.model.interop.architecture import Architecture
+from lightning_llm.model.interop.families import architecture_named, model_config_of
+from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
+from lightning_llm.model.weights.tensors import Stored, parameter_shapes, stored_as
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MANIFEST = "weights.json"
+"""Of an imported folder: `{"format": 1, "source", "architecture", "model", "files": {name: {"bytes", "digest"}}}`."""
+FORMAT = 1
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+SHOWN_SHAPES = 6
+"""How many tensors of another shape are named."""
+
+
+class Weights(ABC):
+    """Weights of a decoder of `config`, whatever they are kept in. `path` is where; `kind` what that is, in words."""
+
+    kind: str
+    path: Path
+    config: ModelConfig
+    architecture: str | None
+    """The class of transformers that they are of, None where there is none."""
+
+    @abstractmethod
+    def rows(self, name: str, first: int, last: int) -> "Tensor":
+        """Return rows `first` to `last` of our parameter `name`, in the dtype that they are kept in, on the CPU.
+
+        The rows are the true vocabulary's where they are token ids: there is no padding.
+        """
+
+    @abstractmethod
+    def dtype(self, name: str) -> str:
+        """Return what our parameter `name` is kept in: fp32, bf16 or fp16."""
+
+    @abstractmethod
+    def files(self) -> dict[Path, FileContent | None]:
+        """Return the files that hold the weights, with what was written to each, where that is known."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json that belongs to them, None where there is none."""
+        file = self.path / TOKENIZER
+        return file if file.is_file() else None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by our names, without padding."""
+        return parameter_shapes(self.config)
+
+    def digests(self, rank: int = 0, world: int = 1) -> dict[str, str]:
+        """Return 32 hex digits over the bytes of each file, by name; of several ranks each looks at its share.
+
+        Raises:
+            ConfigError: a file does not hold what was written.
+        """
+        found: dict[str, str] = {}
+        problems = []
+        largest_first = sorted(self.files().items(), key=lambda item: (-item[0].stat().st_size, item[0]))
+        for file, written in largest_first[rank::world]:
+            if written is None or written.digest is None:
+                found[file.name] = digest_of_file(file)
+            elif problem := content_problem(file, written):
+                problems.append(Problem(str(file), f"{problem}. Import it again."))
+            else:
+                found[file.name] = written.digest
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """Return 32 hex digits over all files' digests: what the weights are called in a run's summary."""
+    return sha256("\n".join(f"{name} {digest}" for name, digest in sorted(digests.items())).encode()).hexdigest()[:32]
+
+
+class FolderWeights(Weights):
+    """Tensors in files of a folder, of which each of our parameters is one or a part of one."""
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        config: ModelConfig,
+        architecture: str | None,
+        files: TensorFiles,
+        stored: Mapping[str, Stored],
+        written: Mapping[str, FileContent] | None = None,
+    ):
+        self.path, self.kind, self.config, self.architecture = path, kind, config, architecture
+        self.tensors, self.stored, self.written = files, dict(stored), dict(written or {})
+
+    def rows(self, name: str, first: int, last: int) -> "Tensor":
+        where = self.stored[name]
+        part = self.tensors.part(where.name, where.first + first, where.first + last, 1 if where.transposed else 0)
+        return part.t() if where.transposed else part
+
+    def dtype(self, name: str) -> str:
+        return DTYPES[self.tensors.entries[self.stored[name].name].dtype]
+
+    def files(self) -> dict[Path, FileContent | None]:
+        return {file: self.written.get(file.name) for file in self.tensors.files}
+
+
+def open_huggingface(path: Path, open_tensors: Callable[[Path], TensorFiles] = open_files) -> FolderWeights:
+    """Return the weights of a Hugging Face folder.
+
+    Raises:
+        ConfigError: with everything that is wrong with config.json, the files and the tensors in them.
+    """
+    problems: list[Problem] = []
+    config, family, files = None, None, None
+    try:
+        values = _read_object(path / CONFIG)
+        family = architecture_named(values)
+        config = model_config_of(values, path.name)
+    except ConfigError as error:
+        problems += [Problem(_under(path, each.key), each.text) for each in error.problems]
+    try:
+        files = open_tensors(path)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or config is None or family is None or files is None:
+        raise ConfigError(problems)
+    stored = _with_their_names(files, stored_as(config, family), family)
+    if problems := list(_differences(path, files, stored, partial(_is_left_out, family, config))):
+        raise ConfigError(problems)
+    return FolderWeights(path, "a Hugging Face folder", config, family.class_name, files, stored)
+
+
+def open_imported(path: Path) -> FolderWeights:
+    """Return the weights of a folder that `import` made.
+
+    Raises:
+        ConfigError: with everything that is not as it was written.
+    """
+    values = read_manifest(path)
+    try:
+        config = ModelConfig.model_validate(values["model"])
+        written = {name: FileContent(int(each["bytes"]), str(each["digest"])) for name, each in values["files"].items()}
+        named = values.get("architecture")
+    except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
+        text = f"is of another version ({type(error).__name__}). Import the weights again."
+        raise ConfigError(Problem(str(path / MANIFEST), text)) from error
+    problems = [
+        Problem(str(path / name), f"{what}. Import the weights again.")
+        for name, each in written.items()
+        if (what := size_problem(path / name, each))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    files = open_files(path)
+    stored = {name: Stored(name, shape, shape) for name, shape in parameter_shapes(config).items()}
+    if problems := list(_differences(path, files, stored, lambda name: False)):
+        raise ConfigError(problems)
+    return FolderWeights(
+        path, "an imported folder", config, None if named is None else str(named), files, stored, written
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return what the manifest of an imported folder says. Raises ConfigError where it is not as it was written."""
+    file = path / MANIFEST
+    try:
+        values = unseal(file.read_bytes())
+        if values.get("format") != FORMAT:
+            raise ValueError(f"has format {values.get('format')}, this program reads {FORMAT}")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(Problem(str(file), f"{why}. Import the weights again.")) from error
+    return values
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        return parse_object(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(Problem(CONFIG, f"cannot be read ({error.strerror}).")) from error
+    except ValueError as error:
+        raise ConfigError(Problem(CONFIG, f"{error}. Download or copy it again.")) from error
+
+
+def _under(path: Path, key: str) -> str:
+    return f"{path}/{key}" if key.startswith(CONFIG) else key
+
+
+def _with_their_names(files: TensorFiles, stored: Mapping[str, Stored], family: Architecture) -> dict[str, Stored]:
+    """Return `stored` under the names in `files`, which lack a prefix where the model was saved without its head."""
+    bare = {name: replace(each, name=each.name.removeprefix(family.base_prefix)) for name, each in stored.items()}
+    as_is, without = ({each.name for each in names.values()} & files.entries.keys() for names in (stored, bare))
+    return bare if len(without) > len(as_is) else dict(stored)
+
+
+def _is_left_out(family: Architecture, config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor of a file is no weight, or the head that is the embedding."""
+    return name.endswith(family.buffers) or (config.tie_embeddings and name == f"{family.ends['head']}.weight")
+
+
+def _differences(
+    path: Path, files: TensorFiles, stored: Mapping[str, Stored], left_out: Callable[[str], bool]
+) -> Iterator[Problem]:
+    """Yield what the tensors in the files differ in from those that the config asks for."""
+    wanted = {each.name: each.whole for each in stored.values()}
+    found = {name: entry for name, entry in files.entries.items() if not left_out(name)}
+    if missing := [name for name in wanted if name not in found]:
+        yield Problem(str(path), f"has no tensor {some_of(missing)}, which its config asks for.")
+    if extra := [name for name in found if name not in wanted]:
+        yield Problem(str(path), f"has the tensor {some_of(extra)}, which its config does not ask for.")
+    others = [name for name, shape in wanted.items() if name in found and found[name].shape != shape]
+    for name in others[:SHOWN_SHAPES]:
+        text = f"{name} has shape {found[name].shape} in {found[name].file.name}, and {wanted[name]} by its config."
+        yield Problem(str(path), text)
+    if len(others) > SHOWN_SHAPES:
+        yield Problem(str(path), f"{len(others) - SHOWN_SHAPES} more tensors have other shapes than by its config.")
+    odd = [f"{name} ({entry.dtype})" for name, entry in found.items() if name in wanted and entry.dtype not in DTYPES]
+    if odd:
+        yield Problem(
+            str(path), f"keeps {some_of(odd)}; weights are read in {', '.join(DTYPES.values())}. Convert them first."
+        )

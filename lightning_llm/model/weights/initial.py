@@ -1,0 +1,43 @@
+"""What a decoder starts from where it does not start from random numbers: weights that are there, by slices."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.weights.folder import Weights
+
+
+class InitialWeights:
+    """Elements of the parameters of a decoder of `config`: those of `weights`, and rows for tokens that these lack.
+
+    A new token's row, of the embedding and of the head alike, is the mean of its pieces' rows, in fp32: of the tokens
+    that its text was before. Rows that pad the vocabulary are zeros: their logits are masked.
+    """
+
+    def __init__(self, weights: Weights, config: ModelConfig, pieces: Mapping[int, Sequence[int]] | None = None):
+        """`pieces`: the ids, in the weights' vocabulary, that a new token's text has there, by the new token's id."""
+        self.weights, self.config, self.pieces = weights, config, dict(pieces or {})
+        self._shapes = weights.shapes
+
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop` of parameter `name`, counted row-major over the whole tensor: fp32, CPU.
+
+        Both are multiples of a row's length. Raises ConfigError where the file cannot be read any more.
+        """
+        shape = self._shapes[name]
+        width = prod(shape[1:])
+        first, last = start // width, stop // width
+        known = []
+        if first < shape[0]:
+            known = [self.weights.rows(name, first, min(last, shape[0])).to(torch.float32).reshape(-1)]
+        added = [self._row(name, token, width) for token in range(max(first, shape[0]), last)]
+        return torch.cat([*known, *added]) if added else known[0]
+
+    def _row(self, name: str, token: int, width: int) -> Tensor:
+        if token >= self.config.vocab_size:
+            return torch.zeros(width)
+        rows = [self.weights.rows(name, piece, piece + 1)[0] for piece in self.pieces[token]]
+        return torch.stack(rows).to(torch.float32).mean(dim=0)

@@ -1,0 +1,100 @@
+"""The weights in a checkpoint, read by rows: no more than one saved shard is held, and moments are left alone."""
+
+import pickle
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import FileContent
+from lightning_llm.model.weights.folder import Weights
+from lightning_llm.train.checkpoint.manifest import TENSORS, Checkpoint, DamagedError
+from lightning_llm.train.checkpoint.tensor_storage import open_tensors, unpickling_problem
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class CheckpointWeights(Weights):
+    """The parameters of a verified `checkpoint` of a run of `config`."""
+
+    kind = "a checkpoint"
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
+        """Read what the checkpoint says of its tensors.
+
+        Raises:
+            ConfigError: that is damaged, or says other names or shapes than the run's config.
+        """
+        self.checkpoint, self.path, self.config, self.architecture = checkpoint, checkpoint.folder, config, None
+        try:
+            described = open_tensors(checkpoint).metadata
+        except DamagedError as error:
+            raise ConfigError(Problem(str(checkpoint.folder), f"{error}.")) from error
+        self._where = described.storage_data
+        self._entries: dict[str, Any] = {
+            name.removeprefix("model."): entry
+            for name, entry in described.state_dict_metadata.items()
+            if name.startswith("model.")
+        }
+        padded = {name: (config.padded_vocab_size, *shape[1:]) for name, shape in self.shapes.items()}
+        problems = [Problem(str(self.path), f"has no {name}.") for name in self.shapes if name not in self._entries]
+        problems += [
+            Problem(str(self.path), f"{name} has shape {tuple(entry.size)}, and {shape} by the run's config.")
+            for name, shape in self.shapes.items()
+            if (entry := self._entries.get(name)) is not None and tuple(entry.size) not in (shape, padded[name])
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._held: tuple[MetadataIndex, Tensor] | None = None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        file = self.checkpoint.run_folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+    def dtype(self, name: str) -> str:
+        return NAMES[self._entries[name].properties.dtype]
+
+    def files(self) -> dict[Path, FileContent | None]:
+        files = self.checkpoint.files.items()
+        return {self.path / name: written for name, written in files if name.startswith(f"{TENSORS}/")}
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        entry = self._entries[name]
+        found = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            start, stop = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
+            if start >= stop:
+                continue
+            shard = self._shard(f"model.{name}", chunk)[start - chunk.offsets[0] : stop - chunk.offsets[0]]
+            target = found[start - first : stop - first]
+            for axis, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), start=1):
+                target = target.narrow(axis, offset, size)
+            target.copy_(shard)
+        return found
+
+    def _shard(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """Return one saved shard; the last one read is kept, since rows are asked for in their order."""
+        index = MetadataIndex(name, chunk.offsets)
+        if self._held is None or self._held[0] != index:
+            self._held = None
+            where = self._where[index]
+            file = self.path / TENSORS / where.relative_path
+            try:
+                with file.open("rb") as opened:
+                    opened.seek(where.offset)
+                    content = BytesIO(opened.read(where.length))
+                tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise ConfigError(Problem(str(file), f"{unpickling_problem(error)}.")) from error
+            except (OSError, RuntimeError, ValueError, EOFError) as error:
+                raise ConfigError(Problem(str(file), f"cannot be read: {error}.")) from error
+            if tuple(tensor.shape) != tuple(chunk.sizes):
+                raise ConfigError(Problem(str(file), f"holds another shard of {name} than its metadata says."))
+            self._held = (index, tensor)
+        return self._held[1]

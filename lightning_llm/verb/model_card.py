@@ -1,0 +1,109 @@
+"""The model card of an exported folder: recipe, data and curves, from what the run has recorded."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning_llm
+from lightning_llm.config.schema import Config
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.weights.folder import Weights
+from lightning_llm.record.files import read_records, summary_of
+from lightning_llm.record.final_figures import draw_losses
+
+CURVES = "loss.png"
+
+
+def write_card(
+    folder: Path,
+    weights: Weights,
+    run: Path | None,
+    config: Config | None,
+    step: int | None,
+    architecture: str,
+    dtype: str,
+    logits: str,
+) -> None:
+    """Write README.md, and for a run with records its curves up to `step`, into `folder`."""
+    name = weights.config.name if run is None else run.name
+    facts = {
+        "architecture": architecture,
+        "parameters": f"{count_parameters(weights.config).total:,}",
+        "dtype": dtype,
+        "vocabulary": f"{weights.config.vocab_size:,}",
+        "longest sequence": f"{weights.config.max_sequence_length:,} tokens",
+        "logits": logits,
+    }
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", f"# {name}", ""]
+    lines += [f"Exported by lightning-llm {lightning_llm.__version__}.", "", *_table(facts)]
+    if run is not None and config is not None and step is not None:
+        lines += list(_run_lines(folder, run, config, step))
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[str]:
+    summary = _summary(run)
+    records = [each for each in _records(run) if each["step"] <= step]
+    yield from ["", "## Recipe", "", *_table(_recipe(config, summary, step))]
+    yield from ["", "## Data", ""]
+    yield from ["| source | weight | read by | from |", "|---|---|---|---|"]
+    for name, source in config.data.sources.items():
+        origin = (source.path or "").rstrip("/").rpartition("/")[2] if source.loader != "huggingface" else source.path
+        yield f"| {name} | {source.weight:g} | {source.loader} | {origin or source.part or ''} |"
+    if summary.get("data_hash"):
+        yield f"\nThe tokens are those of data_hash `{summary['data_hash']}`."
+    if losses := _losses(records):
+        yield from ["", "## Losses", "", *_table(losses)]
+    if records:
+        draw_losses(records, folder / CURVES, f"{run.name}, up to step {step}")
+        yield from ["", f"![losses by step]({CURVES})"]
+
+
+def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return what the model was trained with, by name."""
+    init = summary.get("init") or {}
+    started = f"{Path(str(init['path'])).name} ({init['kind']}, digest {init['digest']})" if init else "random weights"
+    tokens = step * config.data.global_batch_size * config.data.sequence_length
+    versions = summary.get("versions") or {}
+    return {
+        "started from": started,
+        "steps": f"{step:,} of {config.trainer.max_steps:,}",
+        "tokens": f"{tokens:,}, {config.data.global_batch_size * config.data.sequence_length:,} per step",
+        "precision": config.precision.name,
+        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "schedule": config.schedule.name,
+        "layout": config.parallel.name,
+        "seed": config.seed,
+        "recipe": config.recipe or "none",
+        "device": summary.get("device", "unknown"),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown",
+        "code": summary.get("code_hash", "unknown"),
+    }
+
+
+def _losses(records: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the last losses of the records, in nats per token, with their steps."""
+    found: dict[str, str] = {}
+    for record in records:
+        for key, value in record.items():
+            if (key == "loss" or key.startswith("val_loss")) and isinstance(value, float):
+                found[key] = f"{value:.4f} (step {record['step']})"
+    return found
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    try:
+        return summary_of(run)
+    except ValueError:  # the card says less, the weights are whole
+        return {}
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_records(run / "metrics.jsonl"))
+    except (OSError, ValueError):  # of a run without records, or damaged ones
+        return []
+
+
+def _table(facts: Mapping[str, Any]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]

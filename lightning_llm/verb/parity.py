@@ -1,0 +1,104 @@
+"""How far imported or exported weights are from what transformers computes with them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from torch import Tensor
+
+from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.model.weights.folder import Weights
+
+TOKENS = 64
+LARGEST_DIFFERENCE = 1e-3
+"""Of the largest logit, in fp32: what is above is another model, not other roundings (those are below 1e-5)."""
+
+
+class AnotherModelError(Exception):
+    """What was converted computes something else than transformers: nothing is written. Exit code 1."""
+
+    def report(self) -> int:
+        """Say so; return the exit code."""
+        print(f"error: logits {self}: what was converted is another model. Nothing was written", file=sys.stderr)
+        return 1
+
+
+class Parity(NamedTuple):
+    """The largest difference of a logit from transformers', and transformers' largest logit, in fp32; of `tokens`."""
+
+    difference: float
+    largest_logit: float
+    tokens: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether both compute the same."""
+        return self.difference <= LARGEST_DIFFERENCE * self.largest_logit
+
+
+def parity_problems(config: ModelConfig) -> list[Problem]:
+    """Return why the comparison cannot be made here: without transformers, or with a model too large for memory."""
+    if importlib.util.find_spec("transformers") is None:
+        text = (
+            "is what the weights are compared with, and it is not installed. pip install transformers, or leave the "
+            "comparison out: --no-parity."
+        )
+        return [Problem("transformers", text)]
+    needed, free = 2 * 4 * count_parameters(config, padded=True).total, psutil.virtual_memory().available
+    if needed <= free:
+        return []
+    text = (
+        f"with transformers in fp32 needs two copies, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are "
+        "free. Leave the comparison out: --no-parity."
+    )
+    return [Problem("the comparison", text)]
+
+
+@torch.no_grad()
+def parity_of(folder: Path, weights: Weights) -> Parity:
+    """Return how far logits of our decoder with `weights` are from those of transformers' model of `folder`, in fp32.
+
+    Raises:
+        ConfigError: transformers cannot load the folder.
+    """
+    config = weights.config
+    length = min(TOKENS, config.max_sequence_length)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))  # [1, T]
+    theirs = _theirs(folder, tokens)  # [1, T, V]
+    ours = _ours(weights, tokens)  # [1, T, V]
+    return Parity(float((ours - theirs).abs().max()), float(theirs.abs().max()), length)
+
+
+def _ours(weights: Weights, tokens: Tensor) -> Tensor:
+    with torch.device("meta"):
+        model = Decoder(weights.config)
+    model.load_state_dict(dict(state_dict_of(weights)), assign=True)
+    logits: Tensor = model(tokens)[..., : weights.config.vocab_size]
+    return logits
+
+
+def _theirs(folder: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",  # the others do not cap scores
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(Problem(str(folder), f"transformers cannot load it: {first}. Or say --no-parity.")) from error
+    logits: Tensor = model.eval()(tokens).logits
+    return logits

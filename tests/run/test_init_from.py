@@ -1,0 +1,297 @@
+"""Import, start from, export: the same weights all the way, and what does not fit named before anything is made.
+
+25 seconds.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
+from weight_folders import write_huggingface
+
+from lightning_llm.__main__ import main
+from lightning_llm.compare.differences import meaningful
+from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.model.weights import write
+from lightning_llm.model.weights.convert import state_dict_of
+from lightning_llm.record.files import read_records, summary_of
+from lightning_llm.record.reading import Run
+from lightning_llm.run.weights import init_problems, open_weights
+from lightning_llm.verb import export as export_verb
+from lightning_llm.verb import parity
+
+
+@pytest.fixture(scope="module")
+def places(small_run, tmp_path_factory):
+    """A run, exported, and imported again."""
+    root = tmp_path_factory.mktemp("places")
+    assert main(["train", *small_run(root, "trainer.max_steps=2", "model.name=small")]) == 0
+    assert main(["export", str(root / "run"), "--output", str(root / "release")]) == 0
+    assert main(["import", str(root / "release"), "--output", str(root / "base")]) == 0
+    return root
+
+
+def words_of(small_run, folder: Path, init, *more: str) -> list[str]:
+    """A small run's words, less those of model and tokenizer, from `init`."""
+    kept = [each for each in small_run(folder) if not each.startswith(("model", "data.tokenizer"))]
+    return [*kept, f"model.init_from={init}", "trainer.max_steps=2", *more]
+
+
+def load_name(base: Path) -> str:
+    return json.loads((base / "weights.json").read_text())["model"]["name"]
+
+
+def test_run_release_and_base_hold_the_same_weights(places):
+    states = [state_dict_of(open_weights(places / name)) for name in ("run", "release", "base")]
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+
+
+def test_a_run_starts_where_the_other_ended_whatever_form_the_weights_have(places, small_run, tmp_path, capsys):
+    losses = []
+    for form in ("run", "release", "base", "run/checkpoints/step=2"):
+        folder = tmp_path / form.replace("/", "-")
+        assert main(["train", *words_of(small_run, folder, places / form)]) == 0
+        assert "init   " in capsys.readouterr().out
+        losses.append([line.get("loss") for line in read_records(folder / "run" / "metrics.jsonl")])
+        config = load_config(folder / "run" / "config.yaml", [])
+        assert (config.model.hidden_size, config.model.init_from) == (32, str(places / form))
+        assert config.data.tokenizer.path == str(places / form.partition("/")[0] / "tokenizer.json")
+        known = summary_of(folder / "run")["init"]
+        assert known["named"] == str(places / form)
+        assert len(known["digest"]) == 32
+    assert losses[1:] == losses[:1] * 3
+    whole = words_of(small_run, tmp_path / "random", places / "run")
+    random = ["model=llama_tiny" if each.startswith("model.init_from") else each for each in whole]
+    assert main(["train", *random]) == 0
+    first = next(iter(read_records(tmp_path / "random" / "run" / "metrics.jsonl")))["loss"]
+    assert first > losses[0][0]
+
+
+def test_a_run_goes_on_with_the_same_weights_elsewhere_and_not_with_others(places, small_run, tmp_path, capsys):
+    words = words_of(small_run, tmp_path, places / "base", "trainer.max_steps=1", "schedule.total_steps=4")
+    assert main(["train", *words]) == 0
+    moved = tmp_path / "moved"
+    shutil.copytree(places / "base", moved)
+    tokenizer = f"data.tokenizer.path={moved / 'tokenizer.json'}"
+    again = [*words[:-3], "trainer.max_steps=2", "schedule.total_steps=4", "resume=auto", tokenizer]
+    again += ["data.tokenizer.kind=file", "data.tokenizer.vocab_size=null", f"model.init_from={moved}"]
+    again = [each for each in again if each != f"model.init_from={places / 'base'}"]
+    assert main(["train", *again]) == 0, capsys.readouterr().err
+    assert summary_of(tmp_path / "run")["init"]["named"] == str(places / "base")
+    other = tmp_path / "other"
+    shutil.copytree(places / "release", other)
+    state = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in state.items()}, other / "model.safetensors")
+    again = [each.replace(str(moved), str(other)) for each in again]
+    capsys.readouterr()
+    assert main(["train", *again, "trainer.max_steps=3"]) == 2
+    assert "is not that of" in capsys.readouterr().err
+
+
+def test_all_that_differs_from_the_weights_is_named_before_anything_is_made(places, small_run, tmp_path, capsys):
+    words = small_run(tmp_path, f"model.init_from={places / 'base'}", "model.num_layers=3", "model.norm_eps=1e-3")
+    words += ["model.vocab_size=310", "model.blocks={attention: {mixer: {kind: attention, window: 5}}}"]
+    assert main(["train", *words]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "model.num_layers: is 3, and 2 in the weights",
+        "model.norm_eps: is 0.001, and 1e-05 in the weights",
+        "model.vocab_size: is 310, and the weights have 320 rows",
+        "data.tokenizer.kind: is 'bpe', ",
+    ):
+        assert part in said
+    assert not (tmp_path / "run").exists()
+    same_depth = [*words, "model.num_layers=2"]
+    assert main(["plan", *same_depth]) == 2
+    assert "model.layers: block 0 is another than in the weights (mixer)" in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_named_by_its_tokens(places, small_run, tmp_path):
+    kind = ["data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=null", "data.tokenizer.path=null"]
+    config = compose_config(words_of(small_run, tmp_path, places / "base", *kind))
+    assert config.data.tokenizer.kind == "bytes"  # what is typed stays
+    (problem,) = init_problems(config)
+    assert "tokens of the weights' own tokenizer the ids differ ('<|endoftext|>' is id 256, and 0 there" in problem.text
+
+
+def test_what_changes_positions_alone_may_differ_and_is_said(places, small_run, tmp_path, capsys):
+    longer = ["model.rope_theta=5e5", "model.max_sequence_length=1024"]
+    assert main(["train", *words_of(small_run, tmp_path, places / "base", *longer)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "model.max_sequence_length is 1024, and 512 in the weights; model.rope_theta is 500000.0, and 10000.0" in said
+    )
+
+
+def test_init_from_is_part_of_the_identity_and_alone_gives_the_shape(places, small_run, tmp_path, capsys):
+    words = words_of(small_run, tmp_path, places / "base")
+    alone, spelled = compose_config(words), compose_config([*words, "model=from_weights"])
+    assert alone == spelled
+    assert alone.model.name == "release"
+    with pytest.raises(ConfigError, match=r"model\.init_from: a value must be given"):
+        compose_config(["model=from_weights"])
+    for path, said in (
+        (tmp_path / "no", "does not exist"),
+        (Path(__file__), "is a file"),
+        (tmp_path, "holds no weights"),
+    ):
+        tmp_path.mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=f"{said}. Give a folder that") as caught:
+            compose_config([*words_of(small_run, tmp_path, path), "trainer.max_stepz=3"])
+        assert len(caught.value.problems) == 2
+
+
+def test_a_recipe_s_own_tokenizer_file_stays(places, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    tokenizer = "data:\n  tokenizer: {kind: file, path: /mine.json, vocab_size: null}\n"
+    (tmp_path / "recipe" / "own.yaml").write_text(f"# @package _global_\n{tokenizer}")
+    config = compose_config(["recipe=own", f"model.init_from={places / 'base'}"], tmp_path)
+    assert (config.model.name, config.data.tokenizer.path) == ("release", "/mine.json")
+
+
+def test_a_larger_vocabulary_needs_a_tokenizer_that_keeps_the_ids(places, small_run, tmp_path, capsys):
+    backend = Backend.from_file(str(places / "base" / "tokenizer.json"))
+    new = [f"the new word {number} of many" for number in range(24)]
+    backend.add_tokens(new)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    more = ["data.tokenizer.kind=file", f"data.tokenizer.path={tmp_path}", "data.tokenizer.vocab_size=null"]
+    words = words_of(small_run, tmp_path, places / "base", *more)
+    assert main(["train", *words]) == 2
+    assert "324" in capsys.readouterr().err  # 300 learned, 24 added, and the weights have 320 rows
+    assert main(["train", *words, "model.vocab_size=324"]) == 0
+    assert ", 4 new tokens)" in capsys.readouterr().out
+    assert summary_of(tmp_path / "run")["init"]["new_tokens"] == 4
+
+
+def test_runs_from_other_weights_at_the_same_path_are_not_compared_as_controlled(tmp_path):
+    def run(digest):
+        return Run(tmp_path, {"model.init_from": "/base"}, {"code_hash": "x", "init": {"digest": digest}})
+
+    assert meaningful(run("a"), run("a")) == {}
+    assert meaningful(run("a"), run("b")) == {"init_digest": ("a", "b")}
+
+
+def test_an_imported_folder_whose_bytes_changed_is_refused(places, small_run, tmp_path, capsys):
+    folder = tmp_path / "base"
+    shutil.copytree(places / "base", folder)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["train", *words_of(small_run, tmp_path, folder)]) == 2
+    assert "does not hold what was written" in capsys.readouterr().err
+    (folder / "weights.json").write_text("{}")
+    assert main(["plan", *words_of(small_run, tmp_path, folder)]) == 2
+    assert "weights.json: has no digest" in capsys.readouterr().err
+
+
+def test_export_is_what_transformers_loads(places, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    release = places / "release"
+    tokenizer = AutoTokenizer.from_pretrained(release)
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert GenerationConfig.from_pretrained(release).eos_token_id == tokenizer.eos_token_id == 0
+    model = AutoModelForCausalLM.from_pretrained(release)
+    assert model.config.eos_token_id == 0
+    assert model.dtype == torch.float32
+    card = (release / "README.md").read_text()
+    last = [line for line in read_records(places / "run" / "metrics.jsonl") if "val_loss" in line][-1]
+    assert f"| val_loss | {last['val_loss']:.4f} (step 2) |" in card
+    assert "| started from | random weights |" in card
+    assert (release / "loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bf16_shards_and_their_index(places, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(write, "SHARD_BYTES", 1)
+    monkeypatch.setattr(
+        export_verb, "write_tensors", lambda folder, tensors: write.write_tensors(folder, tensors, 40_000)
+    )
+    assert main(["export", str(places / "run"), "--output", str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    assert "differ from transformers' by at most" in capsys.readouterr().out
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1
+    assert json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["metadata"]["total_size"] > 0
+    with safe_open(files[0], "pt") as opened:
+        assert {opened.get_tensor(name).dtype for name in opened.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def test_nothing_is_overwritten_or_left_half(places, tmp_path, monkeypatch, capsys):
+    out, source = tmp_path / "out", str(places / "run")
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    for flags, said in (([], "is there already. Choose another, or say --force"), (["--force"], "holds thesis.tex")):
+        assert main(["export", source, "--output", str(out), *flags]) == 2
+        assert said in capsys.readouterr().err
+        assert main(["import", str(places / "release"), "--output", str(out), *flags]) == 2
+        assert said in capsys.readouterr().err
+    inside = str(places / "release" / "base")
+    assert main(["import", str(places / "release"), "--output", inside]) == 2
+    assert "lies in the folder that is read" in capsys.readouterr().err
+    (out / "thesis.tex").unlink()
+    assert main(["export", source, "--output", str(out), "--force", "--no-parity"]) == 0
+    assert "not compared with transformers (--no-parity)" in capsys.readouterr().out
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_verb, "write_card", killed)
+    assert main(["export", source, "--output", str(out), "--force", "--no-parity"]) == 130
+    assert main(["export", source, "--output", str(tmp_path / "new"), "--no-parity"]) == 130
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out"]
+
+
+def test_weights_that_compute_something_else_are_not_written(tmp_path, monkeypatch, capsys):
+    shape = compose_config(["model=llama_tiny", "model.num_layers=1", "model.vocab_size=300"]).model
+    folder = write_huggingface(tmp_path / "hf", shape)
+    right = parity._ours
+    monkeypatch.setattr(parity, "_ours", lambda weights, tokens: right(weights, tokens.roll(1)))
+    assert main(["import", str(folder), "--output", str(tmp_path / "base")]) == 1
+    assert "what was converted is another model. Nothing was written" in capsys.readouterr().err
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_name_on_the_hub_is_taken_from_its_cache_offline(places, tmp_path, monkeypatch, capsys):
+    snapshot = tmp_path / "cache" / "models--me--small" / "snapshots" / ("0" * 40)
+    shutil.copytree(places / "release", snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "me/small", "--output", "base", "--no-parity"]) == 0
+    assert load_name(tmp_path / "base") == "small"  # not the commit, which the folder is called after
+    assert main(["import", "me/other", "--output", "base2", "--no-parity"]) == 2
+    assert "me/other: is no folder here, and could not be fetched from the hub" in capsys.readouterr().err
+    assert main(["import", "me//x", "--output", "base2"]) == 2
+    assert "or a name on the hub" in capsys.readouterr().err
+
+
+def test_without_transformers_the_comparison_is_refused_not_skipped(places, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parity.importlib.util, "find_spec", lambda name: None)
+    assert main(["import", str(places / "release"), "--output", str(tmp_path / "base")]) == 2
+    assert "pip install transformers, or leave the comparison out: --no-parity" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(parity.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10})())
+    assert main(["import", str(places / "release"), "--output", str(tmp_path / "base")]) == 2
+    assert "needs two copies" in capsys.readouterr().err
+
+
+def test_what_has_no_counterpart_says_where_its_weights_remain(small_run, tmp_path, capsys):
+    assert main(["train", *small_run(tmp_path, "trainer.max_steps=1", "model.norm=layernorm")]) == 0
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "has no Hugging Face counterpart: norm=layernorm" in said
+    assert f"its weights remain where they are, in {tmp_path / 'run' / 'checkpoints' / 'step=1'}" in said
