@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from model_shapes import build, llama, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_llm.config.compose import compose_config
 from lightning_llm.model.mixer import gla_chunked
 from lightning_llm.model.mixer.gla_chunked import continue_from, gated_linear_attention
 from lightning_llm.model.spec import shape_problems
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.divisibility import sharding_problems
 
 
 def recurrence(q, k, v, g, document_ids=None):
@@ -235,3 +238,10 @@ def test_no_mask_of_all_pairs_is_made_for_gla_alone():
 def test_sizes_that_make_no_heads_are_refused(keys, text):
     config = gla(blocks={"x": {"mixer": {"kind": "gla", **keys}}}, layers=["x"])
     assert any(re.escape(text) in re.escape(problem.text) for problem in shape_problems(config))
+
+
+def test_context_parallelism_is_refused_with_what_works_instead():
+    config = compose_config(["model=hybrid_tiny"])
+    (problem,) = list(sharding_problems(config, Degrees(cp=2)))
+    assert problem.key == "parallel.cp"
+    assert "the mixer of 'gla' in model.layers takes whole sequences. Set 1, and share out weights" in problem.text

@@ -9,7 +9,7 @@ from lightning_llm.config.schema.precision import CastConfig, PhaseConfig, slots
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.matrix import matrix, numbered, shipped_recipes
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.precision.native import capability
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import (
@@ -282,3 +282,14 @@ def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, 
         assert Resolution(compose_config(["recipe=quickstart", *words]), DEVICES["sm_100"]).decision.runs == "native"
     alone = compose_config(["recipe=quickstart", "precision=nvfp4", "parallel=pp", "trainer.devices=1"])
     assert Resolution(alone, DEVICES["sm_100"]).decision.runs == "native"
+
+
+def test_a_mixer_whose_linears_have_a_bias_of_their_own_is_emulated():
+    """GLA's gates have one whatever model.bias says, and a rank that MXFP8's blocks of 32 do not divide."""
+    made = {
+        model: plan_of(compose_config([f"model={model}", "precision=mxfp8"]), DEVICES["sm_100"]).decision
+        for model in ("llama_tiny", "hybrid_tiny")
+    }
+    assert "bias" not in made["llama_tiny"].reason
+    assert "model.layers gives linears a bias" in made["hybrid_tiny"].reason
+    assert "gate_low_rank_dim of gla is 16, no multiple of 32" in made["hybrid_tiny"].reason
