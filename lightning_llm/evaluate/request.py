@@ -81,7 +81,7 @@ def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: boo
         for index, path in enumerate(paths)
     ]
     places = [place for place in found if place is not None]
-    if len(places) == len(paths):
+    if places and len(places) == len(paths):
         _gathered(problems, lambda: check_members(places, same_shape=bool(arguments.average)))
     validates = not arguments.tasks_only
     if places and found[0] is not None:
