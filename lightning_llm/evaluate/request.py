@@ -56,7 +56,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     made = _gathered(problems, lambda: _places(paths, arguments, bool(names)))
     places, validates = made or ([], False)
     device = _gathered(problems, lambda: device_of(arguments.device))
-    tasks = _gathered(problems, lambda: _tasks(names)) if names else None
+    tasks = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
     if problems or device is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if arguments.average else "ensemble" if arguments.ensemble else ""
@@ -132,12 +132,23 @@ def _with_files(place: Place, files: dict[str, Path]) -> Place:
     return replace(place, config=place.config.model_copy(update={"data": data}))
 
 
-def _tasks(names: Sequence[str]) -> Any:
+def _tasks(names: Sequence[str], read: bool) -> Any:
+    """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
+    files = [Path(name).expanduser() for name in names if is_task_file(name)]
+    if missing := [Problem("--tasks", f"{file} is no file.") for file in files if not file.is_file()]:
+        raise ConfigError(missing)
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL}"))
+    if not read:
+        return None
     from lightning_llm.evaluate.harness import Tasks
 
     return Tasks(names)
+
+
+def is_task_file(name: str) -> bool:
+    """Return whether a word of --tasks is a file of the user's, and no name of lm-eval's."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def _check_results(place: Place) -> None:
