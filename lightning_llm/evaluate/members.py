@@ -1,13 +1,14 @@
 """Several models judged as one: the mean of their weights, or of what they predict."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_avg_fn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.weights import tokenizer_of
 from lightning_llm.probe.subject import Place, read_weights
@@ -61,8 +62,8 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(members)
         self.combine = combine
-        shapes = [member.config for member in members]
-        self.config = min(shapes, key=lambda shape: shape.max_sequence_length)
+        shapes: list[Any] = [member.config for member in members]
+        self.config: ModelConfig = min(shapes, key=lambda shape: shape.max_sequence_length)
         self.vocab_size = self.config.vocab_size
 
     @classmethod

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: boo
     problems: list[Problem] = []
     files, words = _data_words(arguments.data, problems)
     found = [
-        _gathered(problems, lambda path=path, own=words if index == 0 else []: find_place(path, own, None, False))
+        _gathered(problems, partial(find_place, path, words if index == 0 else [], None, needs_data=False))
         for index, path in enumerate(paths)
     ]
     places = [place for place in found if place is not None]
@@ -97,7 +98,8 @@ def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: boo
         if validates and not first.config.data.validation.fraction:
             text = "is 0: nothing is held out to validate on. Give --data validation.fraction=0.02, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
-        _gathered(problems, lambda: (tokenizer_of(first), _check_results(first)))
+        _gathered(problems, lambda: tokenizer_of(first))
+        _gathered(problems, lambda: _check_results(first))
         places[0] = first
     if problems:
         raise ConfigError(problems)
@@ -151,8 +153,8 @@ def is_task_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _check_results(place: Place) -> None:
+def _check_results(place: Place) -> Any:
     try:
-        read_evaluations(place.folder)
+        return read_evaluations(place.folder)
     except ValueError as error:
         raise ConfigError(Problem(str(place.folder), f"{error}.")) from error

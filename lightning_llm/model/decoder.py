@@ -173,7 +173,8 @@ class Decoder(nn.Module):
         every = torch.arange(start - rows.start, start - rows.start + STEP_ROWS, device=device)  # [STEP_ROWS]
         rope = rope_tables(self.config, every[rows]) if self.config.position == "rope" else None  # 2 x [n, 1, K/2]
         x = self.embed(in_block(tokens, start), every.clamp(max=self.config.max_sequence_length - 1))
-        for name, block in self.blocks.items():
+        blocks: dict[str, Any] = dict(self.blocks)
+        for name, block in blocks.items():
             x = block.step(x, rope, cache.mixers[name], rows)  # [B, STEP_ROWS, D]
         if self.norm is None:
             raise ValueError("a stage of a pipeline makes no steps")

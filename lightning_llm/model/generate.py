@@ -125,8 +125,9 @@ def generate(
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
     sampler = Sampler(temperature, top_k)
     batch_size, length = prompt_tokens.shape[0], prompt_tokens.shape[1] + max_new_tokens
-    fits = isinstance(model, Decoder) and length <= model.config.max_sequence_length
-    logits = CachedLogits(model, batch_size, length) if fits else RecomputedLogits(model)
+    logits: NextLogits = RecomputedLogits(model)
+    if isinstance(model, Decoder) and length <= model.config.max_sequence_length:
+        logits = CachedLogits(model, batch_size, length)
     module = model if isinstance(model, nn.Module) else nn.Module()
     was_training, tokens = module.training, [prompt_tokens]
     module.eval()

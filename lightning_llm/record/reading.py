@@ -202,7 +202,7 @@ def _read_metrics(run: Run, path: Path) -> None:
 
 
 def _read_evaluations(run: Run) -> None:
-    step_tokens = [run.config.get(f"data.{key}") for key in ("global_batch_size", "sequence_length")]
+    step_tokens: list[Any] = [run.config.get(f"data.{key}") for key in ("global_batch_size", "sequence_length")]
     for step, metrics in read_evaluations(run.folder).items():
         for name, each in metrics.items():
             key = f"{PREFIX}{name}"

@@ -40,7 +40,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_facts(request, found, file), indent=1))
     else:
-        _print(found if request.how == "ensemble" else {"": found["probabilities"]})
+        several = request.how == "ensemble"
+        _print({f"mean of {combine}" if several else "value": its for combine, its in found.items()})
     print(f"written    {file}", file=sys.stderr)
     return 0
 
@@ -124,7 +125,7 @@ def _print(found: Mapping[str, Metrics]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("metric")
     for name in found:
-        table.add_column(f"mean of {name}" if name else "value", justify="right")
+        table.add_column(name, justify="right")
     table.add_column("standard error", justify="right")
     for metric, each in next(iter(found.values())).items():
         error = each.get("stderr")
