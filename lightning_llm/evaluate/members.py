@@ -1,5 +1,6 @@
 """Several models judged as one: the mean of their weights, or of what they predict."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -83,4 +84,4 @@ class Ensemble(nn.Module):
                 total = log_p if total is None else torch.logaddexp(total, log_p)
         if total is None:
             raise ValueError("an ensemble of no member predicts nothing")
-        return total if self.combine == "logits" else total - torch.tensor(float(len(self.members))).log()
+        return total if self.combine == "logits" else total - math.log(len(self.members))

@@ -98,6 +98,7 @@ def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: boo
         if validates and not first.config.data.validation.fraction:
             text = "is 0: nothing is held out to validate on. Give --data validation.fraction=0.02, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
+        problems += _length_problems(places, first.config.data.sequence_length) if validates else []
         _gathered(problems, lambda: tokenizer_of(first))
         _gathered(problems, lambda: _check_results(first))
         places[0] = first
@@ -151,6 +152,13 @@ def _tasks(names: Sequence[str], read: bool) -> Any:
 def is_task_file(name: str) -> bool:
     """Return whether a word of --tasks is a file of the user's, and no name of lm-eval's."""
     return name.endswith((".yaml", ".yml"))
+
+
+def _length_problems(places: Sequence[Place], length: int) -> list[Problem]:
+    """Return which models do not take sequences of `length` tokens."""
+    longest = {place.folder: place.config.model.max_sequence_length for place in places}
+    text = "takes {:,} tokens, and data.sequence_length is {:,}. Lower it: --data sequence_length={}."
+    return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
 
 
 def _check_results(place: Place) -> Any:

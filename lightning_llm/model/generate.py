@@ -39,7 +39,7 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and self.temperature < float("inf")) or (self.top_k or 1) < 1 or self.top_k == 0:
+        if not 0 <= self.temperature < float("inf") or (self.top_k is not None and self.top_k < 1):
             raise ValueError(
                 f"temperature={self.temperature} must be at least 0 and top_k={self.top_k} at least 1 or null"
             )

@@ -51,10 +51,6 @@ class Writer:
         """How many more tokens the context takes."""
         return self.model.config.max_sequence_length - self._logits.cache.length - len(self._pending)
 
-    def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of `text`; of none, the end-of-document token, behind which a document begins."""
-        return [int(token) for token in self.tokenizer.encode_batch([text])[0]] or [self.tokenizer.end_of_document]
-
     def write(self, prompt: list[int], max_new_tokens: int, show: Callable[[str], None]) -> tuple[list[int], str]:
         """Return the new tokens after `prompt`, and why there are no more: "length", "stop" or "end_of_document".
 
@@ -92,8 +88,13 @@ def generate(arguments: argparse.Namespace) -> int:
     place, sampler, device = _checked(arguments)
     tokenizer = tokenizer_of(place)
     longest = place.config.model.max_sequence_length
-    prompt = [] if arguments.prompt is None else _prompt_of(arguments, tokenizer, longest)
-    _check_stops(arguments.stop, tokenizer)
+    prompt = [] if arguments.prompt is None else _tokens_of(arguments.prompt, tokenizer)
+    problems = [
+        *_prompt_problems(prompt, arguments.max_new_tokens, longest),
+        *_stop_problems(arguments.stop, tokenizer),
+    ]
+    if problems:
+        raise ConfigError(problems)
     if place.config.trainer.threads:
         torch.set_num_threads(place.config.trainer.threads)
     model = decoder_of(place, read_weights(place), device, arguments.compute_dtype or "")
@@ -144,26 +145,25 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, Sampler, torch.devic
     return place, Sampler(arguments.temperature, arguments.top_k or None, arguments.top_p), device
 
 
-def _prompt_of(arguments: argparse.Namespace, tokenizer: Tokenizer, longest: int) -> list[int]:
-    """Return the prompt's tokens. Raises ConfigError where the context has no room for them and for what is asked."""
-    found = tokenizer.encode_batch([arguments.prompt])[0].tolist() or [tokenizer.end_of_document]
-    wanted = arguments.max_new_tokens or 1
-    if len(found) + wanted > longest:
-        text = f"of {len(found):,} tokens and {wanted:,} new ones exceed model.max_sequence_length={longest:,}. "
-        raise ConfigError(Problem("--prompt", text + "Shorten it, or lower --max-new-tokens."))
-    return found
+def _prompt_problems(prompt: list[int], max_new_tokens: int | None, longest: int) -> Iterator[Problem]:
+    """Yield what is wrong where the context has no room for the prompt and for what is asked."""
+    wanted = max_new_tokens or 1
+    if prompt and len(prompt) + wanted > longest:
+        text = f"of {len(prompt):,} tokens and {wanted:,} new ones exceed model.max_sequence_length={longest:,}. "
+        yield Problem("--prompt", text + "Shorten it, or lower --max-new-tokens.")
 
 
-def _check_stops(stops: list[str], tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for strings that no tokens of the model's decode to, so that they could never come."""
-    problems = []
+def _stop_problems(stops: list[str], tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Yield a problem for each string that no tokens of the model's decode to, so that it could never come."""
     for stop in stops:
         decoded = tokenizer.decode(tokenizer.encode_batch([stop])[0])
         if stop.strip() not in decoded:
-            text = f"{stop!r} cannot come: the tokenizer writes it as {decoded!r}."
-            problems.append(Problem("--stop", text))
-    if problems:
-        raise ConfigError(problems)
+            yield Problem("--stop", f"{stop!r} cannot come: the tokenizer writes it as {decoded!r}.")
+
+
+def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of `text`; of none, the end-of-document token, behind which a document begins."""
+    return [int(token) for token in tokenizer.encode_batch([text])[0]] or [tokenizer.end_of_document]
 
 
 def _once(writer: Writer, prompt: list[int], place: Place, arguments: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def _chat(writer: Writer, arguments: argparse.Namespace) -> None:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        prompt = writer.tokens_of(f"{line}\n" if line else "")
+        prompt = _tokens_of(f"{line}\n" if line else "", writer.tokenizer)
         if len(prompt) >= writer.room:
             if len(prompt) >= writer.model.config.max_sequence_length:
                 print(f"a line of {len(prompt):,} tokens is longer than the context, and left out", file=sys.stderr)

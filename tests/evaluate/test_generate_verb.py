@@ -114,6 +114,20 @@ def test_what_cannot_be_done_is_refused(trained, capsys, words, said):
     assert said in capsys.readouterr().err
 
 
+def test_a_stop_string_that_no_tokens_write_is_refused(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    content = json.loads((run / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (run / "tokenizer.json").write_text(json.dumps(content))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "tokenizer_digest": None}))
+    assert main(["generate", str(run), "--prompt", "the " * 200, "--stop", "END", "--stop", "end"]) == 2
+    said = capsys.readouterr().err
+    assert "--stop: 'END' cannot come: the tokenizer writes it as 'end'" in said
+    assert "2 problems" in said  # and the prompt is too long
+
+
 def test_a_run_without_its_tokenizer_or_with_a_damaged_checkpoint_is_refused(trained, tmp_path, capsys):
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
