@@ -42,7 +42,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first of `stops`, none of which may be empty."""
+    """Passes text on up to that of `stops`, none of them empty, which is complete first; of several, the longest."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -55,9 +55,9 @@ class StopStrings:
         if self.found is not None:
             return ""
         self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            place, self.found = min(places)
+        found = [(place + len(stop), place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            _, place, self.found = min(found)
             shown, self._held = self._held[:place], ""
             return shown
         keep = max((self._begun(stop) for stop in self._stops), default=0)

@@ -42,12 +42,12 @@ def test_no_piece_ends_within_a_character(tokenizers, text, prompt):
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
 def test_text_ends_before_the_first_stop_string_however_it_comes(text, stops, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    places = [(text.find(each) + len(each), text.find(each)) for each in stops if each in text]  # end, start
     found = StopStrings(stops)
     shown = ""
     for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
         shown += found.add(text[start:stop])
-        places = [text.find(each) for each in stops if each in text]
-        assert (text[: min(places)] if places else text).startswith(shown)
+        assert (text[: min(places)[1]] if places else text).startswith(shown)
     shown += found.finish()
-    assert shown == (text[: min(places)] if places else text)
+    assert shown == (text[: min(places)[1]] if places else text)
     assert (found.found is not None) == bool(places)
