@@ -18,7 +18,15 @@ from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention import document_mask, window_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import block_parts, mixer_of, norm_of
-from lightning_llm.model.stepping import STEP_ROWS, DecoderCache, SteppingMixer, blocks_of, in_block, rows_of
+from lightning_llm.model.stepping import (
+    STEP_ROWS,
+    BlockCache,
+    DecoderCache,
+    SteppingMixer,
+    blocks_of,
+    in_block,
+    rows_of,
+)
 
 
 class Block(nn.Module):
@@ -54,10 +62,15 @@ class Block(nn.Module):
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
         """Return `[B, STEP_ROWS, D]` for a block `x` of positions, of which `rows` hold the next tokens.
 
-        `rope` are the tables of these; `cache` is the mixer's.
+        `rope` are the tables of the block; `cache` is the mixer's.
         """
         mixer: Any = self.attention
-        mixed = mixer.step(self.attention_norm(x)[:, rows], rope, cache)  # [B, n, D]
+        normed = self.attention_norm(x)[:, rows]  # [B, n, D]
+        if isinstance(cache, BlockCache):
+            mixed = cache.step(mixer, normed, rope, rows)  # [B, n, D]
+        else:
+            own = None if rope is None else (rope[0][rows], rope[1][rows])  # 2 x [n, 1, K/2]
+            mixed = mixer.step(normed, own, cache)  # [B, n, D]
         return self._map(x, in_block(mixed, rows.start))  # [B, STEP_ROWS, D]
 
     def _map(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -149,7 +162,8 @@ class Decoder(nn.Module):
             mixer: Any = block.attention
             if not isinstance(mixer, SteppingMixer):
                 raise ValueError(f"{name}: a mixer of {type(mixer).__name__} keeps no cache of what it has seen")
-            made[name] = mixer.new_cache(batch_size, length)
+            cache = mixer.new_cache(batch_size, length)
+            made[name] = cache if getattr(mixer, "steps_in_blocks", False) else BlockCache(cache)
         return DecoderCache(made, batch_size, length)
 
     def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
@@ -171,7 +185,7 @@ class Decoder(nn.Module):
     def _step_in_block(self, tokens: Tensor, start: int, cache: DecoderCache) -> Tensor:
         rows, device = rows_of(start, start + tokens.shape[1]), tokens.device
         every = torch.arange(start - rows.start, start - rows.start + STEP_ROWS, device=device)  # [STEP_ROWS]
-        rope = rope_tables(self.config, every[rows]) if self.config.position == "rope" else None  # 2 x [n, 1, K/2]
+        rope = rope_tables(self.config, every) if self.config.position == "rope" else None  # 2 x [STEP_ROWS, 1, K/2]
         x = self.embed(in_block(tokens, start), every.clamp(max=self.config.max_sequence_length - 1))
         blocks: dict[str, Any] = dict(self.blocks)
         for name, block in blocks.items():

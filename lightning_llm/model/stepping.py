@@ -7,6 +7,7 @@ a position has one shape and one place, with the prompt in one call or token by 
 """
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,8 +27,31 @@ class SteppingMixer(Protocol):
     def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any) -> Tensor:
         """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, and keep in `cache` what later ones need.
 
-        `rope` are the tables of their positions. The same tokens in other steps give the same bits.
+        `rope` are the tables of their positions. A mixer that says `steps_in_blocks = True` gives the same bits however
+        the tokens come. Any other is called by blocks from their beginning, see `BlockCache`: its `step` puts new
+        tensors into `cache` and leaves those that are there as they are.
         """
+
+
+class BlockCache:
+    """What a mixer had kept at the beginning of the block in progress, and the block's inputs so far.
+
+    Each step runs the block anew from there, the rows still to come as zeros, which a causal mixer does not look at.
+    """
+
+    def __init__(self, cache: Any):
+        self._at_start = cache
+        self._x: Tensor | None = None
+
+    def step(self, mixer: Any, x: Tensor, rope: tuple[Tensor, Tensor] | None, rows: slice) -> Tensor:
+        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`, `rows` of their block; `rope` is of the block."""
+        new = in_block(x, rows.start)  # [B, STEP_ROWS, D]
+        self._x = new if self._x is None or rows.start == 0 else self._x + new
+        cache = copy(self._at_start)
+        mixed = mixer.step(self._x, rope, cache)[:, rows]  # [B, n, D]
+        if rows.stop == STEP_ROWS:
+            self._at_start = cache
+        return mixed
 
 
 @dataclass

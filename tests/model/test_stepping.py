@@ -1,6 +1,7 @@
 """Steps with a cache: the same bits however the tokens come, and those of the whole forward pass."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,42 @@ def test_token_by_token_is_the_whole_forward_pass(name):
     if attention and torch.backends.cpu.get_cpu_capability() == "AVX512":
         assert torch.equal(logits, whole)  # where M >= 16 rows are multiplied by one kernel, whatever M
     assert far(logits, whole, config.vocab_size) <= ROUNDING
+
+
+class DecayingSum(torch.nn.Module):
+    """A recurrent mixer of one line, whose products have as many rows as tokens come: a sum of decaying inputs."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.inner = torch.nn.Linear(size, 192)
+        self.outer = torch.nn.Linear(192, size)
+
+    def new_cache(self, batch_size, length):
+        return SimpleNamespace(state=torch.zeros(batch_size, 192))
+
+    def step(self, x, rope, cache):
+        sums = []
+        for row in self.inner(x).unbind(1):
+            cache.state = 0.9 * cache.state + row
+            sums.append(cache.state)
+        return self.outer(torch.stack(sums, dim=1))
+
+
+def test_a_mixer_that_knows_no_blocks_is_run_by_blocks():
+    config = MODELS["attention"]
+    torch.manual_seed(0)
+    model, mixer, tokens = build(config).eval(), DecayingSum(config.hidden_size), tokens_of(config, length=LENGTH)
+    model.layers["1"].attention = mixer
+    logits = []
+    with torch.no_grad():
+        for counts in ([LENGTH], [1] * LENGTH, [7, 16, 1, 30, 36]):
+            cache = model.new_cache(2, LENGTH)
+            logits.append(torch.cat([model.step(part, cache) for part in tokens.split(counts, dim=1)], dim=1))
+        mixer.forward = lambda x, rope, mask: mixer.step(x, rope, mixer.new_cache(2, LENGTH))
+        whole = model(tokens)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert far(logits[0], whole, config.vocab_size) <= ROUNDING
 
 
 def test_beyond_the_short_kernel_of_the_forward_pass():

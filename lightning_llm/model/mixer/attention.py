@@ -84,6 +84,8 @@ def for_all_heads(keys: Tensor, heads: int) -> Tensor:
 class Attention(nn.Module):
     """`o_proj(softmax(q k^T / sqrt(K)) v)`, causal. Head counts are read off the tensors, so a shard of heads works."""
 
+    steps_in_blocks = True
+
     def __init__(self, spec: AttentionSpec, config: ModelConfig):
         super().__init__()
         self.head_dim, self.window = config.attention_head_dim, spec.window
