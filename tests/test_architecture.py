@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("callbacks",),
     ("compare", "run"),
     ("probe", "sweep"),
+    ("evaluate",),
     ("verb",),
     ("__main__",),
 )
@@ -37,6 +38,7 @@ LIBRARIES = {
         "run",
         "probe",
         "sweep",
+        "evaluate",
         "verb",
     },
     "lightning": {"train", "callbacks", "run", "record"},

@@ -122,7 +122,10 @@ class Part(Group):
 
 
 class Mixer(Part):
-    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`."""
+    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`.
+
+    One that can generate has `new_cache` and `step`, too: `model.stepping.SteppingMixer`.
+    """
 
     context_parallel: ClassVar[bool] = False
     """Whether ranks can share a sequence. If so the module has `attend` and `kernel`, see `parallel.context`."""
