@@ -28,6 +28,11 @@ VERBS = {
     ),
     "export": ("lightning_llm.verb.export:export", "make a folder that transformers loads of a run, with a model card"),
     "probe": ("lightning_llm.probe.verb:probe", "what precision recipes do to the gradients of a checkpoint"),
+    "evaluate": (
+        "lightning_llm.verb.evaluate:evaluate",
+        "validation losses and lm-eval tasks of weights that are there",
+    ),
+    "generate": ("lightning_llm.verb.generate:generate", "text from a run, a checkpoint or a Hugging Face folder"),
     "compare": ("lightning_llm.compare.command:compare", "the verdict over runs: lossless, lossy or inconclusive"),
     "diff": ("lightning_llm.compare.command:diff", "what two runs' configs, versions and data differ in"),
     "conformance": ("lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors"),
@@ -146,6 +151,10 @@ def _parser() -> argparse.ArgumentParser:
             _add_probe(child)
         if verb in ("import", "export"):
             _add_weights(child, verb)
+        if verb == "evaluate":
+            _add_evaluate(child)
+        if verb == "generate":
+            _add_generate(child)
         if verb == "conformance":
             child.add_argument(
                 "folder", type=Path, metavar="DIR", help="vectors: manifest.json and the .npz files it names"
@@ -163,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
             child.add_argument(
                 "--tracking-uri", metavar="URI", help="another MLflow than the one each run was logged to"
             )
-        if verb in ("plan", "config", "probe", "recipes", "compare", "diff"):
+        if verb in ("plan", "config", "probe", "evaluate", "generate", "recipes", "compare", "diff"):
             child.add_argument("--json", action="store_true", help="print data instead of text")
     return parser
 
@@ -198,6 +207,36 @@ def _add_weights(parser: argparse.ArgumentParser, verb: str) -> None:
     add("--output", required=True, metavar="DIR", help="the folder to make; there whole, or not at all")
     add("--force", action="store_true", help="replace DIR if it holds weights already")
     add("--no-parity", action="store_true", help="leave out the comparison of logits with transformers")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", nargs="?", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
+    add("--tasks-only", action="store_true", help="no validation losses")
+    add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
+    add("--limit", type=int, metavar="N", help="the first N samples of each task")
+    add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
+    add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
+    add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--output", type=Path, metavar="FILE", help="where to write instead of the run's evaluation/")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    add("--prompt", metavar="TEXT", help='the text to go on with; "" begins a document')
+    add("--chat", action="store_true", help="go on with each line of the input, and what was said before")
+    add("--max-new-tokens", type=int, metavar="N", help="at most (200, or what the context has room for)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0: the likeliest token (0.8)")
+    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens; 0: all (50)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest of together P (1: all)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="of activations (the run's precision.compute_dtype)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:

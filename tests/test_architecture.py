@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("callbacks",),
     ("compare", "run"),
     ("probe", "sweep"),
+    ("evaluate",),
     ("verb",),
     ("__main__",),
 )
@@ -38,6 +39,7 @@ LIBRARIES = {
         "run",
         "probe",
         "sweep",
+        "evaluate",
         "verb",
     },
     "lightning": {"train", "callbacks", "run", "record"},

@@ -111,6 +111,14 @@ def compare_runs(
         known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
         text = f"no run has a validation of '{terms.metric}'. These runs' validations have: {known}."
         raise ConfigError([*problems, Problem("--metric", text)])
+    if (
+        len(
+            measured_on := {run.evaluated_on.get(terms.metric, "") for run in usable if terms.metric in run.validations}
+        )
+        > 1
+    ):
+        text = f"'{terms.metric}' was not measured on the same in all runs: {'; '.join(sorted(measured_on))}. Evaluate "
+        raise ConfigError([*problems, Problem("--metric", f"{text}them alike, with one --limit and one --data.")])
     usable, notes = _newest_of_same(usable)
     selection = None
     try:

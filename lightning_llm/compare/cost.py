@@ -7,7 +7,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from lightning_llm.compare.differences import LAYOUT, all_differences
-from lightning_llm.compare.losses import Tail
+from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.config.identity import below
 from lightning_llm.record.reading import Run
@@ -105,9 +105,10 @@ def time_ratio(pair: Pair, metric: str) -> TimeToLoss | None:
     That target, the higher of the two lowest losses, treats the two alike: no pair is left out because one of them
     never got there, and where they differ in noise alone the ratio is as often above 1 as below. (To the baseline's own
     last loss it would be below 1 in every sweep without a difference: those that get there late are those that do not.)
-    None where the records of one of the two do not begin at the first step, or hold no finite loss.
+    None where the records of one of the two do not begin at the first step, or hold no finite loss; and of what was
+    evaluated at steps that somebody chose.
     """
-    if pair.run.first_step > 1 or pair.baseline.first_step > 1:
+    if not metric.startswith(LOSS) or pair.run.first_step > 1 or pair.baseline.first_step > 1:
         return None
     curves = [_finite(run.validations.get(metric, {})) for run in (pair.run, pair.baseline)]
     if not all(curves):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_llm.compare.losses import TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
+from lightning_llm.compare.losses import LOSS, TAIL_SHARE, Tail, diverged, has_learned, learned_below, tail_of
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.stability import Stability, judge_stability, outlier_seeds
 from lightning_llm.compare.statistics import Decision, Intervals, decision_of, simultaneous_intervals
@@ -20,6 +20,11 @@ class Terms:
     confidence: float = 0.95
     metric: str = "val_loss"
     tail_share: float = TAIL_SHARE
+
+    @property
+    def unit(self) -> str:
+        """What `margin` and gaps are in."""
+        return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ def draw_curves(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str
         _band(left, curves, f"C{index}", verdict.name)
         gaps = [_difference(ours, theirs) for ours, theirs in zip(curves, references, strict=True)]
         _band(right, gaps, f"C{index}", verdict.name, confidence=terms.confidence)
-    left.set(xlabel="tokens", ylabel=f"{terms.metric} (nats per token)", title="Validation loss, least to most")
+    left.set(xlabel="tokens", ylabel=f"{terms.metric} ({terms.unit})", title="Validation loss, least to most")
     title = f"Difference to {baseline} at the same seed, {100 * terms.confidence:g} % at each point"
-    right.set(xlabel="tokens", ylabel="difference (nats per token)", title=title)
+    right.set(xlabel="tokens", ylabel=f"difference ({terms.unit})", title=title)
     right.title.set_fontsize(10)
     right.axhline(0, color=BASELINE_COLOUR, linewidth=0.8)
     right.axhline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")

@@ -22,11 +22,19 @@ class Tail:
 
     metric: str
     steps: tuple[int, ...]
+    higher_is_better: bool = False
 
     def of(self, run: Run) -> float:
-        """Return the mean of the run's losses over the tail, in nats per token; not finite where it diverged."""
-        losses = run.validations.get(self.metric, {})
-        return math.fsum(losses.get(step, math.nan) for step in self.steps) / len(self.steps)
+        """Return the mean of the run's losses over the tail, in nats per token; not finite where it diverged.
+
+        Of a metric that is better the higher it is, its negative: what is less is better throughout.
+        """
+        return -self.level_of(run) if self.higher_is_better else self.level_of(run)
+
+    def level_of(self, run: Run) -> float:
+        """Return the mean of the metric over the tail, as it was recorded."""
+        values = run.validations.get(self.metric, {})
+        return math.fsum(values.get(step, math.nan) for step in self.steps) / len(self.steps)
 
 
 def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail | None:
@@ -37,7 +45,8 @@ def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail
     if not common:
         return None
     last = max(common)
-    return Tail(metric, tuple(sorted(step for step in common if step == last or step > (1 - share) * last)))
+    steps = tuple(sorted(step for step in common if step == last or step > (1 - share) * last))
+    return Tail(metric, steps, any(metric in run.higher_is_better for run in runs))
 
 
 def guessing_loss(run: Run, metric: str) -> float:

@@ -152,7 +152,7 @@ class Verdict:
 
     def _mean(self, runs: list[Run]) -> float | None:
         tail = self.judged.measured.tail
-        return math.fsum(tail.of(run) for run in runs) / len(runs) if tail and runs else None
+        return math.fsum(tail.level_of(run) for run in runs) / len(runs) if tail and runs else None
 
     @cached_property
     def gap_high_precision(self) -> float | None:

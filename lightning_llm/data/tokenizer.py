@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -28,6 +29,7 @@ END_OF_DOCUMENT_NAMES = (
 BYTES_VOCAB_SIZE = 257
 SMALLEST_BPE_VOCAB_SIZE = 257
 FILE_NAME = "tokenizer.json"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def tokenizer_file(path: str | Path) -> Path:
@@ -108,6 +110,24 @@ class Tokenizer:
     def token(self, index: int) -> str:
         """Return the token of id `index` as the vocabulary has it. Raises KeyError."""
         return {each: token for token, each in read_vocabulary(self.path).items()}[index]
+
+    def token_bytes(self) -> np.ndarray:
+        """Return how many bytes of text each token stands for, int64 [vocab_size]; special tokens for none.
+
+        Exact for byte-level tokenizers; for others by their words for a space ("▁") and a byte ("<0x0A>").
+        """
+        content = json.loads(self.path.read_bytes())
+        by_bytes = '"ByteLevel"' in json.dumps(content.get("decoder"))
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for token, number in read_vocabulary(self.path).items():
+            if by_bytes:
+                sizes[number] = len(token)  # a character for each byte, see `bytes_vocabulary`
+            else:
+                sizes[number] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+        for token in content.get("added_tokens", ()):
+            sizes[token["id"]] = 0 if token.get("special") else len(token["content"].encode())
+        sizes[self.end_of_document] = 0
+        return sizes
 
     def save(self, path: str | Path) -> Path:
         """Copy the tokenizer.json to the file or existing folder `path`, and return where it went."""

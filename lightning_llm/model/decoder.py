@@ -18,6 +18,15 @@ from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention import document_mask, window_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import block_parts, mixer_of, norm_of
+from lightning_llm.model.stepping import (
+    STEP_ROWS,
+    BlockCache,
+    DecoderCache,
+    SteppingMixer,
+    blocks_of,
+    in_block,
+    rows_of,
+)
 
 
 class Block(nn.Module):
@@ -49,7 +58,23 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
-        mixed = self.attention(self.attention_norm(x), rope, mask)  # [B, T, D]
+        return self._map(x, self.attention(self.attention_norm(x), rope, mask))  # [B, T, D]
+
+    def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: Any, rows: slice) -> Tensor:
+        """Return `[B, STEP_ROWS, D]` for a block `x` of positions, of which `rows` hold the next tokens.
+
+        `rope` are the tables of the block; `cache` is the mixer's.
+        """
+        mixer: Any = self.attention
+        normed = self.attention_norm(x)[:, rows]  # [B, n, D]
+        if isinstance(cache, BlockCache):
+            mixed = cache.step(mixer, normed, rope, rows)  # [B, n, D]
+        else:
+            own = None if rope is None else (rope[0][rows], rope[1][rows])  # 2 x [n, 1, K/2]
+            mixed = mixer.step(normed, own, cache)  # [B, n, D]
+        return self._map(x, in_block(mixed, rows.start))  # [B, STEP_ROWS, D]
+
+    def _map(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)  # [B, T, D]
         mapped = self.feed_forward(self.feed_forward_norm(x))  # [B, T, D]
         return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
@@ -120,13 +145,57 @@ class Decoder(nn.Module):
         blocks: list[Any] = list(self.layers.values())
         windows = {block.window for block in blocks if not block.recurrent}
         masks = {window: self.attention_mask(positions, document_ids, window) for window in windows}  # [B, 1, T, T]
-        turned = bool(windows) and self.config.position == "rope"
-        rope = rope_tables(self.config, positions) if turned else None  # 2 x [.., T, 1, K/2]
+        uses_rope = bool(windows) and self.config.position == "rope"
+        rope = rope_tables(self.config, positions) if uses_rope else None  # 2 x [.., T, 1, K/2]
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in blocks:
             seen = (None, document_ids) if block.recurrent else (rope, masks[block.window])
             x = block(x, *seen)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
+
+    def new_cache(self, batch_size: int, length: int) -> DecoderCache:
+        """Return what `step` keeps of `batch_size` sequences of at most `length` tokens.
+
+        Raises ValueError where a mixer keeps nothing, or `length` exceeds `max_sequence_length`.
+        """
+        if length > self.config.max_sequence_length:
+            raise ValueError(f"{length} tokens exceed model.max_sequence_length={self.config.max_sequence_length}")
+        made = {}
+        for name, block in self.blocks.items():
+            mixer: Any = block.attention
+            if not isinstance(mixer, SteppingMixer):
+                raise ValueError(f"{name}: a mixer of {type(mixer).__name__} keeps no cache of what it has seen")
+            cache = mixer.new_cache(batch_size, length)
+            made[name] = cache if getattr(mixer, "steps_in_blocks", False) else BlockCache(cache)
+        return DecoderCache(made, batch_size, length)
+
+    def step(self, tokens: Tensor, cache: DecoderCache) -> Tensor:
+        """Return logits `[B, n, V]` of the next n `tokens`, int64 `[B, n]`, after those that `cache` has seen.
+
+        The bits do not depend on how many tokens come at once, see `model.stepping`. For a whole decoder, without
+        gradients. Raises ValueError where the cache is full.
+        """
+        first = cache.length
+        if first + tokens.shape[1] > cache.longest or tokens.shape[0] != cache.batch_size:
+            made, asked = f"{cache.batch_size} x {cache.longest}", f"{tokens.shape[0]} x {first + tokens.shape[1]}"
+            raise ValueError(f"the cache has room for {made} tokens, and is given {asked}")
+        logits = []
+        for start, stop in blocks_of(first, tokens.shape[1]):
+            logits.append(self._step_in_block(tokens[:, start - first : stop - first], start, cache))
+            cache.length = stop
+        return torch.cat(logits, dim=1)  # [B, n, V]
+
+    def _step_in_block(self, tokens: Tensor, start: int, cache: DecoderCache) -> Tensor:
+        rows, device = rows_of(start, start + tokens.shape[1]), tokens.device
+        every = torch.arange(start - rows.start, start - rows.start + STEP_ROWS, device=device)  # [STEP_ROWS]
+        rope = rope_tables(self.config, every) if self.config.position == "rope" else None  # 2 x [STEP_ROWS, 1, K/2]
+        x = self.embed(in_block(tokens, start), every.clamp(max=self.config.max_sequence_length - 1))
+        blocks: dict[str, Any] = dict(self.blocks)
+        for name, block in blocks.items():
+            x = block.step(x, rope, cache.mixers[name], rows)  # [B, STEP_ROWS, D]
+        if self.norm is None:
+            raise ValueError("a stage of a pipeline makes no steps")
+        return self.project(self.norm(x))[:, rows]  # [B, n, V]
 
     def attention_mask(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
         """Return what `Attention.forward` takes as mask: None for plain causal attention."""

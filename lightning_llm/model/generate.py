@@ -1,14 +1,114 @@
-"""Sampling text from a decoder, plainly: one forward over the window for each new token, no cache of keys."""
+"""Sampling text from a decoder: step by step with a cache, or by the whole forward pass where a model keeps none."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
+
+PROMPT_TOKENS = 256
+"""How many tokens of a prompt are taken at once: their logits are all made, and the last alone are wanted."""
+
+NextLogits = Callable[[Tensor], Tensor]
+"""Of tokens `[B, n]` that follow those of the calls before: logits `[B, V]` of the token that comes after them."""
+
+
+class Model(Protocol):
+    """What gives logits `[B, T or 1, V]` of tokens `[B, T]`: a decoder, or `LanguageModule.whole_model`."""
+
+    config: ModelConfig
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return the logits, of the last position alone or of all."""
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws tokens from the softmax of `logits / temperature`; `temperature=0` takes the likeliest.
+
+    Of the `top_k` likeliest where given; of these, of the fewest whose probabilities sum to at least `top_p` (nucleus
+    sampling, Holtzman et al. 2020, arXiv:1904.09751). Raises ValueError for senseless settings.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf") or (self.top_k is not None and self.top_k < 1):
+            raise ValueError(
+                f"temperature={self.temperature} must be at least 0 and top_k={self.top_k} at least 1 or null"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+    def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return tokens int64 `[B, 1]` of `logits` `[B, V]`; `generator` lives on their device."""
+        if self.temperature == 0:
+            return logits.argmax(dim=-1, keepdim=True)  # [B, 1]
+        kept, ids = logits.topk(min(self.top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # 2 x [B, k], descending
+        probabilities = torch.softmax(kept / self.temperature, dim=-1)  # [B, k]
+        if self.top_p < 1:
+            before = probabilities.cumsum(-1) - probabilities  # [B, k] of those that are likelier
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)  # [B, 1]
+        return ids.gather(-1, drawn)  # [B, 1]
+
+
+class CachedLogits:
+    """`NextLogits` of a decoder that keeps what it has seen, of at most `length` tokens in all."""
+
+    def __init__(self, model: Decoder, batch_size: int, length: int):
+        """Raises ValueError as `Decoder.new_cache` does."""
+        self.model = model
+        self.cache = model.new_cache(batch_size, length)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return logits `[B, V]` after `tokens` `[B, n]`, n > 0."""
+        for part in tokens.split(PROMPT_TOKENS, dim=1):
+            logits = self.model.step(part, self.cache)[:, -1]  # [B, V]
+        return logits
+
+
+class RecomputedLogits:
+    """`NextLogits` of any model by a forward pass over the last `max_sequence_length` tokens, for each token anew."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.seen: Tensor | None = None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return logits `[B, V]` after `tokens` `[B, n]`."""
+        self.seen = tokens if self.seen is None else torch.cat([self.seen, tokens], dim=1)  # [B, T]
+        self.seen = self.seen[:, -self.model.config.max_sequence_length :]
+        return self.model(self.seen)[:, -1]  # [B, V]
 
 
 @torch.no_grad()
+def sampled(
+    next_logits: NextLogits,
+    prompt_tokens: Tensor,
+    vocab_size: int,
+    sampler: Sampler,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Yield tokens without end, int64 `[B, 1]`, each given `prompt_tokens` `[B, T]` and those before.
+
+    A token is computed with when the next one is asked for.
+    """
+    tokens = prompt_tokens
+    while True:
+        logits = next_logits(tokens)[:, :vocab_size].float()  # [B, vocab_size]
+        tokens = sampler(logits, generator)  # [B, 1]
+        yield tokens
+
+
 def generate(
-    model: Decoder,
+    model: Model,
     prompt_tokens: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -17,30 +117,23 @@ def generate(
 ) -> Tensor:
     """Return `prompt_tokens` `[B, T]` with `max_new_tokens` sampled tokens appended: int64 `[B, T + max_new_tokens]`.
 
-    Each token is drawn from the softmax of `logits / temperature`, among the `top_k` likeliest where given;
-    `temperature=0` takes the likeliest. The model sees the last `max_sequence_length` tokens. `generator` lives on the
-    model's device. The model's training mode is put back. Raises ValueError for an empty prompt, a negative
-    temperature or `top_k` below 1.
+    The model sees the last `max_sequence_length` tokens: a decoder that all of them fit into keeps them in a cache, any
+    other computes its window anew. `generator` lives on the model's device. A module's training mode is put back.
+    Raises ValueError for an empty prompt or senseless settings, see `Sampler`.
     """
     if prompt_tokens.shape[1] == 0:
         raise ValueError("the prompt is empty: give at least one token, such as the end-of-text token")
-    if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"temperature={temperature} must be at least 0 and top_k={top_k} at least 1 or null")
-    was_training, tokens = model.training, prompt_tokens
-    model.eval()
+    sampler = Sampler(temperature, top_k)
+    batch_size, length = prompt_tokens.shape[0], prompt_tokens.shape[1] + max_new_tokens
+    logits: NextLogits = RecomputedLogits(model)
+    if isinstance(model, Decoder) and length <= model.config.max_sequence_length:
+        logits = CachedLogits(model, batch_size, length)
+    module = model if isinstance(model, nn.Module) else nn.Module()
+    was_training, tokens = module.training, [prompt_tokens]
+    module.eval()
     try:
-        for _ in range(max_new_tokens):
-            window = tokens[:, -model.config.max_sequence_length :]  # [B, <= max_sequence_length]
-            logits = model(window)[:, -1, : model.config.vocab_size].float()  # [B, vocab_size]
-            tokens = torch.cat([tokens, _sample(logits, temperature, top_k, generator)], dim=1)  # [B, T + 1]
+        drawn = sampled(logits, prompt_tokens, model.config.vocab_size, sampler, generator)
+        tokens += [next(drawn) for _ in range(max_new_tokens)]
     finally:
-        model.train(was_training)
-    return tokens
-
-
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)  # [B, 1]
-    kept, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)  # 2 x [B, top_k]
-    drawn = torch.multinomial(torch.softmax(kept / temperature, dim=-1), 1, generator=generator)  # [B, 1]
-    return ids.gather(-1, drawn)  # [B, 1]
+        module.train(was_training)
+    return torch.cat(tokens, dim=1)

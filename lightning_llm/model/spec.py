@@ -122,7 +122,10 @@ class Part(Group):
 
 
 class Mixer(Part):
-    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`."""
+    """What lets a token see others. The module is called with `(x [B, T, D], rope, mask)` and returns `[B, T, D]`.
+
+    One that can generate has `new_cache` and `step`, too: `model.stepping.SteppingMixer`.
+    """
 
     recurrent: ClassVar[bool] = False
     """Whether it carries a state from token to token and looks at no keys. If so no rope and no mask `[B, 1, T, T]` are

@@ -44,26 +44,27 @@ class Subject:
         return self.folder.name if self.checkpoint is None else f"{self.folder.name}-step={self.checkpoint.step}"
 
 
-def find_subject(path: Path, arguments: Sequence[str], text: Path | None) -> Subject:
+def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool = True) -> Subject:
     """Return what lies at `path`; `arguments` are overrides of its config, `text` a file of documents.
 
-    Raises ConfigError where it is nothing that can be probed, or the arguments or the file do not go with it.
+    Raises ConfigError where it holds no weights, or the arguments or the file do not go with it; where `needs_data`, a
+    Hugging Face folder needs one of them.
     """
     path = path.expanduser().absolute()
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
     if (path / "config.json").is_file():
-        return _huggingface(path, arguments, text)
+        return _huggingface(path, arguments, text, needs_data)
     checkpoint, passed_over = checkpoint_at(path, content_damage)
     run = checkpoint.run_folder if checkpoint else path
     if not checkpoint and not (run / "config.yaml").is_file():
-        raise ConfigError(Problem(str(path), f"is none of what can be probed: {EXPECTED}."))
+        raise ConfigError(Problem(str(path), f"holds no weights. Give {EXPECTED}."))
     if not (run / "config.yaml").is_file():
         text_ = f"belongs to no run: {run / 'config.yaml'} is missing, which says its model and data."
         raise ConfigError(Problem(str(path), text_))
     if checkpoint is None:
-        raise ConfigError(Problem(str(path), "holds no checkpoint, so no weights. Probe a run that saved one."))
+        raise ConfigError(Problem(str(path), "holds no checkpoint, so no weights. Give a run that saved one."))
     for line in passed_over_lines(passed_over):
         print(line, file=sys.stderr)
     if text is not None:
@@ -77,7 +78,7 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None) -> Sub
     return Subject(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
 
 
-def _huggingface(path: Path, arguments: Sequence[str], text: Path | None) -> Subject:
+def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool) -> Subject:
     problems: list[Problem] = []
     model = None
     try:
@@ -87,7 +88,7 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None) -> Sub
     if not (path / "tokenizer.json").is_file():
         problems.append(Problem(str(path / "tokenizer.json"), "is missing: save the tokenizer as a fast one."))
     has_data = any(word.startswith("data=") for word in arguments)
-    if text is None and not has_data:
+    if text is None and not has_data and needs_data:
         given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
         problems.append(Problem("data", given))
     elif text is not None and has_data:

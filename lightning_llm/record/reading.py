@@ -19,6 +19,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.native.capability import DEVICES
+from lightning_llm.record.evaluations import PREFIX, read_evaluations
 from lightning_llm.record.files import NON_FINITE, ended_not_finite, read_records, summary_of
 from lightning_llm.record.provenance import origin_of
 
@@ -48,6 +49,10 @@ class Run:
     """What the step was, by the spike detector, before whose update the run was ended."""
     spikes: int = 0
     typed: Config | None = None
+    evaluated_on: dict[str, str] = field(default_factory=dict)
+    """Of metrics that `evaluate` measured, "eval/NAME": what on."""
+    higher_is_better: set[str] = field(default_factory=set)
+    """Of these, those that a better model has more of."""
 
     @property
     def name(self) -> str:
@@ -152,6 +157,7 @@ def read_run(folder: Path) -> Run:
         migrate(tree)
         run = Run(folder, flatten(tree), summary_of(folder))
         _read_metrics(run, folder / "metrics.jsonl")
+        _read_evaluations(run)
         if run.finished and not run.last_step:
             raise ValueError("its summary says that it finished, and metrics.jsonl is missing or empty")
         steps = run.config.get("trainer.max_steps")  # of a run that a callback ended, `finished` is false
@@ -195,6 +201,19 @@ def _read_metrics(run: Run, path: Path) -> None:
         run.skipped_steps += bool(record.get("skipped"))
         if not record.get("skipped"):  # what was left out did not reach the weights
             run.last_loss = float(record.get("loss", math.nan))
+
+
+def _read_evaluations(run: Run) -> None:
+    step_tokens: list[Any] = [run.config.get(f"data.{key}") for key in ("global_batch_size", "sequence_length")]
+    for step, metrics in read_evaluations(run.folder).items():
+        for name, each in metrics.items():
+            key = f"{PREFIX}{name}"
+            run.validations.setdefault(key, {})[step] = each["value"]
+            run.evaluated_on[key] = str(each.get("of", ""))  # the newest step's
+            if each.get("higher_is_better"):
+                run.higher_is_better.add(key)
+        if all(isinstance(each, int) for each in step_tokens):
+            run.tokens.setdefault(step, step * math.prod(step_tokens))
 
 
 def facts(run: Run) -> Mapping[str, Any]:

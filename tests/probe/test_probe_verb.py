@@ -154,7 +154,7 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
     for path, part in {
         tmp_path / "nowhere": "does not exist. Give a run's folder",
         run_folder / "config.yaml": "is a file",
-        bare: "is none of what can be probed",
+        bare: "holds no weights. Give a run",
         weightless: "holds no checkpoint, so no weights",
         lost: "belongs to no run",
     }.items():

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.mixer.attention_cpu import is_faster_here, short_attention
+from lightning_llm.model.mixer.attention_cpu import ROWS, is_faster_here, row_attention, short_attention
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.mixer.key_value_cache import KeyValueCache
 from lightning_llm.model.rope import apply_rope
+from lightning_llm.model.stepping import blocks_of, in_block, rows_of
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a mask that broadcasts to `[B, H, T, S]`: `[B, T, H, K]`."""
@@ -65,6 +67,11 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     return mixed.transpose(1, 2)  # [B, T, H, K]
 
 
+def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return what `torch_attention` does, for a block of `ROWS` queries; on a CPU by the sums of `short_attention`."""
+    return (row_attention if q.device.type == "cpu" else torch_attention)(q, k, v, mask)
+
+
 def for_all_heads(keys: Tensor, heads: int) -> Tensor:
     """Return `[B, S, heads, K]` from `[B, S, G, K]`: each key/value head as often as query heads share it.
 
@@ -89,12 +96,14 @@ class Attention(nn.Module):
 
     kernel_ops = KERNEL_OPS
     """What selective checkpointing keeps the outputs of, see `parallel.activation`."""
+    steps_in_blocks = True
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.attention_head_dim
+        self.head_dim, self.window = config.attention_head_dim, spec.window
         self.attend: Kernel = dot_product_attention  # replaced where other ranks hold a part of the keys,
         self.kernel: Kernel = torch_attention  # by what gathers them for this one, which takes any number of keys
+        self.block_kernel: Kernel = block_attention  # and for a block of queries behind a cache of keys
         query_size, key_size = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.q_proj = Linear(config.hidden_size, query_size, bias=config.bias)
         self.k_proj = Linear(config.hidden_size, key_size, bias=config.bias)
@@ -106,14 +115,49 @@ class Attention(nn.Module):
 
         `rope` are the tables of `rope_tables`; `mask` is that of `document_mask`, None for plain causal attention.
         """
+        q, k, v = self.project(x, rope)  # [B, T, H, K], 2 x [B, T, G, K]
+        return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, T, H, K]`, keys and values `[B, T, G, K]` of `x` `[B, T, D]`."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, K]
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, G, K]
         q, k = self.prepare(q, k)  # [B, T, H, K], [B, T, G, K]
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)  # [B, T, H, K], [B, T, G, K]
-        return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
+        return q, k, v
 
     def prepare(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries `[B, T, H, K]` and keys `[B, T, G, K]` as other kinds change them, before positions do."""
         return q, k
+
+    def new_cache(self, batch_size: int, length: int) -> KeyValueCache:
+        """Return room for the keys and values of `batch_size` sequences of at most `length` tokens."""
+        return KeyValueCache(batch_size, length, self.window)
+
+    def step(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache) -> Tensor:
+        """Return `[B, n, D]` for the next n tokens `x` `[B, n, D]`; `rope` are the tables of their positions.
+
+        See `model.stepping`. Raises ValueError where the cache is full.
+        """
+        mixed, first = [], cache.length
+        for start, stop in blocks_of(first, x.shape[1]):
+            part = slice(start - first, stop - first)
+            tables = None if rope is None else (rope[0][..., part, :, :], rope[1][..., part, :, :])
+            mixed.append(self._step_in_block(x[:, part], tables, cache))
+        return torch.cat(mixed, dim=1)  # [B, n, D]
+
+    def _step_in_block(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache) -> Tensor:
+        start = cache.length
+        rows = rows_of(start, start + x.shape[1])
+        if rope is not None:
+            rope = in_block(rope[0], start, -3), in_block(rope[1], start, -3)  # 2 x [.., STEP_ROWS, 1, K/2]
+        q, k, v = self.project(in_block(x, start), rope)  # [B, STEP_ROWS, H, K], 2 x [B, STEP_ROWS, G, K]
+        cache.append(k[:, rows], v[:, rows])
+        first_row = start - start % q.shape[1]
+        block = first_row - first_row % ROWS
+        keys, values, mask = cache.seen_from(block)  # 2 x [B, S, G, K], [1, 1, ROWS, S]
+        mixed = self.block_kernel(in_block(q, first_row, rows=ROWS), keys, values, mask)  # [B, ROWS, H, K]
+        own = mixed[:, rows_of(first_row, first_row + q.shape[1], ROWS)]  # [B, STEP_ROWS, H, K]
+        return self.o_proj(own.flatten(2))[:, rows]  # [B, n, D]

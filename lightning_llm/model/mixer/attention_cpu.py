@@ -32,12 +32,22 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     return _forward(q, k, v, mask)
 
 
+def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the same `[B, b, H, K]` of b queries `[B, b, H, K]` on t keys `[B, t, G, K]`, by the same sums.
+
+    `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. No gradients.
+    """
+    p = _probabilities(_by_head(q, k.shape[2]), _scaled_keys(k), mask)  # [BG, R b, t]
+    mixed = torch.bmm(p.to(v.dtype), _by_key(v)).unflatten(1, (-1, q.shape[1]))  # [BG, R, b, K]
+    return _from_heads(mixed, q).contiguous()  # [B, b, H, K]
+
+
 @torch.library.custom_op("lightning_llm::short_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     queries, scaled_t, values = _by_head(q, k.shape[2]), _scaled_keys(k), _by_key(v)
     mixed = []
     for start, stop in _row_blocks(q):
-        p = _probabilities(queries[:, :, start:stop], scaled_t, mask, start, stop)  # [BG, R b, t]
+        p = _probabilities(queries[:, :, start:stop], scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
         mixed.append(torch.bmm(p.to(v.dtype), values[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
     return _from_heads(torch.cat(mixed, dim=2), q).contiguous()  # [B, T, H, K]
 
@@ -51,7 +61,7 @@ def _backward(
     grad_q, grad_k, grad_v = [], torch.zeros_like(_wide(keys)), torch.zeros_like(_wide(keys))  # [BG, T, K]
     for start, stop in _row_blocks(q):
         query, grad = queries[:, :, start:stop], grads[:, :, start:stop].flatten(1, 2)  # [BG, R, b, K], [BG, R b, K]
-        p = _probabilities(query, scaled_t, mask, start, stop)  # [BG, R b, t]
+        p = _probabilities(query, scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
         grad_p = torch.bmm(_wide(grad), values_t[:, :, :stop])  # [BG, R b, t]
         grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(q.dtype)  # [BG, R b, t]
         grad_q.append(torch.bmm(grad_s, keys[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
@@ -89,16 +99,22 @@ def _row_blocks(q: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + ROWS, length)) for start in range(0, length, ROWS)]
 
 
-def _probabilities(query: Tensor, scaled_t: Tensor, mask: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return the attention weights of queries `start` to `stop` on keys 0 to `stop`: fp32 `[BG, R b, stop]`."""
-    count = query.shape[1]
-    scores = torch.bmm(_wide(query).flatten(1, 2), scaled_t[:, :, :stop])  # [BG, R b, t]
-    by_row = scores.view(-1, count, stop - start, stop)  # [BG, R, b, t]
+def _rows(mask: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if mask is None else mask[:, :, start:stop, :stop]
+
+
+def _probabilities(query: Tensor, scaled_t: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the attention weights, fp32 `[BG, R b, t]`, of b queries `[BG, R, b, K]` on t keys `[BG, K, t]`.
+
+    `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens.
+    """
+    rows, keys = query.shape[2], scaled_t.shape[-1]
+    scores = torch.bmm(_wide(query).flatten(1, 2), scaled_t)  # [BG, R b, t]
+    by_row = scores.view(-1, query.shape[1], rows, keys)  # [BG, R, b, t]
     if mask is None:
-        by_row[..., start:] += torch.full((stop - start, stop - start), -math.inf, dtype=scores.dtype).triu(1)
+        by_row[..., keys - rows :] += torch.full((rows, rows), -math.inf, dtype=scores.dtype).triu(1)
     else:
-        hidden = ~mask[:, :, start:stop, :stop]  # [B, 1, b, t]
-        by_row.view(mask.shape[0], -1, stop - start, stop).masked_fill_(hidden, -math.inf)
+        by_row.view(mask.shape[0], -1, rows, keys).masked_fill_(~mask, -math.inf)
     return torch.softmax(scores, dim=-1)
 
 

@@ -16,7 +16,7 @@ class SoftCappedAttention(Attention):
 
     def __init__(self, spec: Spec, config: ModelConfig):
         super().__init__(spec, config)
-        self.kernel = self.attend = capped_attention(spec.cap)
+        self.kernel = self.attend = self.block_kernel = capped_attention(spec.cap)
         scalar = spec.query_pre_attention_scalar or self.head_dim
         self.scale = math.sqrt(self.head_dim / scalar)  # of what the kernel divides by sqrt(K)
 

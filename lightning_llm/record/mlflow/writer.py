@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
 from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, open_store, truncate
 
@@ -50,6 +51,20 @@ def points(record: Mapping[str, Any]) -> list[Point]:
             point = (name, float(value)) if finite else (f"nonfinite/{name}", 1.0)
             made.append((*point, round(record["time"] * 1000), record["step"]))
     return made
+
+
+def log_evaluations(client: Any, run_id: str, folder: Path) -> None:
+    """Log what `evaluation/` of a run's folder holds, as "eval/NAME" at its step; nothing that MLflow has already."""
+    from mlflow.entities import Metric
+
+    made: list[Any] = []
+    for record in evaluation_points(folder):
+        for key, value, milliseconds, step in points({**record, "time": time.time()}):
+            known = client.get_metric_history(run_id, key)
+            if not any(each.step == step and each.value == value for each in known):
+                made.append(Metric(key, value, milliseconds, step))
+    for start in range(0, len(made), METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=made[start : start + METRICS_PER_BATCH])
 
 
 class RunWriter:
@@ -86,6 +101,7 @@ class RunWriter:
 
         final = points({**{f"final/{key}": value for key, value in figures.items()}, **self._last})
         self._client.log_batch(self.run_id, metrics=[Metric(*point) for point in final])
+        log_evaluations(self._client, self.run_id, self.run_dir)
         self._set_tags({"status_detail": detail})
         self._log_artifacts(self._client, LAST_ARTIFACTS)
         self._client.set_terminated(self.run_id, STATUSES[status], self.job.get("ended_milliseconds"))

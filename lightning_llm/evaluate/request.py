@@ -1,0 +1,168 @@
+"""What `evaluate` is asked for, checked: all that is wrong is said at once, before weights are read."""
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.recipes import option_files
+from lightning_llm.data.check import check_data
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.evaluate.members import check_members
+from lightning_llm.evaluate.weights import device_of, tokenizer_of
+from lightning_llm.probe.subject import Place, find_subject
+from lightning_llm.record.evaluations import read_evaluations
+
+INSTALL = "pip install 'lightning-llm[eval]'"
+WHOLE_FILE_SHARE = 0.9
+"""Of the documents of --data KIND=FILE: all but a tenth, which a corpus keeps to train on."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """`places` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
+
+    `validates`: whether losses are wanted, of the first place's data; `tasks`: a `harness.Tasks`, or None.
+    """
+
+    places: list[Place]
+    how: str
+    validates: bool
+    tasks: Any
+    device: torch.device
+
+
+def request_of(arguments: argparse.Namespace) -> Request:
+    """Return what the words of the command line ask for. Raises ConfigError with all that is wrong."""
+    problems: list[Problem] = []
+    for key in ("limit", "batch_size"):
+        value = getattr(arguments, key)
+        if value is not None and value < 1:
+            problems.append(Problem(f"--{key.replace('_', '-')}", f"is {value}, must be at least 1."))
+    if arguments.average and arguments.ensemble:
+        text = "goes without --average: models are made one by their weights or by what they predict."
+        problems.append(Problem("--ensemble", text))
+    names = [name for word in arguments.tasks for name in word.split(",") if name]
+    if arguments.tasks_only and not names:
+        problems.append(Problem("--tasks-only", "leaves nothing to do: no --tasks were given."))
+    paths = [*([arguments.path] if arguments.path else []), *arguments.average, *arguments.ensemble]
+    if not paths:
+        problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
+    made = _gathered(problems, lambda: _places(paths, arguments, bool(names)))
+    places, validates = made or ([], False)
+    device = _gathered(problems, lambda: device_of(arguments.device))
+    tasks = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
+    if problems or device is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    how = "average" if arguments.average else "ensemble" if arguments.ensemble else ""
+    return Request(places, how if len(places) > 1 else "", validates, tasks, device)
+
+
+def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
+    """Return what `find` does; where it raises ConfigError, None, and `problems` has them."""
+    try:
+        return find()
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: bool) -> tuple[list[Place], bool]:
+    """Return the models' places, the first with the data to validate on; and whether there are any to validate on."""
+    problems: list[Problem] = []
+    files, words = _data_words(arguments.data, problems)
+    found = [
+        _gathered(problems, partial(find_subject, path, words if index == 0 else [], None, needs_data=False))
+        for index, path in enumerate(paths)
+    ]
+    places = [place for place in found if place is not None]
+    if places and len(places) == len(paths):
+        _gathered(problems, lambda: check_members(places, same_shape=bool(arguments.average)))
+    validates = not arguments.tasks_only
+    if places and found[0] is not None:
+        first = places[0]
+        if first.kind == "huggingface" and not arguments.data:
+            validates = False
+            if not has_tasks:
+                text = "is missing: a Hugging Face folder brings no text. Give --data jsonl=FILE, or --tasks."
+                problems.append(Problem("--data", text))
+        if files:
+            first = _gathered(problems, lambda: _with_files(first, files)) or first
+        problems += check_data(first.config.data, first.config.model.vocab_size, 1) if validates else []
+        if validates and not first.config.data.validation.fraction:
+            text = "is 0: nothing is held out to validate on. Give --data validation.fraction=0.02, or --tasks-only."
+            problems.append(Problem("data.validation.fraction", text))
+        problems += _length_problems(places, first.config.data.sequence_length) if validates else []
+        _gathered(problems, lambda: tokenizer_of(first))
+        _gathered(problems, lambda: _check_results(first))
+        places[0] = first
+    if problems:
+        raise ConfigError(problems)
+    return places, validates
+
+
+def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str, Path], list[str]]:
+    """Return the files of --data KIND=FILE by kind, and overrides of --data KEY=VALUE, KEY below `data`."""
+    files: dict[str, Path] = {}
+    words = []
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            problems.append(Problem("--data", f"'{word}' is no KEY=VALUE: jsonl=FILE, or a key below data."))
+        elif key in option_files("data", None):
+            files[key] = Path(value).expanduser().absolute()
+        else:
+            words.append(f"data.{key}={value}")
+    if len(files) > 1:
+        problems.append(Problem("--data", f"names files of {len(files)} kinds ({', '.join(files)}). Give one."))
+    return files, words
+
+
+def _with_files(place: Place, files: dict[str, Path]) -> Place:
+    """Return `place` with the documents of a file instead of its data, as many tokens at once, by its own tokenizer."""
+    ((kind, file),) = files.items()
+    own = place.config.data
+    made = compose_config([f"data={kind}", f"data.sources.{kind}.path='{file}'"]).data
+    kept = ("tokenizer", "sequence_length", "micro_batch_size", "document_mask", "cache_dir")
+    whole = made.validation.model_copy(update={"fraction": WHOLE_FILE_SHARE, "sequences": 10**6})
+    data = made.model_copy(update={key: getattr(own, key) for key in kept} | {"validation": whole})
+    return replace(place, config=place.config.model_copy(update={"data": data}))
+
+
+def _tasks(names: Sequence[str], read: bool) -> Any:
+    """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
+    files = [Path(name).expanduser() for name in names if is_task_file(name)]
+    if missing := [Problem("--tasks", f"{file} is no file.") for file in files if not file.is_file()]:
+        raise ConfigError(missing)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL}"))
+    if not read:
+        return None
+    from lightning_llm.evaluate.harness import Tasks
+
+    return Tasks(names)
+
+
+def is_task_file(name: str) -> bool:
+    """Return whether a word of --tasks is a file of the user's, and no name of lm-eval's."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def _length_problems(places: Sequence[Place], length: int) -> list[Problem]:
+    """Return which models do not take sequences of `length` tokens."""
+    longest = {place.folder: place.config.model.max_sequence_length for place in places}
+    text = "takes {:,} tokens, and data.sequence_length is {:,}. Lower it: --data sequence_length={}."
+    return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
+
+
+def _check_results(place: Place) -> Any:
+    try:
+        return read_evaluations(place.folder)
+    except ValueError as error:
+        raise ConfigError(Problem(str(place.folder), f"{error}.")) from error

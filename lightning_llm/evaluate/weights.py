@@ -1,0 +1,56 @@
+"""A decoder with the weights of a run, a checkpoint or a Hugging Face folder, whole, as it is after training."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.linear import Linear
+from lightning_llm.parallel.apply import DTYPES
+from lightning_llm.probe.subject import Place
+
+
+def decoder_of(place: Place, weights: Mapping[str, Tensor], device: torch.device, compute_dtype: str = "") -> Decoder:
+    """Return the model of `place` on `device` with fp32 `weights` by name, in evaluation mode, without any cast.
+
+    Activations are in `compute_dtype` (a key of `DTYPES`), by default that of the place's recipe.
+    """
+    config = place.config
+    dtype = DTYPES[compute_dtype or config.precision.compute_dtype]
+    with torch.device("meta"):
+        model = Decoder(config.model, dtype)
+    model.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, assign=True)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.to(dtype)  # once, and not in every forward pass
+    return model.eval().requires_grad_(False)
+
+
+def tokenizer_of(place: Place) -> Tokenizer:
+    """Return the tokenizer that the weights of `place` were trained with.
+
+    Raises:
+        ConfigError: there is no file of it, or it cannot be read.
+    """
+    settings = place.config.data.tokenizer
+    if settings.path is None:
+        text = "is missing, which says what the tokens are. Bring it back from a copy; resume=auto writes it anew."
+        raise ConfigError(Problem(str(Path(place.folder, "tokenizer.json")), text))
+    try:
+        return Tokenizer(settings.path, settings.end_of_document)
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem(settings.path, f"cannot be read: {error}.")) from error
+
+
+def device_of(wanted: str) -> torch.device:
+    """Return the device that --device names. Raises ConfigError where it is not here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device."
+        raise ConfigError(Problem("--device", text))
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

@@ -1,0 +1,142 @@
+"""`lightning-llm generate`: the text is the model's own, the same for a seed, and nothing impossible is begun."""
+
+import io
+import json
+import shutil
+
+import pytest
+import torch
+
+from lightning_llm.__main__ import main
+from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.evaluate.weights import decoder_of
+from lightning_llm.model.generate import generate
+from lightning_llm.probe.subject import find_subject, read_weights
+
+
+def facts_of(capsys, *words):
+    capsys.readouterr()
+    assert main(["generate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def written(run, tokens, count, temperature=0.8, top_k=50, seed=0):
+    """Return what the model writes after `tokens`, by itself, up to the end of the document."""
+    place, tokenizer = find_subject(run, [], None), Tokenizer(run)
+    model = decoder_of(place, read_weights(place), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    new = generate(model, torch.tensor([tokens]), count, temperature, top_k, generator)[0, len(tokens) :].tolist()
+    return new[: new.index(tokenizer.end_of_document)] if tokenizer.end_of_document in new else new
+
+
+def tokens_of(run, text):
+    return Tokenizer(run).encode_batch([text])[0].tolist()
+
+
+def test_the_text_is_the_models_own(trained, capsys):
+    facts = facts_of(capsys, trained, "--prompt", "the of and", "--max-new-tokens", 40, "--seed", 3)
+    prompt = tokens_of(trained, "the of and")
+    assert facts["prompt_tokens"] == prompt
+    assert facts["new_tokens"] == written(trained, prompt, 40, seed=3)
+    assert facts["text"] == Tokenizer(trained).decode(facts["new_tokens"])
+    assert (facts["step"], facts["seed"], facts["compute_dtype"]) == (4, 3, "fp32")
+
+
+def test_a_seed_and_a_checkpoint_say_the_text(trained, capsys):
+    words = trained, "--prompt", "", "--max-new-tokens", 30
+    first = facts_of(capsys, *words)["new_tokens"]
+    assert facts_of(capsys, *words)["new_tokens"] == first
+    assert facts_of(capsys, *words, "--seed", 1)["new_tokens"] != first
+    earlier = trained / "checkpoints" / "step=2", *words[1:]
+    assert facts_of(capsys, *earlier)["step"] == 2
+    greedy = facts_of(capsys, *words, "--temperature", 0)["new_tokens"]
+    assert facts_of(capsys, *words, "--top-k", 1, "--seed", 5)["new_tokens"] == greedy
+    assert facts_of(capsys, *words, "--top-p", 1e-9, "--seed", 6)["new_tokens"] == greedy
+
+
+def test_what_is_printed_is_prompt_and_text(trained, capsys):
+    words = "--prompt", "the of", "--max-new-tokens", "20"
+    text = facts_of(capsys, trained, *words)["text"]
+    assert main(["generate", str(trained), *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"the of{text}\n"
+    assert "seed 0" in printed.err
+
+
+def test_a_stop_string_ends_the_text_before_it(trained, capsys):
+    words = trained, "--prompt", "the", "--max-new-tokens", 40
+    text = facts_of(capsys, *words)["text"]
+    stop = text[7:10]
+    facts = facts_of(capsys, *words, "--stop", stop, "--stop", "never said")
+    assert facts["text"] == text[: text.index(stop)]
+    assert facts["finish_reason"] == "stop"
+
+
+def test_chat_goes_on_with_what_was_said(trained, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the of\nand to\n"))
+    assert main(["generate", str(trained), "--chat", "--max-new-tokens", "8", "--temperature", "0"]) == 0
+    answers = capsys.readouterr().out
+    line, other = tokens_of(trained, "the of\n"), tokens_of(trained, "and to\n")
+    first = written(trained, line, 8, temperature=0)
+    assert len(first) == 8  # and no end of a document, which the second line would follow
+    second = written(trained, [*line, *first, *other], 8, temperature=0)
+    decode = Tokenizer(trained).decode
+    assert answers == f"{decode(first)}\n{decode(second)}\n"
+
+
+def test_chat_forgets_when_the_context_is_full(trained, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the of\n" * 40 + "the " * 300 + "\n"))
+    assert main(["generate", str(trained), "--chat", "--max-new-tokens", "4"]) == 0
+    said = capsys.readouterr().err
+    assert "what was said before is forgotten" in said
+    assert "longer than the context, and left out" in said
+
+
+def test_all_that_is_wrong_is_said_at_once(trained, tmp_path, capsys):
+    wrong = ["--max-new-tokens", "0", "--temperature", "-1", "--top-k", "-2", "--top-p", "0", "--stop", ""]
+    assert main(["generate", str(tmp_path / "nowhere"), *wrong]) == 2
+    said = capsys.readouterr().err
+    for part in ("7 problems", "--max-new-tokens: is 0", "--temperature: is -1.0", "--top-k: is -2", "--top-p: is 0.0",
+                 "--stop: is empty", "--prompt: is missing", "does not exist"):  # fmt: skip
+        assert part in said, part
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--prompt", "the " * 200), "exceed model.max_sequence_length=128"),
+        (("--prompt", "the", "--max-new-tokens", "128"), "Shorten it, or lower --max-new-tokens"),
+        (("--chat", "--json"), "--json: goes without --chat"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(trained, capsys, words, said):
+    assert main(["generate", str(trained), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stop_string_that_no_tokens_write_is_refused(trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    content = json.loads((run / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (run / "tokenizer.json").write_text(json.dumps(content))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "tokenizer_digest": None}))
+    assert main(["generate", str(run), "--prompt", "the " * 200, "--stop", "END", "--stop", "end"]) == 2
+    said = capsys.readouterr().err
+    assert "--stop: 'END' cannot come: the tokenizer writes it as 'end'" in said
+    assert "2 problems" in said  # and the prompt is too long
+
+
+def test_a_run_without_its_tokenizer_or_with_a_damaged_checkpoint_is_refused(trained, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    file = next((copy / "checkpoints" / "step=4" / "tensors").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["generate", str(copy / "checkpoints" / "step=4"), "--prompt", "a"]) == 2
+    assert file.name in capsys.readouterr().err
+    (copy / "tokenizer.json").unlink()
+    assert main(["generate", str(copy), "--prompt", "a"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""lm-eval's tasks over our own weights: the numbers of its own `hf` backend on the exported folder, offline."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
+
+from lightning_llm.__main__ import main
+from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from lightning_llm.evaluate.harness import OwnModel
+from lightning_llm.evaluate.members import Ensemble
+from lightning_llm.evaluate.weights import decoder_of
+from lightning_llm.model.huggingface import huggingface_config, to_huggingface
+from lightning_llm.probe.subject import find_subject, read_weights
+from lightning_llm.record.files import summary_of
+
+CPU = torch.device("cpu")
+PAIRS = [
+    ("the of and", " to in"),
+    ("", "the of and to"),
+    ("is that for ", "it"),  # whose space goes to what is scored
+    ("the of and to in is that for it as was with be by on not he " * 9, " and to the of"),  # beyond the context
+    ("was with", " be by on not he the of and to in is that"),
+]
+TEXTS = ["the of and to in is", "the of and to in is that for it as was with be by on not he " * 10]
+
+
+@pytest.fixture(scope="module")
+def models(trained, tmp_path_factory) -> tuple[OwnModel, HFLM]:
+    """Our model, and lm-eval's own on the same weights in a Hugging Face folder."""
+    place = find_subject(trained, [], None)
+    weights = read_weights(place)
+    folder = tmp_path_factory.mktemp("exported")
+    save_file(to_huggingface(weights, place.config.model), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(huggingface_config(place.config.model)))
+    backend = PreTrainedTokenizerFast(tokenizer_file=str(trained / "tokenizer.json"), eos_token=END_OF_DOCUMENT)
+    backend.save_pretrained(folder)
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
+    return OwnModel(decoder_of(place, weights, CPU), Tokenizer(trained), CPU, batch_size=2), theirs
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def test_log_likelihoods_are_those_of_the_hf_backend(models):
+    ours, theirs = (model.loglikelihood(requests("loglikelihood", PAIRS)) for model in models)
+    assert [likeliest for _, likeliest in ours] == [likeliest for _, likeliest in theirs]
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-4)
+
+
+def test_so_are_those_of_whole_texts(models):
+    texts = [(text,) for text in TEXTS]
+    ours, theirs = (model.loglikelihood_rolling(requests("loglikelihood_rolling", texts)) for model in models)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert ours[1] < ours[0] < 0
+
+
+def test_what_is_written_is_theirs(models):
+    settings = {"until": ["he"], "max_gen_toks": 24, "do_sample": False}
+    arguments = [("the of and", settings), ("was with be", settings | {"until": ["never said"]})]
+    ours, theirs = (model.generate_until(requests("generate_until", arguments)) for model in models)
+    assert ours == theirs
+
+
+def test_batches_do_not_show(models, trained):
+    alone = OwnModel(models[0].model, Tokenizer(trained), CPU, batch_size=1)
+    one, two = (model.loglikelihood(requests("loglikelihood", PAIRS)) for model in (alone, models[0]))
+    assert [value for value, _ in one] == pytest.approx([value for value, _ in two], abs=1e-5)
+
+
+def test_an_ensemble_of_a_model_with_itself_is_that_model(models, trained):
+    for combine in ("probabilities", "logits"):
+        both = OwnModel(Ensemble([models[0].model] * 2, combine), Tokenizer(trained), CPU, batch_size=2)
+        ours, own = (model.loglikelihood(requests("loglikelihood", PAIRS)) for model in (both, models[0]))
+        assert [value for value, _ in ours] == pytest.approx([value for value, _ in own], abs=1e-4)
+
+
+@pytest.fixture
+def task(tmp_path) -> Path:
+    """A multiple-choice task with its documents, as a user writes one."""
+    documents = [{"q": "the of", "choices": [" and to", " not he"], "gold": i % 2} for i in range(6)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    file = tmp_path / "my_choice.yaml"
+    file.write_text(
+        f"task: my_choice\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/documents.jsonl\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{gold}}'\n"
+        "doc_to_choice: '{{choices}}'\nmetric_list:\n  - metric: acc\n    aggregation: mean\n"
+        "    higher_is_better: true\n"
+        "metadata:\n  version: 1.0\n"
+    )
+    return file
+
+
+def test_a_task_of_ones_own_offline(trained, task, tmp_path, capsys, monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    assert main(["evaluate", str(run), "--tasks", str(task), "--tasks-only", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics == {"my_choice/acc": 0.5}  # every second answer is the second
+    kept = json.loads((run / "evaluation" / "step=4.json").read_text())["metrics"]["my_choice/acc"]
+    assert (kept["higher_is_better"], kept["samples"], kept["of"]) == (True, 6, "version 1.0, all samples")
+    assert summary_of(run)["eval/my_choice/acc"] == 0.5
+    assert main(["evaluate", str(run), "--tasks", str(task), "--tasks-only", "--limit", "1"]) == 0
+    kept = json.loads((run / "evaluation" / "step=4.json").read_text())["metrics"]["my_choice/acc"]
+    assert kept["of"] == "version 1.0, the first 1 samples"
+
+
+def test_tasks_that_are_not_there_are_named(trained, task, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "documents.jsonl").unlink()
+    assert main(["evaluate", str(trained), "--tasks", f"{task},{tmp_path}/none.yaml"]) == 2
+    assert "none.yaml is no file" in capsys.readouterr().err
+    assert main(["evaluate", str(trained), "--tasks", str(task)]) == 2
+    assert "my_choice.yaml cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.full  # lm-eval's index of its tasks takes ten CPU seconds
+def test_a_misspelled_task_gets_a_suggestion(trained, capsys):
+    assert main(["evaluate", str(trained), "--tasks", "helaswag"]) == 2
+    assert "lm-eval has no task 'helaswag'. Did you mean 'hellaswag'" in capsys.readouterr().err
