@@ -105,9 +105,9 @@ class OwnModel(TemplateLM):
         for _ in range(count):
             tokens.append(int(next(drawn)))
             text = self.own_tokenizer.decode(tokens)
-            places = [place for stop in stops if (place := text.find(stop)) >= 0]
-            if places:
-                return text[: min(places)]
+            subjects = [subject for stop in stops if (subject := text.find(stop)) >= 0]
+            if subjects:
+                return text[: min(subjects)]
             if tokens[-1] == self.eot_token_id:
                 return self.own_tokenizer.decode(tokens[:-1])
         return self.own_tokenizer.decode(tokens)

@@ -12,43 +12,43 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.weights import tokenizer_of
-from lightning_llm.probe.subject import Place, read_weights
+from lightning_llm.probe.subject import Subject, read_weights
 
 Combine = Literal["probabilities", "logits"]
 COMBINATIONS: tuple[Combine, ...] = ("probabilities", "logits")
 
 
-def average_weights(places: Sequence[Place]) -> dict[str, Tensor]:
-    """Return the fp32 mean of the places' weights, by name, as `torch.optim.swa_utils.AveragedModel` takes it.
+def average_weights(subjects: Sequence[Subject]) -> dict[str, Tensor]:
+    """Return the fp32 mean of the subjects' weights, by name, as `torch.optim.swa_utils.AveragedModel` takes it.
 
     A running mean, so that of equal weights it is these, bit for bit. Two models' weights are held at once.
     """
     take_in = get_swa_avg_fn()
-    mean = read_weights(places[0])
-    for count, place in enumerate(places[1:], start=1):
-        weights = read_weights(place)
+    mean = read_weights(subjects[0])
+    for count, subject in enumerate(subjects[1:], start=1):
+        weights = read_weights(subject)
         for name in mean:
             mean[name] = take_in(mean[name], weights[name], count)
     return mean
 
 
-def check_members(places: Sequence[Place], *, same_shape: bool) -> None:
-    """Raise ConfigError unless all of `places` have one tokenizer, and with `same_shape` one model."""
-    first, *others = places
+def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
+    """Raise ConfigError unless all of `subjects` have one tokenizer, and with `same_shape` one model."""
+    first, *others = subjects
     problems: list[Problem] = []
     shape = first.config.model.model_dump(exclude={"name"})
-    for place in others:
-        if tokenizer_of(place).fingerprint != tokenizer_of(first).fingerprint:
+    for subject in others:
+        if tokenizer_of(subject).fingerprint != tokenizer_of(first).fingerprint:
             text = f"has another tokenizer than {first.folder}: its tokens mean something else."
-            problems.append(Problem(str(place.folder), text))
-        own = place.config.model.model_dump(exclude={"name"})
+            problems.append(Problem(str(subject.folder), text))
+        own = subject.config.model.model_dump(exclude={"name"})
         if same_shape and (differing := [key for key in shape if own[key] != shape[key]]):
             keys = ", ".join(f"model.{key} ({own[key]} and {shape[key]})" for key in differing)
             text = f"is no model of the shape of {first.folder}: {keys}. Weights of one shape alone have a mean."
-            problems.append(Problem(str(place.folder), text))
-        if not same_shape and place.config.model.vocab_size != first.config.model.vocab_size:
-            sizes = f"{place.config.model.vocab_size} and {first.config.model.vocab_size}"
-            problems.append(Problem(str(place.folder), f"predicts another vocabulary than {first.folder}: {sizes}."))
+            problems.append(Problem(str(subject.folder), text))
+        if not same_shape and subject.config.model.vocab_size != first.config.model.vocab_size:
+            sizes = f"{subject.config.model.vocab_size} and {first.config.model.vocab_size}"
+            problems.append(Problem(str(subject.folder), f"predicts another vocabulary than {first.folder}: {sizes}."))
     if problems:
         raise ConfigError(problems)
 

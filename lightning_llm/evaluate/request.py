@@ -16,7 +16,7 @@ from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.members import check_members
 from lightning_llm.evaluate.weights import device_of, tokenizer_of
-from lightning_llm.probe.subject import Place, find_subject
+from lightning_llm.probe.subject import Subject, find_subject
 from lightning_llm.record.evaluations import read_evaluations
 
 INSTALL = "pip install 'lightning-llm[eval]'"
@@ -26,12 +26,12 @@ WHOLE_FILE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Request:
-    """`places` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
+    """`subjects` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
 
-    `validates`: whether losses are wanted, of the first place's data; `tasks`: a `harness.Tasks`, or None.
+    `validates`: whether losses are wanted, of the first subject's data; `tasks`: a `harness.Tasks`, or None.
     """
 
-    places: list[Place]
+    subjects: list[Subject]
     how: str
     validates: bool
     tasks: Any
@@ -55,13 +55,13 @@ def request_of(arguments: argparse.Namespace) -> Request:
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
     made = _gathered(problems, lambda: _places(paths, arguments, bool(names)))
-    places, validates = made or ([], False)
+    subjects, validates = made or ([], False)
     device = _gathered(problems, lambda: device_of(arguments.device))
     tasks = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
     if problems or device is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if arguments.average else "ensemble" if arguments.ensemble else ""
-    return Request(places, how if len(places) > 1 else "", validates, tasks, device)
+    return Request(subjects, how if len(subjects) > 1 else "", validates, tasks, device)
 
 
 def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
@@ -73,20 +73,20 @@ def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
         return None
 
 
-def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: bool) -> tuple[list[Place], bool]:
-    """Return the models' places, the first with the data to validate on; and whether there are any to validate on."""
+def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: bool) -> tuple[list[Subject], bool]:
+    """Return the models' subjects, the first with the data to validate on; and whether there are any to validate on."""
     problems: list[Problem] = []
     files, words = _data_words(arguments.data, problems)
     found = [
         _gathered(problems, partial(find_subject, path, words if index == 0 else [], None, needs_data=False))
         for index, path in enumerate(paths)
     ]
-    places = [place for place in found if place is not None]
-    if places and len(places) == len(paths):
-        _gathered(problems, lambda: check_members(places, same_shape=bool(arguments.average)))
+    subjects = [subject for subject in found if subject is not None]
+    if subjects and len(subjects) == len(paths):
+        _gathered(problems, lambda: check_members(subjects, same_shape=bool(arguments.average)))
     validates = not arguments.tasks_only
-    if places and found[0] is not None:
-        first = places[0]
+    if subjects and found[0] is not None:
+        first = subjects[0]
         if first.kind == "huggingface" and not arguments.data:
             validates = False
             if not has_tasks:
@@ -98,13 +98,13 @@ def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: boo
         if validates and not first.config.data.validation.fraction:
             text = "is 0: nothing is held out to validate on. Give --data validation.fraction=0.02, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
-        problems += _length_problems(places, first.config.data.sequence_length) if validates else []
+        problems += _length_problems(subjects, first.config.data.sequence_length) if validates else []
         _gathered(problems, lambda: tokenizer_of(first))
         _gathered(problems, lambda: _check_results(first))
-        places[0] = first
+        subjects[0] = first
     if problems:
         raise ConfigError(problems)
-    return places, validates
+    return subjects, validates
 
 
 def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str, Path], list[str]]:
@@ -124,15 +124,15 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
     return files, words
 
 
-def _with_files(place: Place, files: dict[str, Path]) -> Place:
-    """Return `place` with the documents of a file instead of its data, as many tokens at once, by its own tokenizer."""
+def _with_files(subject: Subject, files: dict[str, Path]) -> Subject:
+    """Return `subject` with a file's documents instead of its data, as many tokens at once, by its own tokenizer."""
     ((kind, file),) = files.items()
-    own = place.config.data
+    own = subject.config.data
     made = compose_config([f"data={kind}", f"data.sources.{kind}.path='{file}'"]).data
     kept = ("tokenizer", "sequence_length", "micro_batch_size", "document_mask", "cache_dir")
     whole = made.validation.model_copy(update={"fraction": WHOLE_FILE_SHARE, "sequences": 10**6})
     data = made.model_copy(update={key: getattr(own, key) for key in kept} | {"validation": whole})
-    return replace(place, config=place.config.model_copy(update={"data": data}))
+    return replace(subject, config=subject.config.model_copy(update={"data": data}))
 
 
 def _tasks(names: Sequence[str], read: bool) -> Any:
@@ -154,15 +154,15 @@ def is_task_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _length_problems(places: Sequence[Place], length: int) -> list[Problem]:
+def _length_problems(subjects: Sequence[Subject], length: int) -> list[Problem]:
     """Return which models do not take sequences of `length` tokens."""
-    longest = {place.folder: place.config.model.max_sequence_length for place in places}
+    longest = {subject.folder: subject.config.model.max_sequence_length for subject in subjects}
     text = "takes {:,} tokens, and data.sequence_length is {:,}. Lower it: --data sequence_length={}."
     return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
 
 
-def _check_results(place: Place) -> Any:
+def _check_results(subject: Subject) -> Any:
     try:
-        return read_evaluations(place.folder)
+        return read_evaluations(subject.folder)
     except ValueError as error:
-        raise ConfigError(Problem(str(place.folder), f"{error}.")) from error
+        raise ConfigError(Problem(str(subject.folder), f"{error}.")) from error

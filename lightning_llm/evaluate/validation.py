@@ -1,7 +1,7 @@
 """The validation loss of weights that are there, on the batches and through the forward pass of the run itself."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,8 @@ from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.probe.subject import Place, delayed_state
+from lightning_llm.probe.subject import Subject, delayed_state
+from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 from lightning_llm.train.validation import Validation
 
@@ -33,9 +34,9 @@ class TrainedModel:
     step: int
 
     @classmethod
-    def of(cls, place: Place, weights: Mapping[str, Tensor], device: torch.device) -> "TrainedModel":
-        """Return the model of `place` with fp32 `weights` by name; delayed scales are the checkpoint's."""
-        config = place.config
+    def of(cls, subject: Subject, weights: Mapping[str, Tensor], device: torch.device) -> "TrainedModel":
+        """Return the model of `subject` with fp32 `weights` by name; delayed scales are the checkpoint's."""
+        config = subject.config
         recipe = config.precision.model_copy(update={"backend": "emulated"})
         with torch.device("meta"):
             model = Decoder(config.model, DTYPES[recipe.compute_dtype])
@@ -43,9 +44,11 @@ class TrainedModel:
         quantisation.swap(model, config.model.num_layers, device.type)
         master = DTYPES[recipe.master_dtype]
         model.load_state_dict({name: tensor.to(device, master) for name, tensor in weights.items()}, assign=True)
-        step = place.checkpoint.step if place.checkpoint else 0
+        step = subject.checkpoint.step if subject.checkpoint else 0
         quantisation.begin_step(model, max(0, step - 1))  # a run validates in the phase of the step that it made
-        scales = {f"{layer}.{key}": value for layer, its in delayed_state(place).items() for key, value in its.items()}
+        scales = {
+            f"{layer}.{key}": value for layer, its in delayed_state(subject).items() for key, value in its.items()
+        }
         quantisation.load_state(model, {name: tensor.to(device) for name, tensor in scales.items()})
         return cls(model.eval().requires_grad_(False), quantisation, step)
 
@@ -76,7 +79,7 @@ class Recipes:
 @torch.no_grad()
 def validation_losses(
     models: Sequence[TrainedModel],
-    place: Place,
+    subject: Subject,
     corpus: Corpus,
     device: torch.device,
     combine: Combine = "probabilities",
@@ -87,27 +90,19 @@ def validation_losses(
     And of `val_loss`, per byte of text: "bits_per_byte" and "byte_perplexity", also per source. The end of a document
     has no bytes, and its loss counts.
     """
-    layout = Layout(place.config.parallel, resolve_degrees(place.config.parallel, 1))
+    layout = Layout(subject.config.parallel, resolve_degrees(subject.config.parallel, 1))
     several: Any = Recipes(models)  # in the place of one model's
     whole: Any = Ensemble.of([each.model for each in models], combine)
-    validation = Validation(
-        model=whole,
-        layout=layout,
-        syncs=[],
-        pipeline=None,
-        sequence_sharder=SequenceSharder(layout),
-        loss_sum=loss_sum_of(layout),
-        quantisation=several,
-        source_names=corpus.names,
-        device=device,
-    )
+    parallel = ParallelModel(whole, layout, [], None, SequenceSharder(layout), loss_sum_of(layout), several)
+    watched = subject.config.data.watched
+    validation = Validation(parallel, corpus.names, watched, device)
     validation.begin()
-    batches = list(corpus.validation_batches(place.config.data.micro_batch_size))
+    batches = list(corpus.validation_batches(subject.config.data.micro_batch_size))
     for index, batch in enumerate(batches):
         validation.add(_on(batch, device), index, models[0].step)
         progress(index + 1, len(batches))
     losses: dict[str, float] = validation.finish()
-    return losses | _per_byte(losses, batches, corpus)
+    return losses | _per_byte(losses, batches, corpus, watched)
 
 
 def _on(batch: ValidationBatch, device: torch.device) -> ValidationBatch:
@@ -121,7 +116,10 @@ def _on(batch: ValidationBatch, device: torch.device) -> ValidationBatch:
     )
 
 
-def _per_byte(losses: Mapping[str, float], batches: Sequence[ValidationBatch], corpus: Corpus) -> dict[str, float]:
+def _per_byte(
+    losses: Mapping[str, float], batches: Sequence[ValidationBatch], corpus: Corpus, watched: Collection[str]
+) -> dict[str, float]:
+    """Return the losses per byte of text; the one over sources is of those that `losses["val_loss"]` is of."""
     sizes = corpus.tokenizer.token_bytes()  # [vocab_size]
     counts = np.zeros((len(corpus.names), 2), np.int64)  # of tokens and of bytes, by source
     for batch in batches:
@@ -129,9 +127,10 @@ def _per_byte(losses: Mapping[str, float], batches: Sequence[ValidationBatch], c
             labels = batch.labels[batch.sources == source].numpy()
             labels = labels[labels != IGNORED]
             counts[source] += len(labels), sizes[labels].sum()
+    trained = counts[[name not in watched for name in corpus.names]].sum(0)
     found = {}
     for suffix, (tokens, size) in {
-        "": counts.sum(0),
+        "": trained if trained[0] else counts.sum(0),
         **dict(zip(map("/{}".format, corpus.names), counts, strict=True)),
     }.items():
         if size and f"val_loss{suffix}" in losses:

@@ -11,15 +11,17 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
 from lightning_llm.parallel.apply import DTYPES
-from lightning_llm.probe.subject import Place
+from lightning_llm.probe.subject import Subject
 
 
-def decoder_of(place: Place, weights: Mapping[str, Tensor], device: torch.device, compute_dtype: str = "") -> Decoder:
-    """Return the model of `place` on `device` with fp32 `weights` by name, in evaluation mode, without any cast.
+def decoder_of(
+    subject: Subject, weights: Mapping[str, Tensor], device: torch.device, compute_dtype: str = ""
+) -> Decoder:
+    """Return the model of `subject` on `device` with fp32 `weights` by name, in evaluation mode, without any cast.
 
-    Activations are in `compute_dtype` (a key of `DTYPES`), by default that of the place's recipe.
+    Activations are in `compute_dtype` (a key of `DTYPES`), by default that of the subject's recipe.
     """
-    config = place.config
+    config = subject.config
     dtype = DTYPES[compute_dtype or config.precision.compute_dtype]
     with torch.device("meta"):
         model = Decoder(config.model, dtype)
@@ -30,16 +32,16 @@ def decoder_of(place: Place, weights: Mapping[str, Tensor], device: torch.device
     return model.eval().requires_grad_(False)
 
 
-def tokenizer_of(place: Place) -> Tokenizer:
-    """Return the tokenizer that the weights of `place` were trained with.
+def tokenizer_of(subject: Subject) -> Tokenizer:
+    """Return the tokenizer that the weights of `subject` were trained with.
 
     Raises:
         ConfigError: there is no file of it, or it cannot be read.
     """
-    settings = place.config.data.tokenizer
+    settings = subject.config.data.tokenizer
     if settings.path is None:
         text = "is missing, which says what the tokens are. Bring it back from a copy; resume=auto writes it anew."
-        raise ConfigError(Problem(str(Path(place.folder, "tokenizer.json")), text))
+        raise ConfigError(Problem(str(Path(subject.folder, "tokenizer.json")), text))
     try:
         return Tokenizer(settings.path, settings.end_of_document)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ from lightning_llm.evaluate.members import COMBINATIONS, Combine, Ensemble, aver
 from lightning_llm.evaluate.request import Request, request_of
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
 from lightning_llm.evaluate.weights import decoder_of, tokenizer_of
-from lightning_llm.probe.subject import Place, read_weights
+from lightning_llm.probe.subject import Subject, read_weights
 from lightning_llm.record.evaluations import Metrics, record_evaluation
 from lightning_llm.record.files import write_json
 from lightning_llm.record.state import state_of
@@ -27,12 +27,14 @@ from lightning_llm.record.state import state_of
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure, print, and write the results into the run's folder; return 0."""
     request = request_of(arguments)
-    config = request.places[0].config
+    config = request.subjects[0].config
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     corpus = None
     if request.validates:
-        corpus = open_corpus(config.data, config.seed, config.model.vocab_size, progress=sys.stderr.isatty())
+        corpus = open_corpus(
+            config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=sys.stderr.isatty()
+        )
     weights = _weights(request)
     combinations = COMBINATIONS if request.how == "ensemble" else COMBINATIONS[:1]
     found = {combine: _measured(request, weights, corpus, combine, arguments) for combine in combinations}
@@ -46,30 +48,30 @@ def evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _weights(request: Request) -> list[tuple[Place, Mapping[str, Tensor]]]:
+def _weights(request: Request) -> list[tuple[Subject, Mapping[str, Tensor]]]:
     """Return the models to run: one with the mean of all weights, or each with its own."""
     if request.how == "average":
-        return [(request.places[0], average_weights(request.places))]
-    return [(place, read_weights(place)) for place in request.places]
+        return [(request.subjects[0], average_weights(request.subjects))]
+    return [(subject, read_weights(subject)) for subject in request.subjects]
 
 
 def _measured(
     request: Request,
-    weights: list[tuple[Place, Mapping[str, Tensor]]],
+    weights: list[tuple[Subject, Mapping[str, Tensor]]],
     corpus: Corpus | None,
     combine: Combine,
     arguments: argparse.Namespace,
 ) -> Metrics:
-    first, device, found = request.places[0], request.device, Metrics()
+    first, device, found = request.subjects[0], request.device, Metrics()
     if corpus is not None:
-        models = [TrainedModel.of(place, its, device) for place, its in weights]
+        models = [TrainedModel.of(subject, its, device) for subject, its in weights]
         losses = validation_losses(models, first, corpus, device, combine, _progress("validation"))
         of = f"validation data {corpus.validation_fingerprint}"
         found |= {name: {"value": value, "higher_is_better": False, "of": of} for name, value in losses.items()}
     if request.tasks is not None:
         from lightning_llm.evaluate.harness import OwnModel
 
-        decoders = [decoder_of(place, its, device, arguments.compute_dtype or "") for place, its in weights]
+        decoders = [decoder_of(subject, its, device, arguments.compute_dtype or "") for subject, its in weights]
         model = OwnModel(Ensemble.of(decoders, combine), tokenizer_of(first), device, arguments.batch_size)
         limit = "all samples" if arguments.limit is None else f"the first {arguments.limit} samples"
         for name, each in request.tasks.results(model, arguments.limit).items():
@@ -79,7 +81,7 @@ def _measured(
 
 def _write(request: Request, found: Mapping[Combine, Metrics], output: Path | None) -> Path:
     """Write the results where they belong, with the run or, of several models, to a file; return the file."""
-    first = request.places[0]
+    first = request.subjects[0]
     if not request.how and first.checkpoint is not None and output is None:
         file = record_evaluation(
             first.folder, first.checkpoint.step, found["probabilities"], state_of(first.folder) != "running"
@@ -89,7 +91,7 @@ def _write(request: Request, found: Mapping[Combine, Metrics], output: Path | No
         if problem := track_evaluations(first.config, first.folder):
             print(f"not in MLflow ({problem}); later: lightning-llm sync {first.folder}", file=sys.stderr)
         return file
-    name = "-".join([*([request.how] if request.how else []), *(place.name for place in request.places)])[:200]
+    name = "-".join([*([request.how] if request.how else []), *(subject.name for subject in request.subjects)])[:200]
     file = Path(output or Path(default_outputs(), "evaluate", f"{name}.json")).expanduser().absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, _about(request) | {"metrics": _by_combination(request, found)})
@@ -97,8 +99,10 @@ def _write(request: Request, found: Mapping[Combine, Metrics], output: Path | No
 
 
 def _about(request: Request) -> dict[str, Any]:
-    first = request.places[0].checkpoint
-    members = [str(place.folder if place.checkpoint is None else place.checkpoint.folder) for place in request.places]
+    first = request.subjects[0].checkpoint
+    members = [
+        str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder) for subject in request.subjects
+    ]
     return {"of": request.how or "model", "members": members, "step": None if first is None else first.step}
 
 

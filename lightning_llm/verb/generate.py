@@ -16,7 +16,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.weights import decoder_of, device_of, tokenizer_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, Sampler, sampled
-from lightning_llm.probe.subject import Place, find_subject, read_weights
+from lightning_llm.probe.subject import Subject, find_subject, read_weights
 from lightning_llm.terminal.text import escaped
 
 DEFAULT_NEW_TOKENS = 200
@@ -85,9 +85,9 @@ class Writer:
 
 def generate(arguments: argparse.Namespace) -> int:
     """Print the prompt and what the model writes behind it, or with --chat answer line by line; return 0."""
-    place, sampler, device = _checked(arguments)
-    tokenizer = tokenizer_of(place)
-    longest = place.config.model.max_sequence_length
+    subject, sampler, device = _checked(arguments)
+    tokenizer = tokenizer_of(subject)
+    longest = subject.config.model.max_sequence_length
     prompt = [] if arguments.prompt is None else _tokens_of(arguments.prompt, tokenizer)
     problems = [
         *_prompt_problems(prompt, arguments.max_new_tokens, longest),
@@ -95,14 +95,14 @@ def generate(arguments: argparse.Namespace) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    if place.config.trainer.threads:
-        torch.set_num_threads(place.config.trainer.threads)
-    model = decoder_of(place, read_weights(place), device, arguments.compute_dtype or "")
+    if subject.config.trainer.threads:
+        torch.set_num_threads(subject.config.trainer.threads)
+    model = decoder_of(subject, read_weights(subject), device, arguments.compute_dtype or "")
     generator = torch.Generator(device).manual_seed(arguments.seed)
     writer = Writer(model, tokenizer, sampler, arguments.stop, generator, device)
     try:
         if arguments.prompt is not None:
-            _once(writer, prompt, place, arguments)
+            _once(writer, prompt, subject, arguments)
         if arguments.chat:
             _chat(writer, arguments)
     except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Place, Sampler, torch.device]:
+def _checked(arguments: argparse.Namespace) -> tuple[Subject, Sampler, torch.device]:
     """Return what generates and how; raise all that is wrong at once."""
     problems: list[Problem] = []
     limits = {"--max-new-tokens": (arguments.max_new_tokens, 1), "--top-k": (arguments.top_k, 0)}
@@ -131,18 +131,18 @@ def _checked(arguments: argparse.Namespace) -> tuple[Place, Sampler, torch.devic
         problems.append(Problem("--prompt", "is missing. Give the text to go on with, or --chat."))
     if arguments.chat and arguments.json:
         problems.append(Problem("--json", "goes without --chat, which has no end."))
-    place = device = None
+    subject = device = None
     try:
         device = device_of(arguments.device)
     except ConfigError as error:
         problems += error.problems
     try:
-        place = find_subject(arguments.path, [], None, needs_data=False)
+        subject = find_subject(arguments.path, [], None, needs_data=False)
     except ConfigError as error:
         problems += error.problems
-    if problems or place is None or device is None:
+    if problems or subject is None or device is None:
         raise ConfigError(problems)
-    return place, Sampler(arguments.temperature, arguments.top_k or None, arguments.top_p), device
+    return subject, Sampler(arguments.temperature, arguments.top_k or None, arguments.top_p), device
 
 
 def _prompt_problems(prompt: list[int], max_new_tokens: int | None, longest: int) -> Iterator[Problem]:
@@ -166,7 +166,7 @@ def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
     return [int(token) for token in tokenizer.encode_batch([text])[0]] or [tokenizer.end_of_document]
 
 
-def _once(writer: Writer, prompt: list[int], place: Place, arguments: argparse.Namespace) -> None:
+def _once(writer: Writer, prompt: list[int], subject: Subject, arguments: argparse.Namespace) -> None:
     pieces: list[str] = []
     show = pieces.append if arguments.json else _shown
     if not arguments.json:
@@ -177,8 +177,8 @@ def _once(writer: Writer, prompt: list[int], place: Place, arguments: argparse.N
     seconds = time.perf_counter() - began
     if arguments.json:
         facts = {
-            "path": str(place.folder if place.checkpoint is None else place.checkpoint.folder),
-            "step": None if place.checkpoint is None else place.checkpoint.step,
+            "path": str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder),
+            "step": None if subject.checkpoint is None else subject.checkpoint.step,
             "prompt": arguments.prompt,
             "text": "".join(pieces),
             "finish_reason": reason,
@@ -188,7 +188,7 @@ def _once(writer: Writer, prompt: list[int], place: Place, arguments: argparse.N
             "temperature": arguments.temperature,
             "top_k": writer.sampler.top_k,
             "top_p": writer.sampler.top_p,
-            "compute_dtype": arguments.compute_dtype or place.config.precision.compute_dtype,
+            "compute_dtype": arguments.compute_dtype or subject.config.precision.compute_dtype,
             "seconds": round(seconds, 3),
         }
         print(json.dumps(facts, indent=1, allow_nan=False))

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning_llm
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.record.files import read_records, summary_of
@@ -48,8 +49,8 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
     yield from ["", "## Data", ""]
     yield from ["| source | weight | read by | from |", "|---|---|---|---|"]
     for name, source in config.data.sources.items():
-        origin = (source.path or "").rstrip("/").rpartition("/")[2] if source.loader != "huggingface" else source.path
-        yield f"| {name} | {source.weight:g} | {source.loader} | {origin or source.part or ''} |"
+        if source.role is None:
+            yield f"| {name} | {source.weight:g} | {source.loader} | {_origin(source)} |"
     if summary.get("data_hash"):
         yield f"\nThe tokens are those of data_hash `{summary['data_hash']}`."
     if losses := _losses(records):
@@ -57,6 +58,14 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
     if records:
         draw_losses(records, folder / CURVES, f"{run.name}, up to step {step}")
         yield from ["", f"![losses by step]({CURVES})"]
+
+
+def _origin(source: SourceConfig) -> str:
+    """Return where a source is from, without the folders of this machine."""
+    keys = source.model_dump()
+    path = str(keys.get("path") or "")
+    name = path.rstrip("/").rpartition("/")[2] if source.is_local(path) else path
+    return name or str(keys.get("part") or "")
 
 
 def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, Any]:

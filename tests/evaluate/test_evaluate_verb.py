@@ -41,8 +41,8 @@ def step_folder(run, step):
 
 
 def model_at(folder):
-    place = find_subject(folder, [], None)
-    return decoder_of(place, read_weights(place), CPU)
+    subject = find_subject(folder, [], None)
+    return decoder_of(subject, read_weights(subject), CPU)
 
 
 def test_losses_are_the_runs_own_to_the_bit(trained, capsys):

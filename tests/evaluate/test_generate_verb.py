@@ -22,8 +22,8 @@ def facts_of(capsys, *words):
 
 def written(run, tokens, count, temperature=0.8, top_k=50, seed=0):
     """Return what the model writes after `tokens`, by itself, up to the end of the document."""
-    place, tokenizer = find_subject(run, [], None), Tokenizer(run)
-    model = decoder_of(place, read_weights(place), torch.device("cpu"))
+    subject, tokenizer = find_subject(run, [], None), Tokenizer(run)
+    model = decoder_of(subject, read_weights(subject), torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     new = generate(model, torch.tensor([tokens]), count, temperature, top_k, generator)[0, len(tokens) :].tolist()
     return new[: new.index(tokenizer.end_of_document)] if tokenizer.end_of_document in new else new

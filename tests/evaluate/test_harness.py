@@ -34,15 +34,15 @@ TEXTS = ["the of and to in is", "the of and to in is that for it as was with be 
 @pytest.fixture(scope="module")
 def models(trained, tmp_path_factory) -> tuple[OwnModel, HFLM]:
     """Our model, and lm-eval's own on the same weights in a Hugging Face folder."""
-    place = find_subject(trained, [], None)
-    weights = read_weights(place)
+    subject = find_subject(trained, [], None)
+    weights = read_weights(subject)
     folder = tmp_path_factory.mktemp("exported")
-    save_file(to_huggingface(weights, place.config.model), folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(huggingface_config(place.config.model)))
+    save_file(to_huggingface(weights, subject.config.model), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(huggingface_config(subject.config.model)))
     backend = PreTrainedTokenizerFast(tokenizer_file=str(trained / "tokenizer.json"), eos_token=END_OF_DOCUMENT)
     backend.save_pretrained(folder)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
-    return OwnModel(decoder_of(place, weights, CPU), Tokenizer(trained), CPU, batch_size=2), theirs
+    return OwnModel(decoder_of(subject, weights, CPU), Tokenizer(trained), CPU, batch_size=2), theirs
 
 
 def requests(kind, arguments):

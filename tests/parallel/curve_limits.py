@@ -21,6 +21,15 @@ class Limits:
     gradient: float
     parameter: float
 
+    def widened(self, times: float, measured: list[dict[str, float]]) -> "Limits":
+        """Return these limits, or `times` the greatest of `measured` by kind, whichever is larger.
+
+        Where a measured run had another first loss, its first gradients are among `gradient`, and count for `first`.
+        """
+        greatest = {field.name: max(each[field.name] for each in measured) for field in fields(self)}
+        greatest["first"] = max(greatest["first"], greatest["gradient"])
+        return Limits(**{name: max(getattr(self, name), times * value) for name, value in greatest.items()})
+
 
 # Measured (loss, norm, gradient, parameter): fp32 1.4e-7, 7e-7, 4e-6, 5e-6; bf16 5e-5, 1e-3, 2e-2, 4e-2. Recipes
 # compute in fp32 here, so that what differs are casts that fell the other way: 8 bits 3e-5, 4e-4, 2.5e-2, 2e-2. In 4

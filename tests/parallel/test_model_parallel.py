@@ -64,6 +64,12 @@ SHAPES = {
 }
 
 
+NUDGES = ("nudge 0", "nudge 1", "nudge 2")
+SENSITIVITY = 4
+"""Where casts fall the other way by chance, a layout may be as many times as far off as one rank alone is whose weights
+differ in the last bit: as far as sums in another order may be."""
+
+
 @dataclass(frozen=True)
 class Case:
     layout: str
@@ -160,8 +166,12 @@ def alone(run):
 def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
     ours, reference = run(case.world, *case.words()), alone(case.shape())
     kind = (case.model, case.precision)
+    found = off(ours, reference)
     limits = WIDER.get((*kind, case.layout), WIDER.get(kind, limits_of(case.precision)))
-    assert exceeded(off(ours, reference), limits) == []
+    if exceeded(found, limits) and case.precision in CASTS:
+        nudged = [off(run(1, "parallel=single", *case.shape(), planted=fault), reference) for fault in NUDGES]
+        limits = limits.widened(SENSITIVITY, nudged)
+    assert exceeded(found, limits) == []
 
 
 PRODUCTS = [
@@ -233,6 +243,15 @@ def test_compiled_blocks_train_as_one_rank_does(layout, world, checkpointing, ru
     assert exceeded(off(ours, alone(shape)), FP32) == []
 
 
+@torch.no_grad()
+def nudge(model: torch.nn.Module, seed: int) -> None:
+    """Move every weight to one of its two neighbours in fp32."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1  # of +-1
+        parameter.copy_(torch.nextafter(parameter, signs * torch.inf))
+
+
 class Planted(pl.Callback):
     """A fault of one kind from the first step on."""
 
@@ -240,6 +259,9 @@ class Planted(pl.Callback):
         self.fault = fault
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self.fault in NUDGES:
+            nudge(pl_module.model, NUDGES.index(self.fault))
+            return
         (sync,) = pl_module.parallel.syncs
         finish, named = sync.finish, dict(pl_module.model.named_parameters())
 
