@@ -37,6 +37,7 @@ HYBRID = [  # of GLA keys that two ranks share, and rotations of 64; its gates s
     "model.blocks={linear: {mixer: {kind: gla, expand_k: 1.0}}}", "model.layers=[linear, attention]",
 ]  # fmt: skip
 MODELS = {"llama": [], "gpt": GPT, "qwen": QWEN, "gemma": GEMMA, "hybrid": HYBRID}
+HYBRID_IN_BLOCKS = ["model.blocks={linear: {mixer: {kind: gla, expand_k: 2.0, expand_v: 2.0}}}"]  # of 128 on two ranks
 GATES_HIGH = ['precision.modules.exclude=["*.gk_*_proj"]']
 CASTS = ["fp8_delayed", "fp8_current", "nvfp4", "mxfp8", "mxfp4_sr", "quartet", "fp8_subchannel"]
 FEW = ["fp32", "bf16", "nvfp4"]
@@ -109,6 +110,7 @@ class Case:
             *SHAPES.get(self.precision, []),
             *MODELS[self.model],
             *precision,
+            *(HYBRID_IN_BLOCKS if self.model == "hybrid" and self.precision == "fp8_subchannel" else []),
             *(GATES_HIGH if self.model == "hybrid" and self.precision in ("mxfp4_sr", "quartet") else []),
             f"data.document_mask={str(self.documents).lower()}",
         ]
