@@ -21,6 +21,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("compare", "run"),
     ("probe", "sweep"),
     ("verb",),
+    ("api",),
     ("__main__",),
 )
 """Every package on one floor: it imports from floors below its own, never from its neighbours on the floor."""
