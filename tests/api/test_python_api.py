@@ -61,10 +61,6 @@ def test_the_names_are_functions_and_packages_both():
         _ = lightning_llm.trian
 
 
-def test_types_are_shipped():
-    assert (Path(lightning_llm.__file__).parent / "py.typed").is_file()
-
-
 def test_compose_raises_all_problems_at_once(small_run, tmp_path):
     with pytest.raises(lightning_llm.ConfigError) as raised:
         lightning_llm.compose(*small_run(tmp_path), "model.hiden_size=3", "trainer.max_steps=x", "parallel.tp=3")
