@@ -286,6 +286,8 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
         kind, _, text = failure.message["message"].partition(": ")
         if kind != AgreedError.__name__:
             print(f"error: rank {rank}: {text}", file=sys.stderr)
+    if failure.exitcode in (130, 143) and summary_of(folder).get("status") == "failed":
+        return 1  # the agent ended it, of several that failed in the same second, and rank 0 has said why
     if failure.exitcode in (2, 130, 143):
         return int(failure.exitcode)  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0:
