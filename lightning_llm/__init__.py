@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from lightning_llm.api import TrainResult, compare, compose, train
+    from lightning_llm.api import TrainResult, compare, compose, evaluate, load, train
     from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
     from lightning_llm.config.schema import Config
     from lightning_llm.errors import ConfigError, Problem, RunFailedError
+    from lightning_llm.evaluate.evaluation import Evaluation
 
 __version__ = "0.1.0"
 
@@ -19,12 +20,15 @@ __all__ = [
     "Comparison",
     "Config",
     "ConfigError",
+    "Evaluation",
     "IncompleteComparisonError",
     "Problem",
     "RunFailedError",
     "TrainResult",
     "compare",
     "compose",
+    "evaluate",
+    "load",
     "train",
 ]
 
@@ -37,10 +41,12 @@ _API = "lightning_llm.api"
 _HOMES = {
     "TrainResult": _API,
     "compose": _API,
+    "load": _API,
     "Comparison": "lightning_llm.compare.comparison",
     "IncompleteComparisonError": "lightning_llm.compare.comparison",
     "Config": "lightning_llm.config.schema",
     "ConfigError": "lightning_llm.errors",
+    "Evaluation": "lightning_llm.evaluate.evaluation",
     "Problem": "lightning_llm.errors",
     "RunFailedError": "lightning_llm.errors",
 }
@@ -81,5 +87,5 @@ class _CallablePackage(ModuleType):
         return self._function.__doc__
 
 
-for _name in ("compare", "train"):
+for _name in ("compare", "evaluate", "train"):
     import_module(f"{__name__}.{_name}").__class__ = _CallablePackage

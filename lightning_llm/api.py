@@ -15,7 +15,11 @@ from lightning_llm.errors import ConfigError, Problem, RunFailedError, Terminate
 if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison
     from lightning_llm.config.schema import Config
+    from lightning_llm.data.tokenizer import Tokenizer
+    from lightning_llm.evaluate.evaluation import Evaluation
+    from lightning_llm.model.decoder import Decoder
 
+StrPath = str | os.PathLike[str]
 EXIT_INPUT, EXIT_SIGTERM = 2, 143
 
 
@@ -33,9 +37,7 @@ class TrainResult:
     records: list[dict[str, Any]] = field(repr=False)
 
 
-def compose(
-    *overrides: str, config: str | os.PathLike[str] | None = None, config_dir: str | os.PathLike[str] | None = None
-) -> "Config":
+def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath | None = None) -> "Config":
     """Return the checked config of one run, as `lightning-llm plan` reads it; nothing is started or written.
 
     Args:
@@ -98,7 +100,7 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
 
 
 def compare(
-    runs: "Iterable[str | os.PathLike[str] | TrainResult] | str | os.PathLike[str]" = (),
+    runs: Iterable[StrPath | TrainResult] | StrPath | TrainResult = (),
     *,
     baseline: str | None = None,
     best_of: str | None = None,
@@ -107,7 +109,7 @@ def compare(
     confidence: float = 0.95,
     metric: str = "val_loss",
     tail: float = 0.1,
-    output: str | os.PathLike[str] | None = None,
+    output: StrPath | None = None,
     quiet: bool = False,
 ) -> "Comparison":
     """Return the verdicts over runs, as `lightning-llm compare` does: report and tables are written beside the runs.
@@ -129,9 +131,9 @@ def compare(
     """
     from lightning_llm.compare.command import best_of_words, compare_named, print_table, terms_of
 
-    given = [runs] if isinstance(runs, str | os.PathLike) else runs
+    given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
     return compare_named(
-        [str(each.folder if isinstance(each, TrainResult) else each) for each in given],
+        [str(_path_of(each)) for each in given],
         terms_of(margin, confidence, metric, tail),
         baseline,
         best_of_words(best_of, choose_by),
@@ -139,6 +141,88 @@ def compare(
         show=_nothing if quiet else print_table,
         say=_nothing if quiet else print,
     )
+
+
+def load(
+    path: StrPath | TrainResult, *, device: str = "cpu", compute_dtype: str | None = None
+) -> tuple["Decoder", "Tokenizer"]:
+    """Return a model, whole, and its tokenizer, as `lightning-llm generate` reads them.
+
+    The model is in evaluation mode, asks for no gradients and casts nothing; it takes tokens int64 `[B, T]` and returns
+    logits fp32 `[B, T, padded_vocab_size]`, of which those from `model.config.vocab_size` on mean nothing.
+
+    Args:
+        path: a result of `train`, a run's folder (its newest checkpoint), a checkpoint, a folder that `import` made, or
+            a Hugging Face folder.
+        device: cpu, cuda, or auto: a GPU where there is one.
+        compute_dtype: of activations, fp32, bf16 or fp16; None: the run's precision.compute_dtype, else bf16.
+
+    Raises:
+        ConfigError: with all that is wrong with the arguments, or with what lies there. Nothing of it is executed.
+    """
+    from lightning_llm.evaluate.weights import load_model
+
+    return load_model(_path_of(path), compute_dtype, device)
+
+
+def evaluate(
+    path: StrPath | TrainResult | None = None,
+    *,
+    tasks: Iterable[str] | str = (),
+    tasks_only: bool = False,
+    data: Iterable[str] | str = (),
+    limit: int | None = None,
+    average: Iterable[StrPath | TrainResult] = (),
+    ensemble: Iterable[StrPath | TrainResult] = (),
+    batch_size: int = 8,
+    compute_dtype: str | None = None,
+    device: str = "auto",
+    output: StrPath | None = None,
+    quiet: bool = False,
+) -> "Evaluation":
+    """Measure weights that are there, as `lightning-llm evaluate` does; results are kept with their run.
+
+    Args:
+        path: see `load`.
+        tasks: of lm-eval, by name or as a .yaml file.
+        tasks_only: no validation losses.
+        data: other data than the run's: "jsonl=FILE", or "KEY=VALUE" with a key below `data`.
+        limit: the first so many samples of each task.
+        average: the mean of these weights, and of `path`'s.
+        ensemble: the mean of what these and `path` predict.
+        batch_size: requests of a task at once.
+        compute_dtype: in tasks; see `load`.
+        device: auto, cpu or cuda.
+        output: a file to write to instead of the run's evaluation/.
+        quiet: leave out the table.
+
+    Raises:
+        ConfigError: with all that is wrong. Flags in its text are the arguments' names here.
+    """
+    from lightning_llm.evaluate.evaluation import evaluate_models
+    from lightning_llm.evaluate.request import checked_request
+    from lightning_llm.verb.evaluate import print_metrics
+
+    request = checked_request(
+        None if path is None else _path_of(path),
+        tasks=[tasks] if isinstance(tasks, str) else list(tasks),
+        tasks_only=tasks_only,
+        data=[data] if isinstance(data, str) else list(data),
+        limit=limit,
+        average=[_path_of(each) for each in average],
+        ensemble=[_path_of(each) for each in ensemble],
+        batch_size=batch_size,
+        compute_dtype=compute_dtype,
+        device=device,
+    )
+    done = evaluate_models(request, None if output is None else Path(output))
+    if not quiet:
+        print_metrics(done)
+    return done
+
+
+def _path_of(given: "StrPath | TrainResult") -> Path:
+    return given.folder if isinstance(given, TrainResult) else Path(given)
 
 
 def _nothing(_: object) -> None:

@@ -45,7 +45,14 @@ def test_importing_it_imports_no_library_and_none_of_its_modules():
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT)
     packages, standard, with_api = done.stdout.splitlines()
-    assert packages == str(["lightning_llm", "lightning_llm.compare", "lightning_llm.train"]), done.stderr
+    assert packages == str(
+        [
+            "lightning_llm",
+            "lightning_llm.compare",
+            "lightning_llm.evaluate",
+            "lightning_llm.train",
+        ]
+    ), done.stderr
     assert standard == "[]"
     assert with_api == "[]"
 
@@ -201,3 +208,53 @@ def test_compare_raises_and_loses_nothing(runs, tmp_path):
         lightning_llm.compare(runs, margin=-1, confidence=2)
     with pytest.raises(lightning_llm.ConfigError, match="needs a baseline and another"):
         lightning_llm.compare(runs[0].folder)
+
+
+def test_load_gives_the_same_weights_from_whatever_holds_them(runs, tmp_path, capsys):
+    folder = runs[0].folder
+    assert main(["export", str(folder), "--output", str(tmp_path / "release"), "--no-parity"]) == 0
+    assert main(["import", str(tmp_path / "release"), "--output", str(tmp_path / "base"), "--no-parity"]) == 0
+    model, tokenizer = lightning_llm.load(runs[0])
+    assert not model.training
+    assert not any(each.requires_grad for each in model.parameters())
+    tokens = torch.tensor([tokenizer.encode_batch(["the of and"])[0].tolist()])  # [1, T]
+    logits = model(tokens)[..., : model.config.vocab_size]  # [1, T, vocab_size]
+    for path in (folder / "checkpoints" / "step=4", str(tmp_path / "release"), tmp_path / "base"):
+        again, same = lightning_llm.load(path, compute_dtype="fp32")
+        assert torch.equal(again(tokens)[..., : model.config.vocab_size], logits), path
+        assert same.decode(tokens[0].tolist()) == "the of and"
+    earlier, _ = lightning_llm.load(folder / "checkpoints" / "step=2")
+    assert not torch.equal(earlier(tokens)[..., : model.config.vocab_size], logits)
+    weights = next((tmp_path / "base").glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(lightning_llm.ConfigError, match="Import it again"):
+        lightning_llm.load(tmp_path / "base")
+
+
+def test_load_says_all_that_is_wrong_at_once(tmp_path):
+    with pytest.raises(lightning_llm.ConfigError) as raised:
+        lightning_llm.load(tmp_path / "nowhere", compute_dtype="fp12", device="tpu")
+    assert [problem.key for problem in raised.value.problems] == [
+        "--device", "--compute-dtype", str(tmp_path / "nowhere"),
+    ]  # fmt: skip
+
+
+def test_evaluate_is_the_verb(runs, tmp_path, capsys):
+    capsys.readouterr()
+    done = lightning_llm.evaluate(runs[0])
+    printed = capsys.readouterr()
+    assert main(["evaluate", str(runs[0].folder)]) == 0
+    told = capsys.readouterr()
+    assert printed.out == told.out
+    assert told.err == f"written    {done.file}\n"
+    own = [each for each in runs[0].records if "val_loss" in each][-1]
+    assert done.values["val_loss"] == own["val_loss"]
+    assert done.step == 4
+    two = [str(each.folder / "checkpoints" / "step=4") for each in runs]
+    assert lightning_llm.evaluate(ensemble=runs, quiet=True, output=tmp_path / "both.json").members == two
+    assert capsys.readouterr().out == ""
+    with pytest.raises(lightning_llm.ConfigError) as raised:
+        lightning_llm.evaluate(runs[0], limit=0, average=runs, ensemble=runs, compute_dtype="fp12")
+    assert {"--limit", "--ensemble", "--compute-dtype"} <= {problem.key for problem in raised.value.problems}
