@@ -7,6 +7,7 @@ A message names the key, the value, what is allowed and what to change. Everythi
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 MOST_MEANT = 6
 """Of names that a shorter one may mean."""
@@ -44,6 +45,18 @@ class CallbackFailedError(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM came before training began, and ends the command as Ctrl-C does. Exit code 143."""
+
+
+class RunFailedError(Exception):
+    """A run that was started from Python failed; why stands in `folder`'s summary.json, too. Exit code 1."""
+
+    def __init__(self, folder: Path, detail: str):
+        self.folder = folder
+        self.detail = detail
+        super().__init__(f"the run in {folder} failed: {detail}")
+
+    def __reduce__(self) -> tuple[type["RunFailedError"], tuple[Path, str]]:
+        return type(self), (self.folder, self.detail)
 
 
 class StorageError(Exception):

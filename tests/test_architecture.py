@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("probe", "sweep"),
     ("evaluate",),
     ("verb",),
+    ("api",),
     ("__main__",),
 )
 """Every package on one floor: it imports from floors below its own, never from its neighbours on the floor."""

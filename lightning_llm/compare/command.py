@@ -3,10 +3,12 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
+from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
@@ -22,32 +24,62 @@ from lightning_llm.errors import ConfigError, Problem
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Print the verdicts over runs and write them to files; return 0, or 2 where runs were unusable.
+    """Print the verdicts over runs and write them to files; return 0.
 
-    What is sound is printed and written either way.
+    Raises:
+        ConfigError: as `compare_named`.
     """
-    terms, best_of = _terms(arguments), _best_of(arguments)
-    found = find_runs(arguments.runs)
+    compare_named(
+        arguments.runs,
+        terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail),
+        arguments.baseline,
+        best_of_words(arguments.best_of, arguments.choose_by),
+        arguments.output,
+        show=_print_data if arguments.json else print_table,
+        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+    )
+    return 0
+
+
+def compare_named(
+    words: Sequence[str],
+    terms: Terms,
+    baseline: str | None,
+    best_of: BestOf | None,
+    output: Path | None,
+    *,
+    show: Callable[[Comparison], None],
+    say: Callable[[str], None],
+) -> Comparison:
+    """Return the verdicts over the runs that `words` name; they are shown, and written to files beside the runs.
+
+    Args:
+        words: RUN arguments, see `find_runs`.
+        output: another folder for the report, which then goes to no MLflow either.
+        show: prints the verdicts.
+        say: prints a line on where the report went.
+
+    Raises:
+        IncompleteComparisonError: not all could be judged; the rest is shown and written.
+        ConfigError: nothing could be judged.
+    """
+    found = find_runs(words)
     runs, problems = read_all(found.folders)
     lost, without_kin = lost_jobs(found.sweeps, runs)
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
-        comparison = compare_runs(runs, terms, arguments.baseline, best_of)
+        comparison = compare_runs(runs, terms, baseline, best_of)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     _record_look(comparison, found.home / "compare")
-    folder = Path(arguments.output) if arguments.output else found.home / "compare"
-    data = comparison.as_data()
-    if arguments.json:
-        print(_json(data))
-    else:
-        _print(comparison)
-    _write(comparison, data, folder, quiet=arguments.json, log=arguments.output is None)
+    show(comparison)
+    for line in _write(comparison, output or found.home / "compare", log=output is None):
+        say(line)
     if comparison.problems:
-        raise ConfigError(comparison.problems)
-    return 0
+        raise IncompleteComparisonError(comparison)
+    return comparison
 
 
 def _record_look(comparison: Comparison, folder: Path) -> None:
@@ -61,31 +93,38 @@ def _record_look(comparison: Comparison, folder: Path) -> None:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
 
 
-def _terms(arguments: argparse.Namespace) -> Terms:
+def terms_of(margin: float, confidence: float, metric: str, tail: float) -> Terms:
+    """Return the terms of a verdict. Raises ConfigError with all that are none."""
     problems = []
-    if not arguments.margin > 0:
-        problems.append(Problem("--margin", f"is {arguments.margin:g}, must be above 0 (nats per token)."))
-    if not 0.5 <= arguments.confidence < 1:
-        problems.append(Problem("--confidence", f"is {arguments.confidence:g}, must be from 0.5 to below 1, say 0.95."))
-    if not 0 <= arguments.tail < 1:
-        problems.append(Problem("--tail", f"is {arguments.tail:g}, must be from 0 (the last validation) to below 1."))
+    if not margin > 0:
+        problems.append(Problem("--margin", f"is {margin:g}, must be above 0 (nats per token)."))
+    if not 0.5 <= confidence < 1:
+        problems.append(Problem("--confidence", f"is {confidence:g}, must be from 0.5 to below 1, say 0.95."))
+    if not 0 <= tail < 1:
+        problems.append(Problem("--tail", f"is {tail:g}, must be from 0 (the last validation) to below 1."))
     if problems:
         raise ConfigError(problems)
-    return Terms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
+    return Terms(margin, confidence, metric, tail)
 
 
-def _best_of(arguments: argparse.Namespace) -> BestOf | None:
-    if arguments.best_of is None:
-        if arguments.choose_by is not None:
+def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
+    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
+    if best_of is None:
+        if choose_by is not None:
             raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
         return None
-    words = [] if arguments.choose_by is None else arguments.choose_by.split(",")
+    words = [] if choose_by is None else choose_by.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{arguments.choose_by}', must be seeds, such as 0 or 0,1."))
-    return BestOf(arguments.best_of, tuple(sorted({int(word) for word in words})))
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1."))
+    return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 
-def _print(comparison: Comparison) -> None:
+def _print_data(comparison: Comparison) -> None:
+    print(_json(comparison.as_data()))
+
+
+def print_table(comparison: Comparison) -> None:
+    """Print the verdicts and what is to be read along."""
     from rich.console import Console
 
     from lightning_llm.compare.table import print_comparison
@@ -95,24 +134,26 @@ def _print(comparison: Comparison) -> None:
     print_comparison(comparison, console)
 
 
-def _write(comparison: Comparison, data: dict[str, Any], folder: Path, *, quiet: bool, log: bool) -> None:
+def _write(comparison: Comparison, folder: Path, *, log: bool) -> list[str]:
+    """Write the report to `folder` and, with `log`, the verdicts to MLflow; return what to say of it.
+
+    Where it cannot be written, that is one more of the comparison's problems.
+    """
     from lightning_llm.compare.export import write_tables
     from lightning_llm.compare.report import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
-    say = sys.stderr if quiet else sys.stdout
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.json").write_text(_json(data) + "\n", encoding="utf-8")
+        (folder / "compare.json").write_text(_json(comparison.as_data()) + "\n", encoding="utf-8")
         write_report(comparison, folder)
         write_tables(comparison, folder)
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
         comparison.problems.append(Problem("--output", text))
-        return
-    print(f"report {folder / 'report.html'}", file=say)
-    if log and (note := log_verdicts(comparison, folder)):
-        print(note, file=say)
+        return []
+    note = log_verdicts(comparison, folder) if log else None
+    return [f"report {folder / 'report.html'}", *([note] if note else [])]
 
 
 def diff(arguments: argparse.Namespace) -> int:

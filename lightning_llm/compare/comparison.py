@@ -80,6 +80,17 @@ class Comparison:
         }
 
 
+class IncompleteComparisonError(ConfigError):
+    """Not all that was given could be judged: `problems` say what, and `comparison` has the verdicts on the rest."""
+
+    def __init__(self, comparison: Comparison):
+        self.comparison = comparison
+        super().__init__(comparison.problems)
+
+    def __reduce__(self) -> tuple[type["IncompleteComparisonError"], tuple[Any]]:
+        return type(self), (self.comparison,)
+
+
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     """Return the runs that can be read, and what is wrong with the others."""
     runs, problems = [], []

@@ -1,6 +1,5 @@
 """What `evaluate` is asked for, checked: all that is wrong is said at once, before weights are read."""
 
-import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from lightning_llm.config.recipes import option_files
 from lightning_llm.data.check import check_data
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.members import check_members
-from lightning_llm.evaluate.weights import device_of, tokenizer_of
+from lightning_llm.evaluate.weights import check_dtype, device_of, tokenizer_of
 from lightning_llm.probe.subject import Subject, find_subject
 from lightning_llm.record.evaluations import read_evaluations
 
@@ -28,7 +27,8 @@ WHOLE_FILE_SHARE = 0.9
 class Request:
     """`subjects` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
 
-    `validates`: whether losses are wanted, of the first subject's data; `tasks`: a `harness.Tasks`, or None.
+    `validates`: whether losses are wanted, of the first subject's data; `tasks`: a `harness.Tasks`, or None, of which
+    the first `limit` samples are taken, `batch_size` at once, in `compute_dtype`.
     """
 
     subjects: list[Subject]
@@ -36,32 +36,59 @@ class Request:
     validates: bool
     tasks: Any
     device: torch.device
+    limit: int | None
+    batch_size: int
+    compute_dtype: str | None
+
+    @property
+    def members(self) -> list[str]:
+        """The folders that weights are read from."""
+        return [
+            str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder)
+            for subject in self.subjects
+        ]
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
-    """Return what the words of the command line ask for. Raises ConfigError with all that is wrong."""
+def checked_request(
+    path: Path | None,
+    *,
+    tasks: Sequence[str] = (),
+    tasks_only: bool = False,
+    data: Sequence[str] = (),
+    limit: int | None = None,
+    average: Sequence[Path] = (),
+    ensemble: Sequence[Path] = (),
+    batch_size: int = 8,
+    compute_dtype: str | None = None,
+    device: str = "auto",
+) -> Request:
+    """Return what is asked for, in the words of the command line (`lightning-llm evaluate --help`).
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
     problems: list[Problem] = []
-    for key in ("limit", "batch_size"):
-        value = getattr(arguments, key)
+    for key, value in (("--limit", limit), ("--batch-size", batch_size)):
         if value is not None and value < 1:
-            problems.append(Problem(f"--{key.replace('_', '-')}", f"is {value}, must be at least 1."))
-    if arguments.average and arguments.ensemble:
+            problems.append(Problem(key, f"is {value}, must be at least 1."))
+    if average and ensemble:
         text = "goes without --average: models are made one by their weights or by what they predict."
         problems.append(Problem("--ensemble", text))
-    names = [name for word in arguments.tasks for name in word.split(",") if name]
-    if arguments.tasks_only and not names:
+    names = [name for word in tasks for name in word.split(",") if name]
+    if tasks_only and not names:
         problems.append(Problem("--tasks-only", "leaves nothing to do: no --tasks were given."))
-    paths = [*([arguments.path] if arguments.path else []), *arguments.average, *arguments.ensemble]
+    paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
-    made = _gathered(problems, lambda: _places(paths, arguments, bool(names)))
+    made = _gathered(problems, lambda: _places(paths, data, bool(names), bool(average), tasks_only))
     subjects, validates = made or ([], False)
-    device = _gathered(problems, lambda: device_of(arguments.device))
-    tasks = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
-    if problems or device is None:
+    where = _gathered(problems, lambda: device_of(device))
+    _gathered(problems, lambda: check_dtype(compute_dtype))
+    read = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
+    if problems or where is None:
         raise ConfigError(list(dict.fromkeys(problems)))
-    how = "average" if arguments.average else "ensemble" if arguments.ensemble else ""
-    return Request(subjects, how if len(subjects) > 1 else "", validates, tasks, device)
+    how = "average" if average else "ensemble" if ensemble else ""
+    return Request(subjects, how if len(subjects) > 1 else "", validates, read, where, limit, batch_size, compute_dtype)
 
 
 def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
@@ -73,21 +100,23 @@ def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
         return None
 
 
-def _places(paths: Sequence[Path], arguments: argparse.Namespace, has_tasks: bool) -> tuple[list[Subject], bool]:
+def _places(
+    paths: Sequence[Path], data: Sequence[str], has_tasks: bool, same_shape: bool, tasks_only: bool
+) -> tuple[list[Subject], bool]:
     """Return the models' subjects, the first with the data to validate on; and whether there are any to validate on."""
     problems: list[Problem] = []
-    files, words = _data_words(arguments.data, problems)
+    files, words = _data_words(data, problems)
     found = [
         _gathered(problems, partial(find_subject, path, words if index == 0 else [], None, needs_data=False))
         for index, path in enumerate(paths)
     ]
     subjects = [subject for subject in found if subject is not None]
     if subjects and len(subjects) == len(paths):
-        _gathered(problems, lambda: check_members(subjects, same_shape=bool(arguments.average)))
-    validates = not arguments.tasks_only
+        _gathered(problems, lambda: check_members(subjects, same_shape=same_shape))
+    validates = not tasks_only
     if subjects and found[0] is not None:
         first = subjects[0]
-        if first.kind == "huggingface" and not arguments.data:
+        if first.kind == "huggingface" and not data:
             validates = False
             if not has_tasks:
                 text = "is missing: a Hugging Face folder brings no text. Give --data jsonl=FILE, or --tasks."

@@ -10,11 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.from_weights import HUGGINGFACE, IMPORTED
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.data.corpus import Corpus, open_corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.convert import state_dict_of
-from lightning_llm.model.weights.folder import open_huggingface
+from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
 from lightning_llm.record.run_tokenizer import run_tokenizer
@@ -23,15 +24,18 @@ from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, conte
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
 EXPECTED = (
-    "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, or a Hugging Face folder "
-    "(config.json, *.safetensors, tokenizer.json)"
+    "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, a folder that `import` "
+    "made, or a Hugging Face folder (config.json, *.safetensors, tokenizer.json)"
 )
 HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says otherwise
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What lies at PATH: `checkpoint` for one of ours, None for a Hugging Face folder; `config` with its data."""
+    """What lies at PATH: `checkpoint` for one of ours, None for a Hugging Face folder; `config` with its data.
+
+    A folder that `import` made is a Hugging Face folder here: weights and a tokenizer, without text.
+    """
 
     folder: Path
     kind: str
@@ -54,7 +58,7 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
-    if (path / "config.json").is_file():
+    if (path / IMPORTED).is_file() or (path / HUGGINGFACE).is_file():
         return _huggingface(path, arguments, text, needs_data)
     checkpoint, passed_over = checkpoint_at(path, content_damage)
     run = checkpoint.run_folder if checkpoint else path
@@ -82,7 +86,7 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
     problems: list[Problem] = []
     model = None
     try:
-        model = open_huggingface(path).config
+        model = _open_folder(path).config
     except ConfigError as error:
         problems += error.problems
     if not (path / "tokenizer.json").is_file():
@@ -120,7 +124,14 @@ def read_weights(subject: Subject) -> dict[str, Tensor]:
     """
     if subject.checkpoint is not None:
         return dict(state_dict_of(CheckpointWeights(subject.checkpoint, subject.config.model), subject.config.model))
-    return dict(state_dict_of(open_huggingface(subject.folder), subject.config.model))
+    weights = _open_folder(subject.folder)
+    if (subject.folder / IMPORTED).is_file():
+        weights.digests()  # raises where a file is not as it was written
+    return dict(state_dict_of(weights, subject.config.model))
+
+
+def _open_folder(path: Path) -> Weights:
+    return open_imported(path) if (path / IMPORTED).is_file() else open_huggingface(path)
 
 
 def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:

@@ -1,6 +1,8 @@
 """A verb's arguments -> the one plan it is about, past every check; all problems in one list before any work."""
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_llm.config.compose import read_composed, read_file
 from lightning_llm.config.schema.partial import gather
@@ -14,9 +16,18 @@ from lightning_llm.run.weights import init_problems
 
 def read_arguments(arguments: argparse.Namespace) -> Reading:
     """Return the config that --config, or else the overrides and --config-dir, say. Raises ConfigError."""
-    if arguments.config:
-        return read_file(arguments.config, arguments.overrides, arguments.config_dir)
-    return read_composed(arguments.overrides, arguments.config_dir)
+    return read_words(arguments.overrides, arguments.config, arguments.config_dir)
+
+
+def read_words(overrides: Sequence[str], file: Path | None, config_dir: Path | None) -> Reading:
+    """Return the config that `file`, a run's config.yaml, or else the shipped groups and `config_dir` give.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    if file:
+        return read_file(file, overrides, config_dir)
+    return read_composed(overrides, config_dir)
 
 
 def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
@@ -26,7 +37,11 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
         ConfigError: with what is wrong with the keys, and between those that are right; against this machine and its
             disk, too, where it is `to_train`.
     """
-    reading = read_arguments(arguments)
+    return checked_resolution(read_arguments(arguments), to_train=to_train).plan()
+
+
+def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
+    """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does."""
     if to_train and rank_environment() is not None:
         reading = Reading(adopt_world(reading.checked()))
     if reading.config is None:
@@ -34,7 +49,7 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
     found = Resolution(reading.config, to_train=to_train)
     if problems := dict.fromkeys([*reading.problems, *problems_beyond(found)]):
         raise ConfigError(problems)
-    return found.plan()
+    return found
 
 
 def problems_beyond(found: Resolution, *, jobs: int = 1) -> list[Problem]:

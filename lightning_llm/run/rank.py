@@ -71,6 +71,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
     folder = plan.config.run.dir
     locks: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in STOPPING}
+    threads = torch.get_num_threads()
     try:
         for number in handlers:
             signal.signal(number, _stop_before_training)
@@ -92,6 +93,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
             each.release()
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
+        torch.set_num_threads(threads)
     leave_process_group()
     if not start.finished:
         say_where(rank.plan.config)

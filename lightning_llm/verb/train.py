@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,12 @@ from lightning_llm.config.compose import typed_value
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.strict import read_config
 from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, Terminated
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
-from lightning_llm.run.checked_plan import checked_plan
+from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import decide_start, lock_run, resumable_runs
 from lightning_llm.sweep.run import sweep
@@ -39,11 +41,81 @@ MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
 
+AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
+
 
 def train(arguments: argparse.Namespace) -> int:
     """Train one run, or with -m one for each combination; return the exit code."""
+    with _lasting():
+        if arguments.multirun:
+            if rank_environment() is not None:
+                text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
+                raise ConfigError(Problem("-m", text))
+            return sweep(arguments)
+        plan = checked_plan(arguments, to_train=True)
+        if rank_environment() is not None:
+            return _run_rank(plan)
+        if plan.config.resume == "auto" and arguments.config is None:
+            refuse_unnamed_resume(plan.config, arguments.overrides)
+        return _start(plan)
+
+
+def train_config(config: Config, *, quiet: bool = False) -> int:
+    """Train one run in this process, or in ranks of its own, for a caller that goes on; return the exit code.
+
+    `quiet`: ranks that are started write nothing to the standard output.
+
+    Raises:
+        ConfigError: with all that is wrong with the config, or with this process as a place to train from.
+    """
+    problems = _process_problems()
+    try:
+        # A copy with other values (pydantic's model_copy) was never looked at.
+        reading = read_config(config.model_dump(warnings=False))
+        plan = checked_resolution(reading, to_train=True).plan()
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    with _lasting():
+        if config.resume == "auto" and not Path(config.run.dir).exists():
+            refuse_unnamed_resume(config, [])
+        return _start(plan, quiet)
+
+
+def _process_problems() -> list[Problem]:
+    """Return why no run can be started from this process, which does other things, too."""
+    problems = []
+    if threading.current_thread() is not threading.main_thread():
+        name = threading.current_thread().name
+        text = f"is {name}, and a run takes signals, to save and stop. Call it from the main thread."
+        problems.append(Problem("thread", text))
+    if (ranks := rank_environment()) is not None:
+        text = (
+            f"is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, and a run from Python starts its "
+            "ranks by itself (trainer.devices). Call it in one process, or start lightning-llm train --config FILE."
+        )
+        problems.append(Problem("process", text))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        text = (
+            f"has a process group of {distributed.get_world_size()} already, and a run makes its own. Leave it "
+            "(torch.distributed.destroy_process_group()), or train in another process."
+        )
+        problems.append(Problem("torch.distributed", text))
+    return problems
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Hold what a run of hours needs of its process: output that may lose its reader, threads that wait, signals."""
+    # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
+    # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with lasting_output(), _terminated_in_words():
-        return _train(arguments)
+        yield
 
 
 @contextmanager
@@ -60,28 +132,15 @@ def _terminated_in_words() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
-    # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
-    if os.getloadavg()[0] > (os.cpu_count() or 1):
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if arguments.multirun:
-        if rank_environment() is not None:
-            text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
-            raise ConfigError(Problem("-m", text))
-        return sweep(arguments)
-    plan = checked_plan(arguments, to_train=True)
+def _start(plan: Plan, quiet: bool = False) -> int:
+    """Train one run, in this process or in ranks that are started for it."""
     config = plan.config
-    if rank_environment() is not None:
-        return _run_rank(plan)
     if config.world not in (None, config.trainer.devices):
         text = (
             f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
             "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
         )
         raise ConfigError(Problem("world", text))
-    if config.resume == "auto" and arguments.config is None:
-        refuse_unnamed_resume(config, arguments.overrides)
     if config.trainer.devices == 1:
         return _run_alone(plan)
     start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
@@ -90,7 +149,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return 0
     if note := crowd_note(config, os.cpu_count() or 1):
         print(note, flush=True)
-    return start_ranks(config)
+    return start_ranks(config, quiet)
 
 
 def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
@@ -119,9 +178,13 @@ def _run_alone(plan: Plan) -> int:
         if start.finished:
             print(start.nothing_left(plan.config))
             return 0
-        from lightning_llm.run.rank import run  # torch and Lightning: seconds
+        from lightning_llm.parallel.process_group import leave_process_group  # torch and Lightning: seconds
+        from lightning_llm.run.rank import run
 
-        return run(plan, start)
+        try:
+            return run(plan, start)
+        finally:
+            leave_process_group()  # of one rank, which a failed run is still in
     finally:
         lock.release()
 
@@ -150,26 +213,24 @@ def crowd_note(config: Config, cores: int) -> str | None:
     return f"note   {config.trainer.devices} ranks on {cores} CPU cores: on CPU they take turns, to the same bits"
 
 
-def start_ranks(config: Config) -> int:
+def start_ranks(config: Config, quiet: bool = False) -> int:
     """Run `trainer.devices` ranks on this machine by torch.distributed.run's agent; return the run's exit code.
 
-    The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all.
+    The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all. `quiet`:
+    nobody sees what they print.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is printed here, in a line
     folder = Path(config.run.dir)
-    if "OMP_NUM_THREADS" not in os.environ:
-        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
     lock_run(folder).release()  # signs of life there are another process's while it holds this
     clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
     settings = LaunchConfig(
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.OUT if quiet else Std.NONE),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=config.trainer.devices,
@@ -180,7 +241,7 @@ def start_ranks(config: Config) -> int:
         shutdown_timeout=SAVE_SECONDS,
     )
     try:
-        with in_memory(config) as file:  # the run's folder holds it as config.yaml
+        with _for_ranks(config), in_memory(config) as file:  # the run's folder holds it as config.yaml
             elastic_launch(settings, sys.executable)(
                 "-m", "lightning_llm", "train", "--config", str(file), *config_dir_arguments()
             )
@@ -198,6 +259,25 @@ def start_ranks(config: Config) -> int:
     return 0
 
 
+@contextmanager
+def _for_ranks(config: Config) -> Iterator[None]:
+    """Share the cores out among the ranks; take back what they and the agent change of this process, which may go on.
+
+    The agent makes every signal below a SignalException, and leaves it so.
+    """
+    handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
+    threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // config.trainer.devices)
+    ours = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ["OMP_NUM_THREADS"]
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
 def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
     rank, failure = error.get_first_failure()
@@ -206,6 +286,8 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
         kind, _, text = failure.message["message"].partition(": ")
         if kind != AgreedError.__name__:
             print(f"error: rank {rank}: {text}", file=sys.stderr)
+    if failure.exitcode in (130, 143) and summary_of(folder).get("status") == "failed":
+        return 1  # the agent ended it, of several that failed in the same second, and rank 0 has said why
     if failure.exitcode in (2, 130, 143):
         return int(failure.exitcode)  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0:

@@ -81,10 +81,18 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize(("status", "code"), [("failed", 1), ("stopped", 143)])
+def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status, code, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"status": status, "detail": "NonFiniteError: step 2"}))
+    failure = SimpleNamespace(exitcode=143, message="Signal 15")
+    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (0, failure)), tmp_path, 600.0) == code
+
+
 @pytest.mark.parametrize("first_too", [True, False])
 def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path, capsys):
     text = "CallbackFailedError: callbacks.own failed: \x1b[31m"
     detail = text if first_too else "RuntimeError: connection closed by peer"
+    (tmp_path / "config.yaml").touch()  # a run's folder, where why is written down
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
     failure = SimpleNamespace(exitcode=1, message={"message": text})
     assert _first_failure(SimpleNamespace(get_first_failure=lambda: (1, failure)), tmp_path, 600.0) == 1

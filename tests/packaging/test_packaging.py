@@ -65,6 +65,7 @@ def test_the_wheel_holds_every_file(wheel):
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in {".py", ".yaml"}:
                 assert prefix + str(file.relative_to(ROOT)) in packed, file
+    assert "lightning_llm/py.typed" in packed
     assert not [name for name in packed if name.startswith(("tests/", "conf/", "callbacks/", "recipes/"))]
 
 
