@@ -167,6 +167,9 @@ class DataConfig(Group):
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")
+    tokenize_processes: Annotated[int, Field(gt=0, le=1024)] | None = Field(
+        None, description="processes that build a token cache; null: the cores, and one for a short text"
+    )
 
     @property
     def trained_weights(self) -> dict[str, float]:
