@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
@@ -47,7 +47,9 @@ def process_count(asked: int | None, text_bytes: int, tokenizer: Tokenizer) -> i
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def encode_batches(tokenizer: Tokenizer, batches: Iterable[list["Document"]], processes: int) -> Iterator[Encoded]:
+def encode_batches(
+    tokenizer: Tokenizer, batches: Iterable[list["Document"]], processes: int
+) -> Generator[Encoded, None, None]:
     """Yield each of `batches` with its documents' token ids, an integer array [tokens] each, in order.
 
     `processes` encode at once; with 1 this process does, with the tokenizer's own threads. At most `AHEAD` batches for
