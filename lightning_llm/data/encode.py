@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a process starts sooner without the config's schema
     from lightning_llm.data.source import Document
 
 SMALLEST_TEXT_BYTES = 32 << 20
-"""Of a source that processes are started for unasked: one takes half a second to start, and 5 to encode this."""
+"""Of a source that processes are started for unasked: a shorter one is done about when they have started."""
 AHEAD = 2  # batches per process that wait or are at work: the reader is never more than so far ahead of the writer
 
 Encoded = tuple[list["Document"], list[np.ndarray]]

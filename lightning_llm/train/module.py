@@ -126,8 +126,9 @@ class LanguageModule(pl.LightningModule):
             print(line, flush=True)
 
     def on_train_start(self) -> None:
-        starts_from_weights = self.config.data.watched or self.config.model.init_from
-        if starts_from_weights and not self.completed_steps:  # what is lost or gained is from here on
+        data = self.config.data
+        base_is_scored = self.config.model.init_from is not None and data.validation.fraction > 0
+        if (data.watched or base_is_scored) and not self.completed_steps:  # what is lost or gained is from here on
             validate_now(self.trainer)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
