@@ -8,12 +8,24 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import checkpoint, health, loader, parallel, peers, precision, startup, tracking, trainer_overhead
+from benchmarks import (
+    checkpoint,
+    health,
+    loader,
+    parallel,
+    peers,
+    precision,
+    startup,
+    tokenise,
+    tracking,
+    trainer_overhead,
+)
 from benchmarks.rotation import Row
 
 BENCHMARKS = {
     "startup": startup.measure,
     "loader": loader.measure,
+    "tokenise": tokenise.measure,
     "trainer_overhead": trainer_overhead.measure,
     "tracking": tracking.measure,
     "parallel": parallel.measure,

@@ -14,6 +14,7 @@ FREE = (
     "callbacks.",
     "data.cache_dir",
     "data.num_workers",
+    "data.tokenize_processes",
     "data.name",
     "model.name",
     "model.parameters_published",

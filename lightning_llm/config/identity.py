@@ -13,8 +13,9 @@ from lightning_llm.config.schema.migrations import first_name
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend")
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run."""
+NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tokenize_processes")
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, and
+how many processes built its token cache."""
 
 OBSERVERS = "lightning_llm.callbacks."
 """Where callbacks lie that only watch; others may act on training."""

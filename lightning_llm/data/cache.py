@@ -229,23 +229,28 @@ def disk_problem(cache_dir: Path, needed_bytes: int) -> Problem | None:
 
 
 class TokenWriter:
-    """Writes one split of one source: its documents' tokens end to end, and where each begins."""
+    """Writes one split of one source: its documents' tokens end to end, and where each begins.
+
+    What waits in memory is `FLUSH_BYTES` of tokens at most and one document, however long the split is.
+    """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], end_of_document: int):
         self.folder, self.split, self.dtype = folder, split, dtype
         self.end = np.array([end_of_document], dtype)
-        self.tokens = 0
-        self._starts: list[int] = []
+        self.tokens = self.documents = 0
+        self._starts: list[int] = []  # of the documents that wait
         self._pending: list[np.ndarray] = []
         self._pending_tokens = 0
         self._digest = blake2b(digest_size=16)
         self._file = (folder / f"{split}.bin").open("wb")
+        self._starts_file = (folder / f"{split}.starts").open("wb")
 
     def add(self, document: np.ndarray) -> None:
         """Append one document's token ids and the end-of-document token."""
         self._starts.append(self.tokens)
         self._pending += [document.astype(self.dtype), self.end]
         self.tokens += len(document) + 1
+        self.documents += 1
         self._pending_tokens += len(document) + 1
         if self._pending_tokens * self.dtype.itemsize >= FLUSH_BYTES:
             self._flush()
@@ -255,16 +260,17 @@ class TokenWriter:
             content = np.concatenate(self._pending).astype(self.dtype.newbyteorder("<")).tobytes()
             self._digest.update(content)
             self._file.write(content)
-        self._pending, self._pending_tokens = [], 0
+            self._starts_file.write(np.array(self._starts, "<i8").tobytes())
+        self._pending, self._pending_tokens, self._starts = [], 0, []
 
     def close(self) -> dict[str, Any]:
         """Write what is left to the disk and return the split's manifest entry."""
         self._flush()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        np.array(self._starts, "<i8").tofile(self.folder / f"{self.split}.starts")
-        return {"tokens": self.tokens, "documents": len(self._starts), "digest": self._digest.hexdigest()}
+        for file in (self._file, self._starts_file):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {"tokens": self.tokens, "documents": self.documents, "digest": self._digest.hexdigest()}
 
 
 @dataclass

@@ -349,7 +349,8 @@ def open_corpus(
         if name in places:
             made = token_streams(source, places[name], rule, tokenizer, config.tokenizer, cache_dir, progress)
         else:
-            made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress)
+            processes = config.tokenize_processes
+            made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
         streams[name] = made
     problems = [p for name in trained for p in _length_problems(name, streams[name], config)]
     if problems:

@@ -6,7 +6,7 @@ A source too small to have a key in that range gives its smallest key, which is 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_llm.config.schema.data import TokenizerConfig
 from lightning_llm.data.cache import TokenStream, TokenWriter, build_once, disk_problem, token_bytes
+from lightning_llm.data.encode import encode_batches, process_count
 from lightning_llm.data.source import Document, Source
 from lightning_llm.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError, Problem
@@ -179,21 +180,34 @@ def prepare_tokenizer(
 
 
 def prepare_streams(
-    source: Source, found: Scan, held_out: HeldOut, tokenizer: Tokenizer, cache_dir: Path, shown: bool
+    source: Source,
+    found: Scan,
+    held_out: HeldOut,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    shown: bool,
+    processes: int | None = None,
 ) -> dict[str, TokenStream]:
-    """Return the source's `train` and `validation` streams, tokenised now where they are not cached."""
+    """Return the source's `train` and `validation` streams, tokenised now where they are not cached.
+
+    `processes` is `data.tokenize_processes`. Memory does not grow with the source.
+    """
     dtype = tokenizer.token_dtype
+    count = process_count(processes, found.text_bytes, tokenizer)
 
     def build(folder: Path) -> dict[str, Any]:
         problem = disk_problem(cache_dir, token_bytes(found.text_bytes, tokenizer.is_bytes, tokenizer.vocab_size))
         if problem:
             raise ConfigError(problem)
         writers = {split: TokenWriter(folder, split, dtype, tokenizer.end_of_document) for split in SPLITS}
-        with progress_task(f"tokenising {source.name}", found.text_bytes, shown) as advance:
-            for batch, size in _batches(source):
-                for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+        with (
+            progress_task(f"tokenising {source.name}", found.text_bytes, shown) as advance,
+            closing(encode_batches(tokenizer, _batches(source), count)) as encoded,
+        ):
+            for batch, all_tokens in encoded:
+                for document, tokens in zip(batch, all_tokens, strict=True):
                     writers["validation" if document in held_out else "train"].add(tokens)
-                advance(size)
+                advance(sum(document.text_bytes for document in batch))
         return {"dtype": dtype.str, "splits": {split: writer.close() for split, writer in writers.items()}}
 
     identity = {"source": source.identity(), "held_out": held_out.identity(), "tokenizer": tokenizer.fingerprint}
@@ -202,14 +216,15 @@ def prepare_streams(
     return {split: TokenStream(folder, split, manifest["dtype"], splits[split]["digest"]) for split in SPLITS}
 
 
-def _batches(source: Source) -> Iterator[tuple[list[Document], int]]:
-    """Yield documents in lists of about `ENCODE_BYTES`, with their size in bytes."""
-    batch, size = [], 0
+def _batches(source: Source) -> Iterator[list[Document]]:
+    """Yield documents in lists of about `ENCODE_BYTES`."""
+    batch: list[Document] = []
+    size = 0
     for document in source.documents():
         batch.append(document)
         size += document.text_bytes
         if size >= ENCODE_BYTES:
-            yield batch, size
+            yield batch
             batch, size = [], 0
     if batch:
-        yield batch, size
+        yield batch

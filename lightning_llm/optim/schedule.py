@@ -4,13 +4,14 @@ from lightning_llm.config.schema.optim import ScheduleConfig
 
 
 def learning_rate_factor(config: ScheduleConfig, updates: int, max_steps: int) -> float:
-    """Return the factor of the peak learning rate for the update after `updates` made ones.
+    """Return the factor of `optim.learning_rate` for the update after `updates` made ones.
 
-    Warm-up is linear and its first update is not zero: (updates + 1) / warmup_steps. What follows is the schedule's.
+    Warm-up is linear, to `config.peak`, and its first update is not zero: (updates + 1) / warmup_steps of that. What
+    follows is the schedule's. `config` is `relative_to` the learning rate.
     """
     if updates < config.warmup_steps:
-        return (updates + 1) / config.warmup_steps
-    return config.after_warmup(updates, config.total_steps or max_steps)
+        return config.peak * ((updates + 1) / config.warmup_steps)
+    return config.peak * config.after_warmup(updates, config.total_steps or max_steps)
 
 
 def progress(updates: int, start: int, total: int) -> float:

@@ -8,10 +8,10 @@ from lightning_llm.optim.schedule import progress
 
 @SCHEDULES.register
 class WSDConfig(ScheduleConfig):
-    """1, then linearly to `final_factor` over the last `decay_fraction` (MiniCPM: Hu et al. 2024, section 4.2)."""
+    """1, then linearly to `floor` over the last `decay_fraction` (MiniCPM: Hu et al. 2024, section 4.2)."""
 
     name: Literal["wsd"] = "wsd"
 
     def after_warmup(self, updates: int, total: int) -> float:
         start = max(self.warmup_steps, round(total * (1 - self.decay_fraction)))
-        return 1 - (1 - self.final_factor) * progress(updates, start, total)
+        return 1 - (1 - self.floor) * progress(updates, start, total)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -109,10 +110,31 @@ def _length_problems(config: Config) -> list[Problem]:
 
 def _schedule_problems(config: Config) -> list[Problem]:
     schedule, total = config.schedule, config.schedule.total_steps
+    problems = list(_floor_problems(config))
     if schedule.name != "constant" and total is not None and schedule.warmup_steps >= total:
         text = f"is {schedule.warmup_steps}, and schedule.total_steps is {total}. Warm up for fewer."
-        return [Problem("schedule.warmup_steps", text)]
-    return []
+        problems.append(Problem("schedule.warmup_steps", text))
+    return problems
+
+
+def _floor_problems(config: Config) -> Iterator[Problem]:
+    schedule, floor = config.schedule, config.schedule.final_learning_rate
+    if floor is None:
+        if schedule.final_factor is None:
+            text = "is null, and so is schedule.final_learning_rate. Give one of them."
+            yield Problem("schedule.final_factor", text)
+        return
+    if schedule.final_factor is not None:
+        text = (
+            f"is {floor:g}, and schedule.final_factor={schedule.final_factor:g} says another floor. "
+            "Give one of them, and set the other to null."
+        )
+        yield Problem("schedule.final_learning_rate", text)
+    peak = schedule.peak * config.optim.learning_rate
+    if floor > peak:
+        of = f"optim.learning_rate={config.optim.learning_rate:g}"
+        of += f" times schedule.peak_factor={schedule.peak_factor:g}" if schedule.peak_factor is not None else ""
+        yield Problem("schedule.final_learning_rate", f"is {floor:g}, above the peak, {of}. Lower it.")
 
 
 def _precision_problems(config: Config) -> list[Problem]:

@@ -35,7 +35,8 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
         figures |= _steadiness([record for record in steps if not record.get("timing_warmup")] or steps)
     if validations:
         best = min(validations, key=lambda record: (math.isnan(record["val_loss"]), record["val_loss"]))
-        figures |= {key: value for key, value in validations[-1].items() if key.startswith("val_loss")}
+        last = validations[-1].items()
+        figures |= {key: value for key, value in last if key.startswith(("val_loss", "forgetting/"))}
         figures |= {"best_val_loss": best["val_loss"], "best_val_step": best["step"]}
     for key in ("tokens_per_second", "step_seconds", "data_seconds", "tflops_per_second", "mfu"):
         figures |= _median_of(steps, key)

@@ -45,7 +45,8 @@ def _same_course(old: Config, new: Config, steps: int) -> bool:
     def course(config: Config, step: int) -> tuple[float, list[bool]]:
         last = config.trainer.max_steps
         phases = [phase.start * last <= step < phase.end * last for phase in config.precision.phases]
-        return learning_rate_factor(config.schedule, step, last), phases
+        schedule = config.schedule.relative_to(config.optim.learning_rate)
+        return learning_rate_factor(schedule, step, last), phases
 
     return all(course(old, step) == course(new, step) for step in range(steps))
 

@@ -109,7 +109,9 @@ class LanguageModule(pl.LightningModule):
             parallel=self.parallel,
             optimizer=optimizer,
             algorithm=config.chosen_algorithm.build(self.model.named_parameters(), self.parallel.layout),
-            learning_rate=LearningRate(optimizer, config.schedule, config.trainer.max_steps),
+            learning_rate=LearningRate(
+                optimizer, config.schedule.relative_to(config.optim.learning_rate), config.trainer.max_steps
+            ),
             scaler=self.scaler,
             spikes=self.spikes,
             clip_norm=config.optim.gradient_clip_norm,
@@ -124,7 +126,9 @@ class LanguageModule(pl.LightningModule):
             print(line, flush=True)
 
     def on_train_start(self) -> None:
-        if self.config.data.watched and not self.completed_steps:  # what they have lost or gained is from here on
+        data = self.config.data
+        base_is_scored = self.config.model.init_from is not None and data.validation.fraction > 0
+        if (data.watched or base_is_scored) and not self.completed_steps:  # what is lost or gained is from here on
             validate_now(self.trainer)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -130,3 +130,19 @@ def test_a_run_name_stays_below_its_experiment(tmp_path, capsys):
     assert main(["train", "recipe=quickstart", f"run.root={tmp_path}", "run.name=a/../../b"]) == 2
     assert "run.name: is 'a/../../b', which leads out of" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_floor_is_a_factor_or_a_rate_and_below_the_peak(capsys):
+    def refused(*words):
+        assert main(["plan", "recipe=quickstart", *words]) == 2
+        return capsys.readouterr().err
+
+    rate = "schedule.final_learning_rate"
+    assert f"{rate}: is 1e-05, and schedule.final_factor=0 says another floor." in refused(f"{rate}=1e-5")
+    assert "schedule.final_factor: is null, and so is" in refused("schedule.final_factor=null")
+    words = [f"{rate}=3e-3", "schedule.final_factor=null", "schedule.peak_factor=0.5"]
+    assert "optim.learning_rate=0.004 times schedule.peak_factor=0.5. Lower it." in refused(*words)
+    assert compose_config([f"{rate}=1e-5"]).schedule.final_factor is None  # the default gives way
+    assert compose_config([]).schedule.final_factor == 0.1
+    none = [f"data.sources.{name}.weight=0" for name in ("code", "prose")]
+    assert "data.sources.code.weight: is 0, as all are" in refused(*none)

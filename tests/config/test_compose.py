@@ -39,17 +39,26 @@ def test_every_file_of_every_group_composes(chosen):
     mandatory = {name: name for name in ("jsonl", "text", "parquet", "huggingface", "megatron", "olmo")}
     source = (mandatory | {"python_jsonl": "jsonl"}).get(chosen["data"])
     given = [f"data.sources.{source}.path=/x"] if source else []
+    given += [f"data.sources.{name}.path=/x" for name in ("new", "old") if chosen["data"] == "replay"]
     given += ["data.tokenizer.path=/x"] if source in ("megatron", "olmo") else []
     config = compose_config([*(f"{group}={name}" for group, name in chosen.items()), *given])
     named = {group: node.name for group in chosen if hasattr(node := getattr(config, group), "name")}
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}
 
 
+def needed(recipe: str, folder: Path) -> list[str]:
+    """What whoever calls a recipe has to say: where documents are, and weights, in whose place is a model here."""
+    sources = {"cpt/replay": ["new", "old"], "cpt/annealing": ["new", "old", "best"]}.get(recipe, [])
+    model = ["model=llama_tiny"] if sources or recipe == "sweep/replay" else []
+    (file := folder / "documents.jsonl").write_text('{"text": "one"}\n')
+    return [*model, *(f"data.sources.{name}.path={file}" for name in sources)]
+
+
 @pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if name.startswith("sweep/")])
-def test_every_sweep_composes_job_by_job_and_needs_m(recipe):
+def test_every_sweep_composes_job_by_job_and_needs_m(recipe, tmp_path):
     with pytest.raises(ConfigError, match="Add -m"):
         compose_config([f"recipe={recipe}"])
-    jobs = compose_sweep([f"recipe={recipe}", "seed=7"])
+    jobs = compose_sweep([f"recipe={recipe}", "seed=7", *needed(recipe, tmp_path)])
     assert len(jobs) > 1
     for _, config in jobs:
         check_config(config)
@@ -57,10 +66,17 @@ def test_every_sweep_composes_job_by_job_and_needs_m(recipe):
 
 
 @pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if not name.startswith("sweep/")])
-def test_every_recipe_composes_and_passes_the_check(recipe):
-    config = compose_config([f"recipe={recipe}"])
+def test_every_recipe_composes_and_passes_the_check(recipe, tmp_path):
+    words = needed(recipe, tmp_path)
+    config = compose_config([f"recipe={recipe}", *words, *(["model.max_sequence_length=2048"] if words else [])])
     check_config(config)
     assert config.recipe == recipe
+
+
+def test_weights_take_the_place_of_a_planned_model_and_the_recipe_stays():
+    with pytest.raises(ConfigError) as error:
+        compose_config(["recipe=cpt/swallow_8b", "model.init_from=/nowhere"])
+    assert [problem.key for problem in error.value.problems] == ["model.init_from"]
 
 
 def test_command_line_wins_over_recipe_and_recipe_over_groups():

@@ -18,17 +18,27 @@ PUBLISHED = {
     "llama3_70b_2d": ((1, 1, 8, 8), 70.55, 1, 64 * 8192),
     "llama3_405b_3d": ((8, 1, 8, 8), 405.85, 8, 256 * 8192),
     "megatron_gpt3_175b": ((16, 8, 1, 8), 174.6, 192, 1536 * 2048),
+    "cpt/swallow_8b": ((2, 1, 64, 2), 8.03, 16, 1024 * 8192),
+    "cpt/swallow_70b": ((8, 1, 2, 4), 70.55, 512, 1024 * 8192),
 }
 
 
 # Of torchtitan's train_configs/llama3_8b.toml, llama3_70b.toml and llama3_405b.toml, which leave AdamW's betas and
 # weight decay to its defaults (0.9, 0.95; 0.1) and decay linearly to 0 after the warm-up, and of Megatron-LM's
 # examples/gpt3/train_gpt3_175b_distributed.sh (--lr-warmup-fraction .001 of --lr-decay-iters 430000).
+# The two of Swallow: scripts of okoge-kaz/Megatron-LM, named in the recipes.
 TITAN = {
     "optim": {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "gradient_clip_norm": 1},
     "schedule": {"name": "wsd", "warmup_steps": 200, "decay_fraction": 0.8, "final_factor": 0, "total_steps": None},
     "trainer": {"max_steps": 1000},
     "data": {"sequence_length": 8192},
+}
+SWALLOW = {
+    "optim": {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "gradient_clip_norm": 1},
+    "schedule": {"name": "cosine", "warmup_steps": 1000, "total_steps": None, "final_factor": None},
+    "parallel": {"sequence_parallel": True, "zero_stage": 1, "schedule": "1f1b"},
+    "trainer": {"validate_every_steps": 500},
+    "data": {"sequence_length": 8192, "micro_batch_size": 1},
 }
 SETTINGS = {
     "llama3_8b_fsdp2": [
@@ -56,6 +66,19 @@ SETTINGS = {
         {"parallel": {"activation_checkpoint": "none", "schedule": "1f1b", "sequence_parallel": False}},
         {"model": {"num_layers": 96, "hidden_size": 12288, "num_heads": 96, "max_sequence_length": 2048}},
         {"model": {"init_std": 0.006}, "data": {"sequence_length": 2048, "micro_batch_size": 1}},
+    ],
+    "cpt/swallow_8b": [
+        SWALLOW,
+        {"optim": {"learning_rate": 2.5e-5}, "schedule": {"final_learning_rate": 2.5e-6}},
+        {"trainer": {"max_steps": 30_000}, "precision": {"name": "bf16"}, "data": {"document_mask": True}},
+        {"parallel": {"activation_checkpoint": "none"}, "model": {"max_sequence_length": 131_072}},
+    ],
+    "cpt/swallow_70b": [
+        SWALLOW,
+        {"optim": {"learning_rate": 1e-5}, "schedule": {"final_learning_rate": 1e-6}, "trainer": {"max_steps": 12_500}},
+        {"precision": {"name": "fp8_delayed"}, "data": {"document_mask": False}},
+        {"parallel": {"activation_checkpoint": "full"}},
+        {"model": {"max_sequence_length": 8192, "rope_scaling": None, "rope_theta": 500_000}},
     ],
 }
 

@@ -1,10 +1,12 @@
-"""Mixtures: what phases draw against a walk sample by sample; sources that are only watched; every registered kind."""
+"""Mixtures: what phases draw against a walk sample by sample; watched sources, weight 0; every registered kind."""
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corpus_files import data_config, words, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.corpus import Corpus, ValidationBatch, open_corpus
 from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.errors import ConfigError
@@ -149,6 +151,24 @@ def test_a_watched_source_is_scored_and_changes_nothing_else(
     assert report.validation_tokens == sum(len(words(50 + i, 30)) + 1 for i in range(20))
     alone = open_corpus(data_config(cache, watched | two_files, validation={"fraction": 0.0}), 5, VOCABULARY)
     assert {corpus.names[source] for source, _ in alone._validation_windows} == {"w"}
+
+
+def test_a_source_of_weight_0_is_scored_as_ever_and_never_drawn(cache: Path, two_files: dict[str, Any]) -> None:
+    validation = {"fraction": 0.2, "sequences": 12, "weights": {"a": 1.0, "b": 1.0}}
+    with_it = open_corpus(data_config(cache, two_files, validation=validation), 5, VOCABULARY)
+    none = two_files | {"b": two_files["b"] | {"weight": 0.0}}
+    without = open_corpus(data_config(cache, none, validation=validation), 5, VOCABULARY)
+    assert check_data(without.config, VOCABULARY, 1) == []
+    assert {without.sample(index).source for index in range(300)} == {0}
+    assert without._validation_windows == with_it._validation_windows
+    assert {source for source, _ in without._validation_windows} == {0, 1}
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in _both(without, with_it))
+    drawn = {report.name: report for report in without.report(40)}
+    assert (drawn["b"].drawn_tokens, drawn["a"].achieved_share) == (0, 1.0)
+
+
+def _both(one: Corpus, other: Corpus) -> Iterator[tuple[ValidationBatch, ValidationBatch]]:
+    return zip(one.validation_batches(4), other.validation_batches(4), strict=True)
 
 
 def test_what_only_watched_sources_cannot_be(tmp_path: Path, two_files: dict[str, Any]) -> None:

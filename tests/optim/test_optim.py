@@ -16,6 +16,7 @@ from lightning_llm.config.schema import OptimConfig, ParallelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, ParameterShard
 from lightning_llm.errors import ConfigError
 from lightning_llm.optim.adamw8bit import dequantised, dynamic_map, quantised
+from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.optim.matrices import on_one_rank
 from lightning_llm.optim.muon import orthogonalised
 from lightning_llm.optim.optimizer import decay_groups, initialise_state, role_of
@@ -85,6 +86,25 @@ def test_schedules_at_their_landmarks():
     assert factors("cosine")[11] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
     for name in ("cosine", "wsd"):
         assert factors(name)[19:] == pytest.approx([0.1] * 6)
+
+
+def test_re_warming_rises_to_a_share_of_the_rate_and_decays_to_an_absolute_floor():
+    keys = {"warmup_steps": 4, "decay_fraction": 0.25, "peak_factor": 0.5}
+    for name in ("cosine", "wsd"):
+        plain = SCHEDULES[name](**keys, final_factor=0.1)
+        floored = SCHEDULES[name](**keys, final_learning_rate=1e-5)
+        assert floored.final_factor is None
+        for peak in (2e-4, 8e-4):
+            optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in (peak, 1.0)])
+            rate = LearningRate(optimizer, floored.relative_to(peak), 20)
+            rates = [rate.set(updates) for updates in range(25)]
+            assert rates[:4] == pytest.approx([peak * 0.5 * each for each in (0.25, 0.5, 0.75, 1.0)])
+            assert rates[19:] == pytest.approx([1e-5] * 6)
+            assert optimizer.param_groups[1]["lr"] == pytest.approx(1e-5 / peak)  # falls by the same factor
+            if peak == 2e-4:  # of whose re-warmed peak the floor is a tenth
+                assert rates == pytest.approx([peak * learning_rate_factor(plain, each, 20) for each in range(25)])
+    with pytest.raises(ValueError, match="relative_to"):
+        learning_rate_factor(SCHEDULES["cosine"](final_learning_rate=1e-5), 5, 20)
 
 
 @given(

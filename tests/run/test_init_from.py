@@ -57,11 +57,14 @@ def test_run_release_and_base_hold_the_same_weights(places):
 
 def test_a_run_starts_where_the_other_ended_whatever_form_the_weights_have(places, small_run, tmp_path, capsys):
     losses = []
+    ended = [line for line in read_records(places / "run" / "metrics.jsonl") if "val_loss" in line][-1]
     for form in ("run", "release", "base", "run/checkpoints/step=2"):
         folder = tmp_path / form.replace("/", "-")
         assert main(["train", *words_of(small_run, folder, places / form)]) == 0
         assert "init   " in capsys.readouterr().out
-        losses.append([line.get("loss") for line in read_records(folder / "run" / "metrics.jsonl")])
+        at_start, *lines = read_records(folder / "run" / "metrics.jsonl")
+        assert (at_start["step"], at_start["val_loss"]) == (0, ended["val_loss"])  # the base, as it came
+        losses.append([line.get("loss") for line in lines])
         config = load_config(folder / "run" / "config.yaml", [])
         assert (config.model.hidden_size, config.model.init_from) == (32, str(places / form))
         assert config.data.tokenizer.path == str(places / form.partition("/")[0] / "tokenizer.json")

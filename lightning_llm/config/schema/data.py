@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.base import Fraction, Group, NonNegativeFloat, PositiveFloat, PositiveInt
 from lightning_llm.errors import Problem
 from lightning_llm.registry import Registry
 
@@ -25,7 +25,9 @@ class SourceConfig(Group):
     """Whether its documents are tokens already."""
 
     loader: str = Field(description="what reads the documents: a registered loader")
-    weight: PositiveFloat = Field(1.0, description="share of the training tokens, relative to the other sources")
+    weight: NonNegativeFloat = Field(
+        1.0, description="share of the training tokens, relative to the other sources; 0: what is held out is scored"
+    )
     role: Literal["validation"] | None = Field(
         None, description="validation: only watched, never trained on; null: trained on, less what is held out"
     )
@@ -167,6 +169,9 @@ class DataConfig(Group):
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")
+    tokenize_processes: Annotated[int, Field(gt=0, le=1024)] | None = Field(
+        None, description="processes that build a token cache; null: the cores, and one for a short text"
+    )
 
     @property
     def trained_weights(self) -> dict[str, float]:

@@ -6,9 +6,9 @@ installed package (docs/extend.md). Its fields are its keys in YAML; planner and
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightning_llm.config.schema.base import (
     Fraction,
@@ -92,10 +92,44 @@ class ScheduleConfig(Group):
         None, description="steps over which the rate decays; null: trainer.max_steps"
     )
     decay_fraction: Fraction = Field(0.2, description="wsd: share of total_steps that decays")
-    final_factor: Fraction = Field(0.1, description="cosine, wsd: the factor at total_steps")
+    peak_factor: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="share of optim.learning_rate that the warm-up rises to, such as re-warming; null: all of it"
+    )
+    final_factor: Fraction | None = Field(
+        0.1, description="cosine, wsd: the factor of the peak at total_steps; null where final_learning_rate is given"
+    )
+    final_learning_rate: NonNegativeFloat | None = Field(
+        None, description="cosine, wsd: what optim.learning_rate falls to, in place of final_factor"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_floor(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("final_learning_rate") is not None:
+            return {"final_factor": None, **values}
+        return values
+
+    @property
+    def peak(self) -> float:
+        """The factor of `optim.learning_rate` that the warm-up rises to."""
+        return 1.0 if self.peak_factor is None else self.peak_factor
+
+    @property
+    def floor(self) -> float:
+        """The factor of the peak at total_steps. Raises ValueError for a rate: `relative_to` makes a factor of it."""
+        if self.final_factor is None:
+            raise ValueError("the floor is a rate: ask `relative_to(learning_rate)` for the schedule")
+        return self.final_factor
+
+    def relative_to(self, learning_rate: float) -> Self:
+        """Return the schedule with a `final_learning_rate` as a factor of the peak that `learning_rate` has."""
+        if self.final_learning_rate is None:
+            return self
+        factor = self.final_learning_rate / (learning_rate * self.peak)
+        return self.model_copy(update={"final_factor": factor, "final_learning_rate": None})
 
     def after_warmup(self, updates: int, total: int) -> float:
-        """Return the factor of the update after `updates` made ones, all of the warm-up among them, of `total`."""
+        """Return the factor of the peak for the update after `updates` made ones of `total`, past the warm-up."""
         raise NotImplementedError
 
 

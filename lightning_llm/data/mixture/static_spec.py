@@ -15,7 +15,9 @@ class StaticMixture(MixtureConfig):
     kind: Literal["static"] = "static"
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
-        return weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
+        if not any(weights.values()):
+            yield Problem(f"data.sources.{next(iter(weights))}.weight", "is 0, as all are: give one source a weight.")
+        yield from weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
 
     def identity(self) -> None:
         return None

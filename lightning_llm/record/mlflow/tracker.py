@@ -55,6 +55,8 @@ COMPARED_KEYS = (
     "schedule.total_steps",
     "schedule.decay_fraction",
     "schedule.final_factor",
+    "schedule.final_learning_rate",
+    "schedule.peak_factor",
 )
 
 
