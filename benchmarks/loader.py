@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from lightning_llm.config.compose import compose_config
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum

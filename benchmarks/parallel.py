@@ -16,7 +16,7 @@ from benchmarks.rotation import Row, interleaved_minima
 from benchmarks.shape import config, loop_steps
 from benchmarks.trainer_overhead import trainer_steps
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.run.rank import quiet_lightning
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import config, loop_steps
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.build import build_module, build_trainer

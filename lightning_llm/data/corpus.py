@@ -10,7 +10,6 @@ Letters: A micro-batches per rank and step (gradient accumulation), B micro-batc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +18,7 @@ from torch import Tensor
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.cache import TokenStream, digest_of
-from lightning_llm.data.check import cache_dir_of
-from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
-from lightning_llm.data.source import Source
-from lightning_llm.data.tokenised import id_problem, scan_tokens, token_streams
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import ConfigError, Problem
 
 IGNORED = -100  # a label that is no target: what torch's cross entropy ignores by default
 
@@ -122,7 +116,7 @@ class Corpus:
     ):
         """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
 
-        `left_out` counts for each source the records whose text is null, empty or blank. `open_corpus` makes and
+        `left_out` counts for each source the records whose text is null, empty or blank. `data.opening` makes and
         checks all of it.
         """
         self.left_out = dict(left_out)
@@ -305,64 +299,3 @@ class Corpus:
             )
             for phase in self.order.mixture.phases(total_samples)
         ]
-
-
-def open_corpus(
-    config: DataConfig, seed: int, vocab_size: int, max_steps: int | None = None, progress: bool = False
-) -> Corpus:
-    """Prepare (where not cached) and map the corpus of `config`; `vocab_size` is the model's.
-
-    `max_steps` is the run's length, which a mixture may go by.
-
-    `progress` shows bars on stderr while something is built. Processes that ask at once wait for the one that builds.
-    `config` has passed `check_data`. Raises ConfigError with every problem that the same stage finds.
-    """
-    problems: list[Problem] = []
-    cache_dir = cache_dir_of(config)
-    sources = {name: Source(name, source) for name, source in config.sources.items()}
-    trained = {name: source for name, source in sources.items() if source.config.role is None}
-    scans: dict[str, Scan] = {}
-    places: dict[str, Path] = {}
-    for name, source in sources.items():
-        try:
-            if source.config.tokenised:
-                places[name], scans[name] = scan_tokens(source, config.tokenizer, cache_dir, progress)
-            else:
-                scans[name] = scan(source, cache_dir, progress)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    held_out = hold_out({name: scans[name] for name in trained}, config.validation.fraction)
-    texts = {name: source for name, source in trained.items() if name not in places}
-    tokenizer = prepare_tokenizer(config.tokenizer, vocab_size, texts, scans, held_out, cache_dir, progress)
-    problems = [
-        problem
-        for name in places
-        if (problem := id_problem(sources[name], scans[name], tokenizer, vocab_size)) is not None
-    ]
-    if problems:
-        raise ConfigError(problems)
-    streams = {}
-    for name, source in sources.items():
-        rule = held_out if name in trained else ALL_HELD_OUT
-        if name in places:
-            made = token_streams(source, places[name], rule, tokenizer, config.tokenizer, cache_dir, progress)
-        else:
-            processes = config.tokenize_processes
-            made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
-        streams[name] = made
-    problems = [p for name in trained for p in _length_problems(name, streams[name], config)]
-    if problems:
-        raise ConfigError(problems)
-    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
-
-
-def _length_problems(name: str, streams: dict[str, TokenStream], config: DataConfig) -> Iterator[Problem]:
-    needed, available = config.sequence_length + 1, len(streams["train"].tokens)
-    if available < needed:
-        yield Problem(
-            "data.sequence_length",
-            f"{config.sequence_length:,} needs {needed:,} training tokens, and source {name!r} has {available:,}. "
-            f"Shorten it to {max(1, available - 1):,} or less, or give the source more text.",
-        )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.members import COMBINATIONS, Combine, Ensemble, average_weights
 from lightning_llm.evaluate.request import Request
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.evaluate.request import is_task_file
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, RecomputedLogits, Sampler, sampled
 
@@ -114,12 +113,11 @@ class OwnModel(TemplateLM):
 
 
 class Tasks:
-    """The tasks of `words`, names of lm-eval's or files of one's own (.yaml, which are there), loaded."""
+    """The tasks of `words`, loaded: names of lm-eval's, but for those that `files` has, the user's own (.yaml)."""
 
-    def __init__(self, words: Sequence[str]):
+    def __init__(self, words: Sequence[str], files: Mapping[str, Path]):
         """Raises ConfigError with every word that names no task or whose task cannot be loaded, data included."""
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        files = {word: Path(word).expanduser() for word in words if is_task_file(word)}
         problems: list[Problem] = []
         # The index of its thousands of tasks takes lm-eval half a minute.
         self.manager = TaskManager(include_defaults=len(files) < len(words))

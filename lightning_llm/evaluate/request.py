@@ -166,8 +166,8 @@ def _with_files(subject: Subject, files: dict[str, Path]) -> Subject:
 
 def _tasks(names: Sequence[str], read: bool) -> Any:
     """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
-    files = [Path(name).expanduser() for name in names if is_task_file(name)]
-    if missing := [Problem("--tasks", f"{file} is no file.") for file in files if not file.is_file()]:
+    files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
+    if missing := [Problem("--tasks", f"{file} is no file.") for file in files.values() if not file.is_file()]:
         raise ConfigError(missing)
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(Problem("--tasks", f"needs lm-eval, which is not installed: {INSTALL}"))
@@ -175,12 +175,7 @@ def _tasks(names: Sequence[str], read: bool) -> Any:
         return None
     from lightning_llm.evaluate.harness import Tasks
 
-    return Tasks(names)
-
-
-def is_task_file(name: str) -> bool:
-    """Return whether a word of --tasks is a file of the user's, and no name of lm-eval's."""
-    return name.endswith((".yaml", ".yml"))
+    return Tasks(names, files)
 
 
 def _length_problems(subjects: Sequence[Subject], length: int) -> list[Problem]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_llm.config.compose import compose_config, load_config
 from lightning_llm.config.from_weights import HUGGINGFACE, IMPORTED
 from lightning_llm.config.schema import Config, PrecisionConfig
-from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported

@@ -21,7 +21,8 @@ from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.tokenizer import FILE_NAME
 from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device

@@ -19,7 +19,8 @@ from corpus_files import data_config, words, write_jsonl
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data import prepare
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import IGNORED, Corpus, open_corpus
+from lightning_llm.data.corpus import IGNORED, Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.prepare import train_bpe
 from lightning_llm.errors import ConfigError
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from lightning_llm.data import encode, prepare
 from lightning_llm.data.cache import TokenWriter
-from lightning_llm.data.corpus import open_corpus
 from lightning_llm.data.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.source import Document, document
 from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError

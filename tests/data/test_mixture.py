@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import Corpus, ValidationBatch, open_corpus
+from lightning_llm.data.corpus import Corpus, ValidationBatch
 from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300

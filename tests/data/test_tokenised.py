@@ -12,7 +12,8 @@ from corpus_files import data_config, words, write_jsonl
 
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import Corpus, open_corpus
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import load_config
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.members import Ensemble, average_weights
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.probe.subject import find_subject, read_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_llm.config.schema import Config, ParallelConfig
-from lightning_llm.data.corpus import open_corpus
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees

@@ -1,0 +1,80 @@
+"""Opening a corpus: each source scanned, tokenised where no cache holds it, and mapped."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.cache import TokenStream
+from lightning_llm.data.check import cache_dir_of
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
+from lightning_llm.data.source import Source
+from lightning_llm.data.tokenised import id_problem, scan_tokens, token_streams
+from lightning_llm.errors import ConfigError, Problem
+
+
+def open_corpus(
+    config: DataConfig, seed: int, vocab_size: int, max_steps: int | None = None, progress: bool = False
+) -> Corpus:
+    """Prepare (where not cached) and map the corpus of `config`; `vocab_size` is the model's.
+
+    `max_steps` is the run's length, which a mixture may go by.
+
+    `progress` shows bars on stderr while something is built. Processes that ask at once wait for the one that builds.
+    `config` has passed `check_data`. Raises ConfigError with every problem that the same stage finds.
+    """
+    cache_dir = cache_dir_of(config)
+    sources = {name: Source(name, source) for name, source in config.sources.items()}
+    trained = {name: source for name, source in sources.items() if source.config.role is None}
+    scans, token_files = _scan_all(sources, config, cache_dir, progress)
+    held_out = hold_out({name: scans[name] for name in trained}, config.validation.fraction)
+    texts = {name: source for name, source in trained.items() if name not in token_files}
+    tokenizer = prepare_tokenizer(config.tokenizer, vocab_size, texts, scans, held_out, cache_dir, progress)
+    found = (id_problem(sources[name], scans[name], tokenizer, vocab_size) for name in token_files)
+    if problems := [problem for problem in found if problem is not None]:
+        raise ConfigError(problems)
+    streams = {}
+    for name, source in sources.items():
+        rule = held_out if name in trained else ALL_HELD_OUT
+        if name in token_files:
+            made = token_streams(source, token_files[name], rule, tokenizer, config.tokenizer, cache_dir, progress)
+        else:
+            processes = config.tokenize_processes
+            made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
+        streams[name] = made
+    if problems := [each for name in trained for each in _length_problems(name, streams[name], config)]:
+        raise ConfigError(problems)
+    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
+
+
+def _scan_all(
+    sources: Mapping[str, Source], config: DataConfig, cache_dir: Path, progress: bool
+) -> tuple[dict[str, Scan], dict[str, Path]]:
+    """Return what each source holds, and of those that are tokens already where their index lies.
+
+    Raises ConfigError with the problems of all.
+    """
+    scans: dict[str, Scan] = {}
+    token_files: dict[str, Path] = {}
+    problems: list[Problem] = []
+    for name, source in sources.items():
+        try:
+            if source.config.tokenised:
+                token_files[name], scans[name] = scan_tokens(source, config.tokenizer, cache_dir, progress)
+            else:
+                scans[name] = scan(source, cache_dir, progress)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return scans, token_files
+
+
+def _length_problems(name: str, streams: dict[str, TokenStream], config: DataConfig) -> Iterator[Problem]:
+    needed, available = config.sequence_length + 1, len(streams["train"].tokens)
+    if available < needed:
+        yield Problem(
+            "data.sequence_length",
+            f"{config.sequence_length:,} needs {needed:,} training tokens, and source {name!r} has {available:,}. "
+            f"Shorten it to {max(1, available - 1):,} or less, or give the source more text.",
+        )
