@@ -18,6 +18,7 @@ from lightning_llm.run.environment import is_first_rank
 from lightning_llm.terminal.text import escaped
 from lightning_llm.verb import completion
 
+WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
 VERBS = {
     "train": ("lightning_llm.verb.train:train", "train one run; -m makes it a sweep over a=1,2"),
     "plan": ("lightning_llm.verb.plan:plan", "print what a run, or with -m a sweep, would do, without running it"),
@@ -187,7 +188,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_probe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    parser.add_argument("path", type=Path, metavar="PATH", help=WEIGHTS)
     parser.add_argument("overrides", nargs="*", help="precision=NAME[,NAME...]|all, precision.KEY=..., data=...")
     parser.add_argument("--text", type=Path, metavar="FILE", help="documents for a Hugging Face folder: .txt, .jsonl")
     parser.add_argument("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
@@ -211,7 +212,7 @@ def _add_weights(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", nargs="?", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    add("path", nargs="?", type=Path, metavar="PATH", help=WEIGHTS)
     add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
     add("--tasks-only", action="store_true", help="no validation losses")
     add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
@@ -226,7 +227,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help="a run's folder, a checkpoint, a Hugging Face folder")
+    add("path", type=Path, metavar="PATH", help=WEIGHTS)
     add("--prompt", metavar="TEXT", help='the text to go on with; "" begins a document')
     add("--chat", action="store_true", help="go on with each line of the input, and what was said before")
     add("--max-new-tokens", type=int, metavar="N", help="at most (200, or what the context has room for)")

@@ -14,13 +14,11 @@ FREE = (
     "callbacks.",
     "data.cache_dir",
     "data.num_workers",
-    "data.tokenize_processes",
     "data.name",
     "model.name",
     "model.parameters_published",
     "parallel.name",
     "parallel.timeout_seconds",
-    "precision.backend",
     "precision.name",
     "precision.reference",
     "precision.hardware",
@@ -71,6 +69,9 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
         free += LAYOUT
     if None not in data_hashes([one, other]):  # which say what the data are, wherever they lie
         free += tuple(filter(is_data_path, one.config | other.config))
+    digests = {facts(run).get("init_digest") for run in (one, other)}
+    if len(digests) == 1 and None not in digests:  # the same weights, wherever they lie
+        free += ("model.init_from",)
     differing = all_differences(one, other)
     acting = _foreign_callbacks(one) | _foreign_callbacks(other)
     return {

@@ -167,6 +167,11 @@ def _parsed(word: str) -> Any:
         return word
 
 
+def _same_value(one: Any, other: Any) -> bool:
+    """Whether two values of a config are one: 0 and 0.0 are, 0 and false are not."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
 def _word(value: str) -> str:
     loaded = json.loads(value)
     return loaded if isinstance(loaded, str) else value
@@ -184,9 +189,9 @@ def _baseline(
                 by_name[word].append(level)
     if wanted:
         if len(keys) == 1:
-            value = (_text(_parsed(wanted)),)
-            if value in labels:
-                return value, ""
+            same = [level for level in labels if _same_value(json.loads(level[0]), _parsed(wanted))]
+            if len(same) == 1:
+                return same[0], ""
         found = by_name.get(wanted, [])
         if len(found) == 1:
             return found[0], ""

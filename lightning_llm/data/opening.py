@@ -42,7 +42,8 @@ def open_corpus(
             processes = config.tokenize_processes
             made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
         streams[name] = made
-    if problems := [each for name in trained for each in _length_problems(name, streams[name], config)]:
+    drawn = [name for name, weight in config.trained_weights.items() if weight]
+    if problems := [each for name in drawn for each in _length_problems(name, streams[name], config)]:
         raise ConfigError(problems)
     return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
 

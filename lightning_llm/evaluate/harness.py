@@ -1,5 +1,6 @@
 """lm-eval's tasks over our own weights. The one file that imports `lm_eval`, and only when it is asked for."""
 
+import contextlib
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
@@ -95,18 +96,20 @@ class OwnModel(TemplateLM):
         temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
         prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - count) :]
         length = len(prompt) + count
-        cached = isinstance(self.model, Decoder)
-        logits = CachedLogits(self.model, 1, length) if cached else RecomputedLogits(self.model)
+        logits: CachedLogits | RecomputedLogits = RecomputedLogits(self.model)
+        if isinstance(self.model, Decoder):
+            with contextlib.suppress(ValueError):  # a mixer that keeps no cache
+                logits = CachedLogits(self.model, 1, length)
         generator = torch.Generator(self.target).manual_seed(0)
-        start = torch.tensor([prompt], device=self.target)
-        drawn = sampled(logits, start, self.vocab_size, Sampler(temperature), generator)
+        first = torch.tensor([prompt], device=self.target)
+        drawn = sampled(logits, first, self.vocab_size, Sampler(temperature), generator)
         tokens: list[int] = []
         for _ in range(count):
             tokens.append(int(next(drawn)))
             text = self.own_tokenizer.decode(tokens)
-            subjects = [subject for stop in stops if (subject := text.find(stop)) >= 0]
-            if subjects:
-                return text[: min(subjects)]
+            starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+            if starts:
+                return text[: min(starts)]
             if tokens[-1] == self.eot_token_id:
                 return self.own_tokenizer.decode(tokens[:-1])
         return self.own_tokenizer.decode(tokens)

@@ -32,16 +32,20 @@ def average_weights(subjects: Sequence[Subject]) -> dict[str, Tensor]:
     return mean
 
 
+NOT_SHAPE = {"name", "init_from", "init", "init_std", "parameters_published"}
+"""Keys of `model` that say where the weights began, not what they are the weights of."""
+
+
 def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
     """Raise ConfigError unless all of `subjects` have one tokenizer, and with `same_shape` one model."""
     first, *others = subjects
     problems: list[Problem] = []
-    shape = first.config.model.model_dump(exclude={"name"})
+    shape = first.config.model.model_dump(exclude=NOT_SHAPE)
     for subject in others:
         if tokenizer_of(subject).fingerprint != tokenizer_of(first).fingerprint:
             text = f"has another tokenizer than {first.folder}: its tokens mean something else."
             problems.append(Problem(str(subject.folder), text))
-        own = subject.config.model.model_dump(exclude={"name"})
+        own = subject.config.model.model_dump(exclude=NOT_SHAPE)
         if same_shape and (differing := [key for key in shape if own[key] != shape[key]]):
             keys = ", ".join(f"model.{key} ({own[key]} and {shape[key]})" for key in differing)
             text = f"is no model of the shape of {first.folder}: {keys}. Weights of one shape alone have a mean."

@@ -1,6 +1,7 @@
 """What `evaluate` is asked for, checked: all that is wrong is said at once, before weights are read."""
 
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,7 +81,7 @@ def checked_request(
     paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
-    made = _gathered(problems, lambda: _places(paths, data, bool(names), bool(average), tasks_only))
+    made = _gathered(problems, lambda: _subjects(paths, data, bool(names), bool(average), tasks_only))
     subjects, validates = made or ([], False)
     where = _gathered(problems, lambda: device_of(device))
     _gathered(problems, lambda: check_dtype(compute_dtype))
@@ -100,7 +101,7 @@ def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
         return None
 
 
-def _places(
+def _subjects(
     paths: Sequence[Path], data: Sequence[str], has_tasks: bool, same_shape: bool, tasks_only: bool
 ) -> tuple[list[Subject], bool]:
     """Return the models' subjects, the first with the data to validate on; and whether there are any to validate on."""
@@ -124,8 +125,8 @@ def _places(
         if files:
             first = _gathered(problems, lambda: _with_files(first, files)) or first
         problems += check_data(first.config.data, first.config.model.vocab_size, 1) if validates else []
-        if validates and not first.config.data.validation.fraction:
-            text = "is 0: nothing is held out to validate on. Give --data validation.fraction=0.02, or --tasks-only."
+        if validates and not first.config.data.validation.fraction and not first.config.data.watched:
+            text = "is 0: nothing was held out to validate on. Give --data jsonl=FILE, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
         problems += _length_problems(subjects, first.config.data.sequence_length) if validates else []
         _gathered(problems, lambda: tokenizer_of(first))
@@ -136,6 +137,10 @@ def _places(
     return subjects, validates
 
 
+FILE_KINDS = ("jsonl", "text", "parquet", "megatron", "olmo")
+"""Options of the group `data` with one source of files, which has their name."""
+
+
 def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str, Path], list[str]]:
     """Return the files of --data KIND=FILE by kind, and overrides of --data KEY=VALUE, KEY below `data`."""
     files: dict[str, Path] = {}
@@ -144,8 +149,11 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
         key, equals, value = word.partition("=")
         if not equals or not key:
             problems.append(Problem("--data", f"'{word}' is no KEY=VALUE: jsonl=FILE, or a key below data."))
-        elif key in option_files("data", None):
+        elif key in FILE_KINDS:
             files[key] = Path(value).expanduser().absolute()
+        elif key in option_files("data", None):
+            text = f"'{key}' is no kind of file: these are {', '.join(FILE_KINDS)}."
+            problems.append(Problem("--data", text))
         else:
             words.append(f"data.{key}={value}")
     if len(files) > 1:
@@ -157,7 +165,8 @@ def _with_files(subject: Subject, files: dict[str, Path]) -> Subject:
     """Return `subject` with a file's documents instead of its data, as many tokens at once, by its own tokenizer."""
     ((kind, file),) = files.items()
     own = subject.config.data
-    made = compose_config([f"data={kind}", f"data.sources.{kind}.path='{file}'"]).data
+    tokenizer = [f"data.tokenizer.{key}={json.dumps(value)}" for key, value in own.tokenizer.model_dump().items()]
+    made = compose_config([f"data={kind}", f"data.sources.{kind}.path='{file}'", *tokenizer]).data
     kept = ("tokenizer", "sequence_length", "micro_batch_size", "document_mask", "cache_dir")
     whole = made.validation.model_copy(update={"fraction": WHOLE_FILE_SHARE, "sequences": 10**6})
     data = made.model_copy(update={key: getattr(own, key) for key in kept} | {"validation": whole})

@@ -77,8 +77,7 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_
     file = run_tokenizer(run)
     own = [] if file is None else ["data.tokenizer.kind=file", "data.tokenizer.vocab_size=null"]
     own += [] if file is None else [f"data.tokenizer.path={file}"]
-    subject = ["trainer.devices=1", "world=null", *own, *arguments]
-    config = load_config(run / "config.yaml", subject)
+    config = load_config(run / "config.yaml", ["trainer.devices=1", "world=null", *own, *arguments])
     alone = compose_config([]).parallel  # how the run was spread is no matter here
     return Subject(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
 

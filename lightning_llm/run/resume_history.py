@@ -6,6 +6,7 @@ from typing import Any
 from lightning_llm.config.compose import load_config
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.schema import Config
+from lightning_llm.data.addressing import Mixture, MixturePhase
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.provenance import origin_of
@@ -40,7 +41,7 @@ def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dic
 
 
 def _same_course(old: Config, new: Config, steps: int) -> bool:
-    """Whether the first `steps` steps had the learning rates and phases that they have in the run as it is now."""
+    """Whether the first `steps` steps had the learning rates, casts and data that they have in the run as it is now."""
 
     def course(config: Config, step: int) -> tuple[float, list[bool]]:
         last = config.trainer.max_steps
@@ -48,6 +49,13 @@ def _same_course(old: Config, new: Config, steps: int) -> bool:
         schedule = config.schedule.relative_to(config.optim.learning_rate)
         return learning_rate_factor(schedule, step, last), phases
 
+    def phases_of_data(config: Config) -> list[MixturePhase]:
+        width, last = config.data.global_batch_size, config.trainer.max_steps
+        mixture: Mixture = config.data.chosen_mixture.build(config.data.trained_weights, width, last)
+        return list(mixture.phases(steps * width))
+
+    if phases_of_data(old) != phases_of_data(new):
+        return False
     return all(course(old, step) == course(new, step) for step in range(steps))
 
 

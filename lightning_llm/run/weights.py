@@ -162,8 +162,11 @@ def pieces_of_new_tokens(config: Config, weights: Weights, tokenizer_path: Path)
             "tokenizer.json: nothing says what pieces the new tokens are made of. Put theirs beside them."
         )
         raise ConfigError(Problem("model.vocab_size", text))
-    ours = Tokenizer(tokenizer_path, config.data.tokenizer.end_of_document)
-    theirs = Tokenizer(weights.tokenizer)
+    end = config.data.tokenizer.end_of_document  # of both: ids that the weights know keep their tokens
+    try:
+        ours, theirs = Tokenizer(tokenizer_path, end), Tokenizer(weights.tokenizer, end)
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("data.tokenizer", f"{error}.")) from error
     named = set(read_vocabulary(tokenizer_path).values())
     added = [token for token in missing if token in named]
     encoded = theirs.encode_batch([ours.decode([token]) for token in added])

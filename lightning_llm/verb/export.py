@@ -31,18 +31,20 @@ def export(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output).expanduser().absolute()
     path = Path(arguments.path).expanduser().absolute()
     problems: list[Problem] = []
-    weights, tensors, entries = None, [], {}
+    weights, run, config, tensors, entries = None, None, None, [], {}
     try:
         weights = open_weights(path, content_damage)
-        entries = _entries(weights, arguments.dtype)
+        run = run_of(weights.path)
+        if run is None:
+            weights.digests()  # a checkpoint's were looked at as it was opened
+        config = None if run is None else load_config(run / "config.yaml", [])
+        entries = _entries(weights, config, arguments.dtype)
         tensors = as_huggingface(weights, weights.config, arguments.dtype)
     except ConfigError as error:
         problems += error.problems
     problems += output_problems(output, path, arguments.force, sum(each.size_bytes for each in tensors))
     if problems or weights is None:
         raise ConfigError(problems)
-    run = run_of(weights.path)
-    config = None if run is None else load_config(run / "config.yaml", [])
     skipped = "--no-parity" if arguments.no_parity else "; ".join(map(str, parity_problems(weights.config)))
     total = count_parameters(weights.config).total
     print(f"read         {weights.path}\narchitecture {entries['architectures'][0]}, {total:,} parameters", flush=True)
@@ -65,7 +67,7 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _entries(weights: Weights, dtype: str) -> dict[str, Any]:
+def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, Any]:
     """Return the content of config.json. Raises ConfigError where no architecture of transformers is the model's."""
     try:
         family = architecture(weights.config)
@@ -78,12 +80,12 @@ def _entries(weights: Weights, dtype: str) -> dict[str, Any]:
         raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
     entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
     if weights.tokenizer is not None:
-        end = _end_of_document(weights)
+        end = _end_of_document(weights, config)
         entries |= {"eos_token_id": end, "bos_token_id": None}
     return entries
 
 
-def _end_of_document(weights: Weights, config: Config | None = None) -> int | None:
+def _end_of_document(weights: Weights, config: Config | None) -> int | None:
     named = None if config is None else config.data.tokenizer.end_of_document
     try:
         return None if weights.tokenizer is None else Tokenizer(weights.tokenizer, named).end_of_document

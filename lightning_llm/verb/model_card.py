@@ -7,6 +7,7 @@ from typing import Any
 import lightning_llm
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SourceConfig
+from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.record.files import read_records, summary_of
@@ -51,6 +52,9 @@ def _run_lines(folder: Path, run: Path, config: Config, step: int) -> Iterator[s
     for name, source in config.data.sources.items():
         if source.role is None:
             yield f"| {name} | {source.weight:g} | {source.loader} | {_origin(source)} |"
+    for phase in planned_phases(config.data, config.trainer.max_steps):
+        drawn = ", ".join(f"{count:,} of {name}" for name, count in phase["drawn_tokens"].items())
+        yield f"\nPhase {phase['name']}, steps {phase['first_step']:,} to {phase['last_step']:,}: {drawn}."
     if summary.get("data_hash"):
         yield f"\nThe tokens are those of data_hash `{summary['data_hash']}`."
     if losses := _losses(records):
@@ -71,7 +75,8 @@ def _origin(source: SourceConfig) -> str:
 def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return what the model was trained with, by name."""
     init = summary.get("init") or {}
-    started = f"{Path(str(init['path'])).name} ({init['kind']}, digest {init['digest']})" if init else "random weights"
+    started = f"{_weights_name(Path(init['path']))} ({init['kind']}, digest {init['digest']})" if init else "random"
+    schedule, highest = config.schedule.relative_to(config.optim.learning_rate), config.optim.learning_rate
     tokens = step * config.data.global_batch_size * config.data.sequence_length
     versions = summary.get("versions") or {}
     return {
@@ -79,8 +84,9 @@ def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, 
         "steps": f"{step:,} of {config.trainer.max_steps:,}",
         "tokens": f"{tokens:,}, {config.data.global_batch_size * config.data.sequence_length:,} per step",
         "precision": config.precision.name,
-        "optimizer": f"{config.optim.name}, learning rate {config.optim.learning_rate:g}",
+        "optimizer": f"{config.optim.name}, learning rate {highest * schedule.peak:g}",
         "schedule": config.schedule.name,
+        "algorithm": config.chosen_algorithm.name,
         "layout": config.parallel.name,
         "seed": config.seed,
         "recipe": config.recipe or "none",
@@ -88,6 +94,11 @@ def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, 
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown",
         "code": summary.get("code_hash", "unknown"),
     }
+
+
+def _weights_name(path: Path) -> str:
+    """Return the name of the weights at `path`: of a checkpoint RUN/step=N."""
+    return f"{path.parent.parent.name}/{path.name}" if path.parent.name == "checkpoints" else path.name
 
 
 def _losses(records: list[dict[str, Any]]) -> dict[str, str]:
