@@ -144,7 +144,7 @@ def mark_failed(folder: Path, detail: str) -> None:
 
     One that failed before it had a summary gets one; a folder that holds no run stays as it is.
     """
-    if (folder / "config.yaml").is_file():
+    if (folder / "config.yaml").is_file() or (folder / "summary.json").is_file():
         write_json(folder / "summary.json", {**summary_of(folder), "status": "failed", "detail": detail})
 
 
