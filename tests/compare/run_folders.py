@@ -80,7 +80,8 @@ def curve(step: int) -> float:
 NO_MEANING = (
     "run.", "logger.", "launcher.", "resume", "hardware", "recipe", "checkpoint.", "callbacks.", "model.name",
     "model.parameters_published",
-    "data.name", "data.cache_dir", "data.num_workers", "parallel.name", "parallel.timeout_seconds", "trainer.name",
+    "data.name", "data.cache_dir", "data.num_workers", "data.tokenize_processes",
+    "parallel.name", "parallel.timeout_seconds", "trainer.name",
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
     "data.sources.code.path", "data.sources.prose.path", "data.tokenizer.path",
 )  # fmt: skip
