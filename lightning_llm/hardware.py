@@ -76,12 +76,12 @@ MEMORY_GIB: dict[str, int] = {
 write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3."""
 
 
-def memory_bytes_here(device_type: str) -> int:
-    """Return the memory of this machine's first CUDA device, or of the machine ("cpu")."""
+def memory_bytes_here(device_type: str) -> int | None:
+    """Return the memory of this machine's first CUDA device, or of the machine ("cpu"); None where torch sees none."""
     if device_type == "cuda":
         import torch
 
-        return int(torch.cuda.get_device_properties(0).total_memory)
+        return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

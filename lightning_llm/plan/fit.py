@@ -102,4 +102,5 @@ def _memory(plan: Plan) -> int | None:
     if plan.degrees.world > config.trainer.devices:  # on machines that are not this one
         return None
     on_gpu = plan.capability.compute_capability is not None
-    return memory_bytes_here("cuda" if on_gpu else "cpu") // (1 if on_gpu else config.trainer.devices)
+    here = memory_bytes_here("cuda" if on_gpu else "cpu")
+    return here if here is None or on_gpu else here // config.trainer.devices

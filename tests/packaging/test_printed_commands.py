@@ -14,6 +14,7 @@ from lightning_llm.config.commands import program, resume_command, sync_command
 from lightning_llm.record.mlflow.store import own_process
 from lightning_llm.record.mlflow.ui import _port, ui_command, ui_lines
 from lightning_llm.run import rank as run
+from lightning_llm.run.build import build_trainer
 from lightning_llm.train.checkpoint.checkpointing import StoppedBySignal
 
 
@@ -51,12 +52,16 @@ def test_a_run_that_ended_early_goes_on(tmp_path: Path, small_run, capsys, monke
     summary = json.loads((tmp_path / "two words" / "run" / "summary.json").read_text())
     assert summary["starts"] == 2
 
-    class Stopped:
-        def fit(self, *_: object) -> None:
-            raise StoppedBySignal(signal.SIGINT, None)
+    def stopped(*_: object) -> None:
+        raise StoppedBySignal(signal.SIGINT, None)
+
+    def build(*arguments: object, **keywords: object) -> object:
+        trainer = build_trainer(*arguments, **keywords)
+        trainer.fit = stopped
+        return trainer
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "build_trainer", lambda *_: Stopped())
+        patch.setattr(run, "build_trainer", build)
         assert main(["train", *small_run(tmp_path / "again", "trainer.max_steps=1")]) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT, nothing was saved yet; begin it again: " in told

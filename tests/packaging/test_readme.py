@@ -2,13 +2,16 @@
 
 import re
 import shlex
+import struct
 from pathlib import Path
 
 import pytest
+from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.config.compose import compose_config, compose_sweep
 from lightning_llm.config.recipes import recipe_files
+from lightning_llm.data.tokenizer import write_bytes_tokenizer
 from lightning_llm.plan.check import check_config
 from lightning_llm.sweep.run import NOT_CHECKED
 
@@ -44,6 +47,8 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.jsonl").write_text('{"text": "mine"}\n')
+    lay_named_inputs(command, tmp_path)
+    laid = set(tmp_path.rglob("*"))
     words = shlex.split(command, comments=True)[1:]
     arguments = _parser().parse_args(words)
     if arguments.verb in ("recipes", "conformance") or str(getattr(arguments, "config_dir", None)) in THEIR_OWN:
@@ -58,7 +63,24 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
         configs = [compose_config(arguments.overrides)]
     for config in {config.model_dump_json(exclude=NOT_CHECKED): config for config in configs}.values():
         check_config(config, to_train=arguments.verb == "train")
-    assert list(tmp_path.iterdir()) == [tmp_path / "my.jsonl"]
+    assert set(tmp_path.rglob("*")) == laid
+
+
+def lay_named_inputs(command: str, folder: Path) -> None:
+    """Write the weights, texts and tokens that `command` names: without them it is refused, as it should be."""
+    for name in re.findall(r"\bmodel\.init_from=(\S+)", command):
+        write_huggingface(
+            folder / name,
+            compose_config(["model=llama_tiny", "model.num_layers=1", "model.max_sequence_length=2048"]).model,
+        )
+    for name in re.findall(r"\.path=(\w+\.jsonl)\b", command):
+        (folder / name).write_text('{"text": "mine"}\n')
+    for name in re.findall(r"\bdata\.sources\.megatron\.path=(\S+)", command):
+        tokens = b"\x01\x00" * 4096
+        (folder / f"{name}.bin").write_bytes(tokens)
+        header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 1, 2)  # version, uint16, one sequence, two bounds
+        (folder / f"{name}.idx").write_bytes(header + struct.pack("<iqqq", 4096, 0, 0, 1))
+        write_bytes_tokenizer(folder / "tokenizer.json")
 
 
 def test_the_first_two_commands_are_the_whole_set_up():

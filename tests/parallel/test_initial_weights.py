@@ -11,7 +11,7 @@ import pytest
 import torch
 from layout_matrix import Case
 from safetensors.torch import save_file
-from traced_run import layout_here, leave_groups, of_all_stages, whole
+from traced_run import layout_here, of_all_stages, whole
 from weight_folders import random_weights, write_huggingface
 
 from lightning_llm.config.compose import compose_config
@@ -45,7 +45,6 @@ def loaded(config: Any, folder: Path) -> dict[str, torch.Tensor]:
     length = config.data.sequence_length
     apply_parallel(model, layout, config.precision, 1, length, torch.device("cpu"), initial)
     found = of_all_stages({name: whole(each) for name, each in model.named_parameters()}, layout)
-    leave_groups(layout)
     return found
 
 
@@ -86,7 +85,6 @@ def peak(config: Any, folder: Path) -> tuple[int, int]:
     before = _status("VmRSS")
     apply_parallel(model, layout, config.precision, 1, config.data.sequence_length, torch.device("cpu"), initial)
     grown = _status("VmHWM") - before
-    leave_groups(layout)
     return grown, sum(getattr(each, "_local_tensor", each).nbytes for each in model.parameters())
 
 
