@@ -100,6 +100,19 @@ def test_an_experiment_an_id_and_the_newest_sweep_name_the_same_runs(sweep, caps
     assert (tmp_path / "here" / "report.html").exists()
 
 
+def test_a_baseline_is_named_by_its_value_however_it_is_written(tmp_path, capsys):
+    for weight in (0, 0.5):
+        for seed in range(3):
+            words = [
+                f"data.sources.prose.weight={weight}",
+                "data.validation.weights={code: 1, prose: 1}",
+                f"seed={seed}",
+            ]
+            make_run(tmp_path / "s" / f"{weight}-{seed}", *words, noise=0.1 * seed)
+    found = verdicts(capsys, tmp_path / "s", "--baseline", "data.sources.prose.weight=0")
+    assert (found["factor"], found["baseline"]) == ("data.sources.prose.weight", "data.sources.prose.weight=0.0")
+
+
 def test_another_level_can_be_the_baseline(sweep, capsys):
     found = verdicts(capsys, sweep, "--baseline", "precision=mxfp4_rne")
     assert found["by_name"]["bf16"]["gap"] == pytest.approx(-0.0585, abs=0.002)

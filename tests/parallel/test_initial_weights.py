@@ -44,8 +44,7 @@ def loaded(config: Any, folder: Path) -> dict[str, torch.Tensor]:
     initial = InitialWeights(open_huggingface(folder), config.model, PIECES)
     length = config.data.sequence_length
     apply_parallel(model, layout, config.precision, 1, length, torch.device("cpu"), initial)
-    found = of_all_stages({name: whole(each) for name, each in model.named_parameters()}, layout)
-    return found
+    return of_all_stages({name: whole(each) for name, each in model.named_parameters()}, layout)
 
 
 @pytest.mark.parametrize(("layout", "world", "tied"), LAYOUTS)

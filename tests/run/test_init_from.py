@@ -183,6 +183,12 @@ def test_runs_from_other_weights_at_the_same_path_are_not_compared_as_controlled
     assert meaningful(run("a"), run("b")) == {"init_digest": ("a", "b")}
 
 
+def test_runs_from_the_same_weights_at_two_paths_are(tmp_path):
+    summary = {"code_hash": "x", "init": {"digest": "a"}}
+    one, other = (Run(tmp_path, {"model.init_from": path}, summary) for path in ("/base", "/copy"))
+    assert meaningful(one, other) == {}
+
+
 def test_an_imported_folder_whose_bytes_changed_is_refused(places, small_run, tmp_path, capsys):
     folder = tmp_path / "base"
     shutil.copytree(places / "base", folder)
@@ -191,6 +197,8 @@ def test_an_imported_folder_whose_bytes_changed_is_refused(places, small_run, tm
     content[-1] ^= 1
     file.write_bytes(content)
     assert main(["train", *words_of(small_run, tmp_path, folder)]) == 2
+    assert "does not hold what was written" in capsys.readouterr().err
+    assert main(["export", str(folder), "--output", str(tmp_path / "out")]) == 2
     assert "does not hold what was written" in capsys.readouterr().err
     (folder / "weights.json").write_text("{}")
     assert main(["plan", *words_of(small_run, tmp_path, folder)]) == 2
