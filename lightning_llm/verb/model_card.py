@@ -75,7 +75,9 @@ def _origin(source: SourceConfig) -> str:
 def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Return what the model was trained with, by name."""
     init = summary.get("init") or {}
-    started = f"{_weights_name(Path(init['path']))} ({init['kind']}, digest {init['digest']})" if init else "random"
+    started = "random weights"
+    if init:
+        started = f"{_weights_name(Path(init['path']))} ({init['kind']}, digest {init['digest']})"
     schedule, highest = config.schedule.relative_to(config.optim.learning_rate), config.optim.learning_rate
     tokens = step * config.data.global_batch_size * config.data.sequence_length
     versions = summary.get("versions") or {}
