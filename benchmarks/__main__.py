@@ -12,8 +12,11 @@ from benchmarks import (
     checkpoint,
     health,
     loader,
+    machine,
     parallel,
     peers,
+    plan_memory,
+    plan_time,
     precision,
     startup,
     tokenise,
@@ -30,9 +33,12 @@ BENCHMARKS = {
     "tracking": tracking.measure,
     "parallel": parallel.measure,
     "peers": peers.measure,
+    "plan_memory": plan_memory.measure,
     "precision": precision.measure,
     "health": health.measure,
     "checkpoint": checkpoint.measure,
+    "plan_time": plan_time.measure,
+    "machine": machine.measure,
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -33,12 +33,17 @@ def fully_sharded(run: Config) -> Decoder:
     return model
 
 
-def _rank(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def join(rank: int, world: int, folder: str) -> None:
+    """Make this process rank `rank` of `world`, which meet in `folder`; of several as torchrun would."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     if world > 1:
         os.environ.update({name: str(value) for name, value in names.items()})
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+
+
+def _rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    join(rank, world, folder)
     quiet_lightning()
     words = [f"trainer.devices={world}", "logger=none", "trainer.threads=1"]
     runs = {

@@ -15,7 +15,8 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import delayed_state, update_delayed
 from lightning_llm.precision.native.codes import Stored, axis_of, emulated, quantised_by, quantizers_of, stored
-from lightning_llm.precision.native.decide import decide, native_recipe
+from lightning_llm.precision.native.decide import decide
+from lightning_llm.precision.native.express import native_recipe
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Scaled
 

@@ -11,7 +11,8 @@ from gpu_check import setting
 from gpu_check.rows import Clock, Row, guarded, judged, missing
 from gpu_check.setting import milliseconds, native_recipes, recipes
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.precision.native.decide import Kind, decide, device_problems, native_recipe
+from lightning_llm.precision.native.decide import decide, device_problems
+from lightning_llm.precision.native.express import Kind, native_recipe
 from lightning_llm.precision.native.transformer_engine import engine
 
 SHAPES = ((512, 1024, 768), (2048, 4096, 2048))  # tokens, inputs, outputs

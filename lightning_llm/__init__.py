@@ -5,16 +5,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from inspect import Signature
 
     from lightning_llm.api import TrainResult, compare, compose, evaluate, load, train
     from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError
     from lightning_llm.config.schema import Config
-    from lightning_llm.errors import ConfigError, Problem, RunFailedError
+    from lightning_llm.errors import ConfigError, Problem, RanksFailedError, RunFailedError
     from lightning_llm.evaluate.evaluation import Evaluation
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
@@ -23,6 +23,7 @@ __all__ = [
     "Evaluation",
     "IncompleteComparisonError",
     "Problem",
+    "RanksFailedError",
     "RunFailedError",
     "TrainResult",
     "compare",
@@ -48,6 +49,7 @@ _HOMES = {
     "ConfigError": "lightning_llm.errors",
     "Evaluation": "lightning_llm.evaluate.evaluation",
     "Problem": "lightning_llm.errors",
+    "RanksFailedError": "lightning_llm.errors",
     "RunFailedError": "lightning_llm.errors",
 }
 """Public names, and the modules that they are imported from when they are asked for: torch costs seconds."""

@@ -144,7 +144,11 @@ def compare(
 
 
 def load(
-    path: StrPath | TrainResult, *, device: str = "cpu", compute_dtype: str | None = None
+    path: StrPath | TrainResult,
+    *,
+    device: str = "cpu",
+    compute_dtype: str | None = None,
+    end_of_document: str | None = None,
 ) -> tuple["Decoder", "Tokenizer"]:
     """Return a model, whole, and its tokenizer, as `lightning-llm generate` reads them.
 
@@ -156,13 +160,14 @@ def load(
             a Hugging Face folder.
         device: cpu, cuda, or auto: a GPU where there is one.
         compute_dtype: of activations, fp32, bf16 or fp16; None: the run's precision.compute_dtype, else bf16.
+        end_of_document: the token that ends a document; None: what the weights' files say, or one of a usual name.
 
     Raises:
         ConfigError: with all that is wrong with the arguments, or with what lies there. Nothing of it is executed.
     """
     from lightning_llm.evaluate.weights import load_model
 
-    return load_model(_path_of(path), compute_dtype, device)
+    return load_model(_path_of(path), compute_dtype, device, end_of_document)
 
 
 def evaluate(
@@ -178,6 +183,7 @@ def evaluate(
     compute_dtype: str | None = None,
     device: str = "auto",
     output: StrPath | None = None,
+    layout: Iterable[str] | str = (),
     quiet: bool = False,
 ) -> "Evaluation":
     """Measure weights that are there, as `lightning-llm evaluate` does; results are kept with their run.
@@ -194,16 +200,16 @@ def evaluate(
         compute_dtype: in tasks; see `load`.
         device: auto, cpu or cuda.
         output: a file to write to instead of the run's evaluation/.
+        layout: of ranks that are started to share it: "parallel=zero3", "trainer.devices=2".
         quiet: leave out the table.
 
     Raises:
         ConfigError: with all that is wrong. Flags in its text are the arguments' names here.
+        RanksFailedError: a rank failed.
     """
-    from lightning_llm.evaluate.evaluation import evaluate_models
-    from lightning_llm.evaluate.request import checked_request
-    from lightning_llm.verb.evaluate import print_metrics
+    from lightning_llm.verb.evaluate import evaluated, print_metrics
 
-    request = checked_request(
+    done = evaluated(
         None if path is None else _path_of(path),
         tasks=[tasks] if isinstance(tasks, str) else list(tasks),
         tasks_only=tasks_only,
@@ -214,8 +220,9 @@ def evaluate(
         batch_size=batch_size,
         compute_dtype=compute_dtype,
         device=device,
+        layout=[layout] if isinstance(layout, str) else list(layout),
+        output=None if output is None else Path(output),
     )
-    done = evaluate_models(request, None if output is None else Path(output))
     if not quiet:
         print_metrics(done)
     return done

@@ -4,7 +4,8 @@ A message names the key, the value, what is allowed and what to change. Everythi
 `ConfigError` carries a list. The command line prints it without a traceback and exits with 2.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,6 +36,15 @@ class ConfigError(Exception):
         return type(self), (self.problems,)  # it goes from rank to rank; an exception's own way loses its problems
 
 
+@contextmanager
+def gathered(problems: list[Problem]) -> Iterator[None]:
+    """Run the block; the problems of a ConfigError that it raises are added to `problems`, and what follows goes on."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
 class AgreedError(ConfigError):
     """A ConfigError that every rank raises alike: rank 0 prints it, and nobody else has to."""
 
@@ -57,6 +67,18 @@ class RunFailedError(Exception):
 
     def __reduce__(self) -> tuple[type["RunFailedError"], tuple[Path, str]]:
         return type(self), (self.folder, self.detail)
+
+
+class RanksFailedError(Exception):
+    """Ranks that were started for a command failed; what they had to say is said. Exit code `code`."""
+
+    def __init__(self, code: int, detail: str):
+        self.code = code
+        self.detail = detail
+        super().__init__(detail)
+
+    def __reduce__(self) -> tuple[type["RanksFailedError"], tuple[int, str]]:
+        return type(self), (self.code, self.detail)
 
 
 class StorageError(Exception):

@@ -26,6 +26,7 @@ _L40S = "https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413"
 _A10 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf"
 _GA102 = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _T4 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"
+_MI250X = "https://www.amd.com/content/dam/amd/en/documents/instinct-business-docs/product-briefs/instinct-mi200-datasheet.pdf"
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 
 PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
@@ -54,6 +55,10 @@ PEAK_TFLOPS: dict[str, tuple[dict[str, float], str]] = {
     r"NVIDIA GeForce RTX 4090": ({"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3}, _ADA),
     r"NVIDIA A10": ({"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125}, _A10),
     r"NVIDIA GeForce RTX 3090": ({"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71}, _GA102),
+    r"AMD Instinct MI250X": (
+        {"fp32": 47.9, "bf16": 191.5, "fp16": 191.5},
+        _MI250X,
+    ),  # one of its two dies, a device each
     r"Tesla T4": ({"fp32": 8.1, "fp16": 65}, _T4),
     r"Tesla V100-SXM2-\d+GB(-LS)?": ({"fp32": 15.7, "fp16": 125}, _V100),
 }
@@ -71,9 +76,45 @@ MEMORY_GIB: dict[str, int] = {
     "b200": 180,
     "gb200": 186,
     "rtx5090": 32,
+    "mi250x": 64,
 }
 """Memory of a device that `hardware=NAME` plans for, by the datasheets above (RTX 5090: nvidia.com/geforce), which
-write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3."""
+write GB for GiB. Of the A100 the larger, of the H100 the SXM, of the GH200 the one with HBM3, of
+the MI250X one die of two, which is a device to ROCm and to a rank."""
+
+
+PLANNED_DEVICES = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "l4": "NVIDIA L4",
+    "l40": "NVIDIA L40",
+    "l40s": "NVIDIA L40S",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "gh200": "NVIDIA GH200 96GB",
+    "b200": "NVIDIA B200",
+    "gb200": "NVIDIA GB200",
+    "mi250x": "AMD Instinct MI250X",
+}
+"""What `hardware=NAME` calls itself: the key of `PEAK_TFLOPS`, which knows no RTX 5090."""
+
+
+COMPUTE_UNITS = {
+    "a100": 108,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf
+    "h100": 132,  # SXM5; https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
+    "h200": 132,
+    "gh200": 132,
+    "b200": 148,  # of both dies, as CUDA counts them; https://chipsandcheese.com/p/nvidias-b200-keeping-the-cuda-juggernaut
+    "gb200": 148,
+    "mi250x": 110,  # of one die; https://rocm.docs.amd.com/en/latest/reference/gpu-arch-specs.html
+}
+"""Streaming multiprocessors, or AMD's compute units, of a device: a GEMM's tiles run in waves of so many."""
+
+
+def planned_peak_flops(hardware: str, number_format: str) -> float | None:
+    """Return the dense peak of the device that `hardware=NAME` plans for, in FLOP/s; None where no table has it."""
+    name = PLANNED_DEVICES.get(hardware)
+    return None if name is None else peak_flops_per_second(name, number_format)
 
 
 def memory_bytes_here(device_type: str) -> int | None:

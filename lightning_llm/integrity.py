@@ -1,4 +1,4 @@
-"""Does a file hold what was written? Digests of content, and JSON files that carry their own.
+"""Does a file hold what was written? Getting it to the disk, digests of content, and JSON files with their own.
 
 XXH3 with 128 bits (https://xxhash.com): a checkpoint must be verified in less time than it is read, and on one core it
 goes at 5 GB/s where SHA-256 takes 0.9. It finds what decays, is torn or mixed up; it is no proof against a forger, who
@@ -6,6 +6,9 @@ would write the digest anew: reading must be safe by the format alone.
 """
 
 import json
+import os
+import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,18 @@ class FileContent:
     def of(cls, content: bytes) -> "FileContent":
         """Return the size and digest of `content`."""
         return cls(len(content), xxh3_128_hexdigest(content))
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when what was written to the file, or the names in the folder, at `path` are on the disk. Raises OSError.
+
+    A file under its new name is safe from a power failure only when its folder is, too.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_of_file(file: Path) -> str:
@@ -104,3 +119,9 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 def _encoded(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values, indent=1).encode()
+
+
+def unpickling_problem(error: pickle.UnpicklingError) -> str:
+    """Return what `torch.load(weights_only=True)` refused, as the rest of a sentence, less its advice to trust it."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"names {named[1]}, which is no data; nothing of it has run" if named else "holds no data that can be read"

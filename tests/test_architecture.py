@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "hardware", "integrity", "keyed_hash", "terminal"),
+    ("errors", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "version"),
     ("registry",),
     ("config",),
     ("model", "precision", "data", "optim"),
@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("parallel", "record"),
     ("train",),
     ("callbacks",),
-    ("compare", "run"),
+    ("compare", "dry_run", "run"),
     ("probe", "sweep"),
     ("evaluate",),
     ("verb",),
@@ -37,6 +37,7 @@ LIBRARIES = {
         "parallel",
         "train",
         "callbacks",
+        "dry_run",
         "run",
         "probe",
         "sweep",
@@ -95,7 +96,9 @@ def violations(module: str, imported: set[str]) -> list[str]:
     found = []
     for name in imported:
         library = name.split(".")[0]
-        if name.startswith("lightning_llm."):
+        if name == "lightning_llm":
+            found.append(f"{module} imports from the package's face, which names what is on all floors")
+        elif library == "lightning_llm":
             other = top_of(name)
             if other != own and FLOOR_OF.get(other, -1) >= FLOOR_OF[own]:
                 found.append(f"{module} (floor {FLOOR_OF[own]}) imports {name} (floor {FLOOR_OF[other]})")
@@ -114,6 +117,7 @@ def test_the_rule_finds_a_violation():
     assert violations("lightning_llm.model.x", {"lightning_llm.data.corpus"})
     assert violations("lightning_llm.data.x", {"lightning.pytorch"})
     assert violations("lightning_llm.plan.x", {"torch.distributed"})
+    assert violations("lightning_llm.verb.x", {"lightning_llm"})
     assert not violations("lightning_llm.train.x", {"lightning_llm.data.corpus", "lightning.pytorch"})
 
 

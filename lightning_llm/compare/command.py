@@ -12,7 +12,7 @@ from lightning_llm.compare.comparison import Comparison, IncompleteComparisonErr
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.find import find_runs
+from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
@@ -20,7 +20,7 @@ from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -158,13 +158,12 @@ def _write(comparison: Comparison, folder: Path, *, log: bool) -> list[str]:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print what two runs' resolved configs, versions, device, code and data differ in; return 0 either way."""
-    found, problems = [], []
+    found: list[Found] = []
+    problems: list[Problem] = []
     for word in (arguments.run, arguments.other):
-        try:
+        with gathered(problems):
             found.append(find_runs([word]))
             problems += found[-1].problems
-        except ConfigError as error:
-            problems += error.problems
     if len(found) < 2:
         raise ConfigError(problems)
     for word, each in zip((arguments.run, arguments.other), found, strict=True):

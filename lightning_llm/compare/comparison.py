@@ -20,7 +20,7 @@ from lightning_llm.compare.selection import BestOf, Selection, select_best
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.record.reading import Run, facts, read_run
 from lightning_llm.terminal.waiting import Waiting
 
@@ -93,14 +93,13 @@ class IncompleteComparisonError(ConfigError):
 
 def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
     """Return the runs that can be read, and what is wrong with the others."""
-    runs, problems = [], []
+    runs: list[Run] = []
+    problems: list[Problem] = []
     waiting = Waiting(f"reading {len(folders)} runs")
     for number, folder in enumerate(folders):
         waiting.tell(number)
-        try:
+        with gathered(problems):
             runs.append(read_run(folder))
-        except ConfigError as error:
-            problems += error.problems
     return runs, problems
 
 
@@ -141,7 +140,7 @@ def compare_runs(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
-    comparison.families, unpaired = pair_runs(usable, factor, unfinished)
+    comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
         verdicts, floor, found = judge(family, factor, terms)

@@ -1,11 +1,13 @@
 """Keys in which two runs differ, and what such a difference means for a verdict."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning_llm.compare.branches import equivalent_starts
+from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.identity import NOT_IDENTITY, OBSERVERS, below, is_data_path
 from lightning_llm.record.provenance import git_of
-from lightning_llm.record.reading import EARLIER, Run, facts
+from lightning_llm.record.reading import EARLIER, Run, facts, measured_on
 
 FREE = (
     *NOT_IDENTITY,
@@ -62,13 +64,20 @@ def all_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
     return _unequal(one.config, other.config) | _unequal(_comparable_facts(one, other), _comparable_facts(other, one))
 
 
-def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that can change what is learned, less the keys in `except_below` and the seed."""
+def meaningful(
+    one: Run, other: Run, except_below: Iterable[str] = (), metric: str = LOSS
+) -> dict[str, tuple[Any, Any]]:
+    """Return the differences that can change what is learned, or what `metric` measures of it.
+
+    Less the keys in `except_below` and the seed.
+    """
     free = (*FREE, "seed", *except_below)
     if one.bitwise_layout and other.bitwise_layout:
         free += LAYOUT
     if None not in data_hashes([one, other]):  # which say what the data are, wherever they lie
         free += tuple(filter(is_data_path, one.config | other.config))
+    free += equal_by_hash([one, other], metric)
+    free += equivalent_starts([one, other])
     digests = {facts(run).get("init_digest") for run in (one, other)}
     if len(digests) == 1 and None not in digests:  # the same weights, wherever they lie
         free += ("model.init_from",)
@@ -84,6 +93,25 @@ def meaningful(one: Run, other: Run, except_below: Iterable[str] = ()) -> dict[s
 def data_hashes(runs: Iterable[Run]) -> set[str | None]:
     """Return the hashes of the data that `runs` were trained on, None among them for one whose summary has none."""
     return {facts(run).get("data_hash") for run in runs}
+
+
+def equal_by_hash(runs: Sequence[Run], metric: str) -> tuple[str, ...]:
+    """Return the keys, or what they begin with, that may differ since hashes say that what follows from them is equal.
+
+    Where all of `runs` learned from the same data: the keys of sources that none of them drew from; and where `metric`
+    is of one source and all measured it on the same, what else was scored.
+    """
+    hashes = data_hashes(runs)
+    if None in hashes or len(hashes) > 1:
+        return ()
+    configs = [run.typed for run in runs if run.typed is not None]
+    drawn = {name for config in configs for name in config.data.drawn}
+    unused = {name for config in configs for name in config.data.sources} - drawn
+    free = tuple(f"data.sources.{name}." for name in sorted(unused)) if len(configs) == len(runs) else ()
+    measured = {measured_on(run, metric) for run in runs}
+    if "/" in metric and len(measured) == 1 and None not in measured:
+        free += ("validation_hash", "data.validation.")
+    return free
 
 
 def _foreign_callbacks(run: Run) -> set[str]:
@@ -104,11 +132,15 @@ def same_config(one: Run, other: Run, except_below: Iterable[str] = ()) -> bool:
     return all(below(key, free) for key in _unequal(one.config, other.config))
 
 
-def validation_differences(one: Run, other: Run) -> dict[str, tuple[Any, Any]]:
-    """Return what makes the validation losses of two runs no measurements of the same thing; empty where they are."""
-    ours, theirs = facts(one).get("validation_hash"), facts(other).get("validation_hash")
-    if ours is not None and theirs is not None:
-        return {} if ours == theirs else {"validation_hash": (ours, theirs)}
+def validation_differences(one: Run, other: Run, metric: str) -> dict[str, tuple[Any, Any]]:
+    """Return what makes `metric` of two runs no measurements of the same thing; empty where they are.
+
+    Runs of earlier releases have no hash of each source: of these the hash of all that is scored is looked at.
+    """
+    for name in (metric, LOSS):
+        ours, theirs = measured_on(one, name), measured_on(other, name)
+        if ours is not None and theirs is not None:
+            return {} if ours == theirs else {"validation_hash": (ours, theirs)}
     differing = _unequal(one.config, other.config)
     return {key: values for key, values in differing.items() if below(key, VALIDATION)}
 

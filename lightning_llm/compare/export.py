@@ -46,6 +46,7 @@ def _figures(verdict: Verdict) -> dict[str, Any]:
         "setting": verdict.family.words,
         "verdict": verdict.decision,
         "controlled": verdict.controlled,
+        "holds_for": verdict.switch.words if verdict.switch else "",
         "parameters": verdict.parameters,
         "tokens": verdict.tokens,
         "margin": verdict.terms.margin,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
 from lightning_llm.config.identity import below
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -94,6 +95,8 @@ def varying_keys(runs: Sequence[Run]) -> list[str]:
     found = [
         key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
     ]
+    same_start = equivalent_starts(runs)
+    found = [key for key in found if key not in same_start]
     if all(run.bitwise_layout for run in runs):  # only where it is what they are compared by
         return [key for key in found if not below(key, LAYOUT) or key.startswith("parallel.")]
     return found

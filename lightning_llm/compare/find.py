@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.config.workspace import default_outputs, folders_named
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.errors import ConfigError, Problem, did_you_mean, gathered
 from lightning_llm.record.mlflow.store import all_runs, existing_store
 from lightning_llm.record.sweep_definition import FILE
 
@@ -46,10 +47,8 @@ def find_runs(arguments: Sequence[str]) -> Found:
     found = Found()
     above: list[Path] = []
     for word in arguments or [str(_newest_sweep(root))]:
-        try:
+        with gathered(found.problems):
             above += _folders_named(word, root, found)
-        except ConfigError as error:
-            found.problems += error.problems
     for folder in above:
         below = list(_runs_below(folder))
         if not below:
@@ -78,13 +77,14 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         return
     for depth in range(1, DEPTH + 1):
         files = folder.glob("/".join(["*"] * depth) + "/config.yaml")
-        yield from sorted((file.parent for file in files if is_run(file.parent)), key=_by_number)
+        runs = (file.parent for file in files if is_run(file.parent) and ARTIFACTS not in file.parts)
+        yield from sorted(runs, key=_by_number)
 
 
 def is_run(folder: Path) -> bool:
     """Return whether `folder` is a run's, also of one that failed before its first record."""
     return (folder / "config.yaml").is_file() and any(
-        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json", "tokenizer.json")
+        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json", TOKENIZER)
     )
 
 

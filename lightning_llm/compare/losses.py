@@ -38,14 +38,17 @@ class Tail:
 
 
 def tail_of(runs: Sequence[Run], metric: str, share: float = TAIL_SHARE) -> Tail | None:
-    """Return the tail over the validations that all of `runs` have; None where they have none in common."""
+    """Return the tail over the validations that all of `runs` have; None where they have none in common.
+
+    Of branches off a trunk `share` is of their own steps: near the first they have hardly begun to differ.
+    """
     if not runs:
         return None
     common = set.intersection(*(set(run.validations.get(metric, {})) for run in runs))
     if not common:
         return None
-    last = max(common)
-    steps = tuple(sorted(step for step in common if step == last or step > (1 - share) * last))
+    last, begun = max(common), min(run.branch_step for run in runs)
+    steps = tuple(sorted(step for step in common if step == last or step > last - share * (last - begun)))
     return Tail(metric, steps, any(metric in run.higher_is_better for run in runs))
 
 

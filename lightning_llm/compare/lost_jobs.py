@@ -13,7 +13,7 @@ from lightning_llm.record.sweep_definition import FILE
 def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
     """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what nothing is known of.
 
-    What such a job was is known from a run that differs in the seed alone, as the sweep's file says.
+    What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says.
     """
     by_folder = {run.folder: run for run in runs}
     lost, problems = [], []
@@ -28,15 +28,23 @@ def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], l
             if here[job["number"]] is not None:
                 continue
             folder, (kind, seed) = sweep / str(job["number"]), _kind_and_seed(job)
-            alike = [here[other["number"]] for other in jobs if _kind_and_seed(other)[0] == kind]
-            sibling = next((run for run in alike if run is not None), None)
+            alike = [run for other in jobs if _kind_and_seed(other)[0] == kind and (run := here[other["number"]])]
+            sibling = next(iter(alike), None)
             if sibling is None or seed is None:
                 text = f"this job of the sweep ({' '.join(job['words'])}) has no run that can be read."
                 problems.append(Problem(str(folder), text))
                 continue
-            summary = {"status": "unreadable"} if folder.exists() else {}
-            lost.append(Run(folder, {**sibling.config, "seed": seed}, summary, typed=sibling.typed))
+            summary: dict[str, Any] = {"status": "unreadable"} if folder.exists() else {}
+            config = {**sibling.config, "seed": seed, "branch_from": job.get("branch_from")}
+            if branch := _branch_of(config["branch_from"], [run for run in here.values() if run is not None]):
+                summary["branch"] = branch
+            lost.append(Run(folder, config, summary, typed=sibling.typed))
     return lost, problems
+
+
+def _branch_of(named: str | None, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what the summary of a run that branched off there says of it; {} where none of `runs` did."""
+    return next((run.branch for run in runs if named is not None and run.config.get("branch_from") == named), {})
 
 
 def _kind_and_seed(job: Mapping[str, Any]) -> tuple[str, int | None]:

@@ -32,6 +32,10 @@ METHODS = (
     "M. J. Campbell, Pharmaceut. Statist. 4 (2005) 187-201).",
     "The A/A floor is the root mean square difference between runs of one recipe and seed that differ in the order of "
     "sums alone (another micro-batch size, thread count or reduction).",
+    "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a recipe "
+    "that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what follows it "
+    "alone, and several such trunks are judged apart (pseudoreplication: S. H. Hurlbert, Ecological Monographs 54 "
+    "(1984) 187-211).",
     "Time to loss is the ratio of the tokens, and of the training seconds, that recipe and baseline took to the lowest "
     "loss that both reached.",
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lightning_llm.compare.branches import notes_on_branches
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.verdict import Verdict
@@ -30,8 +31,9 @@ def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verd
         f"{run.name} went on from another folder at step {run.first_step}: its time to loss, spikes and skipped steps "
         "before that are not known."
         for run in runs
-        if run.first_step > 1
+        if run.first_step > 1 and not run.branch
     ]
+    notes += notes_on_branches(runs)
     notes += _short_tails(verdicts)
     if keys := sorted({key for each in verdicts for key in each.cost.speed_confounders}):
         notes.append(f"Speed and memory are not of like runs: they differ in {', '.join(keys)}.")

@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from lightning_llm.compare.branches import KEY as BRANCH_KEY
+from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.differences import (
     FREE,
     LAYOUT,
     ROUNDING,
     data_hashes,
+    equal_by_hash,
     meaningful,
     same_config,
     validation_differences,
 )
 from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.identity import below, is_data_path
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
@@ -49,6 +53,11 @@ class Family:
     aa_groups: list[list[Run]] = field(default_factory=list)
 
     @property
+    def judged(self) -> Run:
+        """A run of its setting, of one of the recipes: a baseline's setting may be another, which is then said."""
+        return next(iter(self.recipes.values()))[0].run
+
+    @property
     def runs(self) -> list[Run]:
         """Every run that is in a pair, once."""
         found = {id(run): run for pairs in self.recipes.values() for pair in pairs for run in (pair.baseline, pair.run)}
@@ -56,10 +65,13 @@ class Family:
 
 
 def pair_runs(
-    runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = ()
+    runs: Sequence[Run], factor: Factor, unfinished: Sequence[Run] = (), metric: str = LOSS
 ) -> tuple[list[Family], list[Problem]]:
-    """Return the families, and what could not be paired and why. `unfinished` runs are only looked for as missing."""
-    varying = _setting_keys(runs, factor)
+    """Return the families, and what could not be paired and why: runs that did not measure `metric` on the same data.
+
+    `unfinished` runs are only looked for as missing.
+    """
+    varying = _setting_keys(runs, factor, metric)
     usual = Counter(_rounding(run, factor) for run in runs)
     baselines = [run for run in runs if factor.level(run) == factor.baseline]
     others = [run for run in runs if factor.level(run) != factor.baseline]
@@ -73,7 +85,7 @@ def pair_runs(
         return len(pair.confounders), -usual[_rounding(pair.run, factor)]
 
     for _, group in groupby(sorted(others, key=order), key=order):
-        pairs, found = _pairs_of(list(group), baselines, factor)
+        pairs, found = _pairs_of(list(group), baselines, factor, metric)
         problems += found
         if not pairs:
             continue
@@ -88,9 +100,9 @@ def pair_runs(
         family.recipes.setdefault(factor.label(best.run), []).append(best)
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
-        family.aa_groups = _aa_groups(runs, family)
+        family.aa_groups = _aa_groups(runs, family, metric)
         for label, pairs in family.recipes.items():
-            if seeds := _missing_seeds(pairs, unfinished, baselines, factor):
+            if seeds := _missing_seeds(pairs, unfinished, baselines, factor, metric):
                 family.missing[label] = seeds
     _name_settings(list(families.values()))
     return list(families.values()), problems
@@ -104,7 +116,7 @@ def _name_settings(families: Sequence[Family]) -> None:
     words: list[list[str]] = [[] for _ in families]
     for group, keys in groups.items():
         values = [tuple(str(family.setting.get(key)) for key in keys) for family in families]
-        names = [str(family.runs[0].config.get(f"{group}.name") or "") for family in families]
+        names = [str(family.judged.config.get(f"{group}.name") or "") for family in families]
         named = len(keys) > 1 and len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
         for family, name, found in zip(families, names, words, strict=True):
             found += [f"{group}={name}"] if named else [f"{key}={family.setting.get(key)}" for key in keys]
@@ -112,12 +124,12 @@ def _name_settings(families: Sequence[Family]) -> None:
         family.words = ", ".join(found)
 
 
-def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
+def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
     """Return the groups of runs of one recipe and seed that differ in the order of sums, if in anything."""
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
-            if group[0].seed == run.seed and not meaningful(group[0], run, ROUNDING):
+            if group[0].seed == run.seed and not meaningful(group[0], run, ROUNDING, metric):
                 group.append(run)
                 break
         else:
@@ -125,24 +137,26 @@ def same_but_for_rounding(runs: Sequence[Run]) -> list[list[Run]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _missing_seeds(pairs: list[Pair], unfinished: Sequence[Run], baselines: list[Run], factor: Factor) -> list[int]:
+def _missing_seeds(
+    pairs: list[Pair], unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
+) -> list[int]:
     """Return the seeds at which the recipe of `pairs` has no run that came to its end, and the baseline has one.
 
     Who is left of such a recipe may be those that were lucky.
     """
     one, judged = pairs[0].run, {pair.run.seed for pair in pairs}
     level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in judged]
-    alike = [run for run in level if same_config(run, one, ROUNDING)]
-    return sorted({run.seed for run in alike if _pairs_of([run], baselines, factor)[0]})
+    alike = [run for run in level if same_config(run, one, (*ROUNDING, *equivalent_starts([run, one])))]
+    return sorted({run.seed for run in alike if _pairs_of([run], baselines, factor, metric)[0]})
 
 
-def _aa_groups(runs: Sequence[Run], family: Family) -> list[list[Run]]:
+def _aa_groups(runs: Sequence[Run], family: Family, metric: str) -> list[list[Run]]:
     """Return the groups of such runs that have to do with the family: one of them is judged in it."""
     judged = {id(run) for run in family.runs}
-    return [group for group in same_but_for_rounding(runs) if any(id(run) in judged for run in group)]
+    return [group for group in same_but_for_rounding(runs, metric) if any(id(run) in judged for run in group)]
 
 
-def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[list[Pair], list[Problem]]:
+def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor, metric: str) -> tuple[list[Pair], list[Problem]]:
     pairs, problems = [], []
     for run in runs:
         seeded = [each for each in baselines if each.seed == run.seed]
@@ -151,22 +165,24 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor) -> tuple[li
             text = f"{level} at seed {run.seed} has no run of {base} at that seed to go with it."
             problems.append(Problem(str(run.folder), text))
             continue
-        comparable = [each for each in seeded if not validation_differences(each, run)]
+        comparable = [each for each in seeded if not validation_differences(each, run, metric)]
         if not comparable:
-            unlike = ", ".join(validation_differences(seeded[0], run))
+            unlike = ", ".join(validation_differences(seeded[0], run, metric))
             text = (
-                f"its validation loss is not comparable with that of {seeded[0].folder}: they differ in {unlike}. "
+                f"its {metric} is not comparable with that of {seeded[0].folder}: they differ in {unlike}. "
                 "Tokenizer, held-out documents, sequence length and the sources' shares of the scored sequences must "
                 "be the same (data.validation.weights sets those of different mixes)."
             )
             problems.append(Problem(str(run.folder), text))
             continue
         newest_first = sorted(comparable, key=lambda each: each.started_at, reverse=True)
-        pairs.append(min((_pair(run, each, factor) for each in newest_first), key=lambda pair: len(pair.confounders)))
+        pairs.append(
+            min((_pair(run, each, factor, metric) for each in newest_first), key=lambda pair: len(pair.confounders))
+        )
     return pairs, problems
 
 
-def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
+def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
     """Return the pair; keys of the factor are none of its confounders, nor is what comes of them."""
     own = factor.keys
     if "trainer.threads" in own:
@@ -179,15 +195,18 @@ def _pair(run: Run, baseline: Run, factor: Factor) -> Pair:
         own += ("data_hash",)
     if any(key.startswith("model.") for key in own):
         own += ("init_digest",)
-    return Pair(run, baseline, meaningful(baseline, run, own))
+    if BRANCH_KEY in own:
+        own += ("branch.",)
+    return Pair(run, baseline, meaningful(baseline, run, own, metric))
 
 
-def _setting_keys(runs: Sequence[Run], factor: Factor) -> list[str]:
+def _setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
     keys = sorted({key for run in runs for key in run.config})
-    free = (*FREE, *ROUNDING, "seed", *factor.keys)
+    free = (*FREE, *ROUNDING, "seed", *factor.keys, *equivalent_starts(runs))
     hashes = data_hashes(runs)
     if len(hashes) == 1 and None not in hashes:  # the same data, though they lay elsewhere
         free += tuple(filter(is_data_path, keys))
+    free += equal_by_hash(runs, metric)
     return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]
 
 

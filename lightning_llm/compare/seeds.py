@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.branches import trunks_are_replicates
 from lightning_llm.compare.estimate import Judged, Terms
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, seeds_needed
 from lightning_llm.compare.stability import seeds_to_show_stability
@@ -76,7 +77,7 @@ def advise(open_verdicts: dict[str, int], sweeps: Sequence[Path], runs: Sequence
     `open_verdicts`: {recipe: how many more seeds would decide}. Finished jobs are skipped by it, so nothing is run
     twice.
     """
-    if len(sweeps) != 1 or not open_verdicts:
+    if len(sweeps) != 1 or not open_verdicts or trunks_are_replicates(runs):  # which are to be trained first
         return None
     few = [more for more in open_verdicts.values() if more <= MOST_ADVISED]
     more = max(few) if few else min(open_verdicts.values())

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_llm.compare.branches import Switch, switch_of
 from lightning_llm.compare.cost import Cost, cost_of
-from lightning_llm.compare.differences import LAYOUT, ROUNDING
+from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
 from lightning_llm.compare.factor import ITSELF, Factor
 from lightning_llm.compare.losses import LOSS, Tail
@@ -77,6 +78,11 @@ class Verdict:
                         found[key].append(value)
         return dict(sorted(found.items()))
 
+    @cached_property
+    def switch(self) -> Switch | None:
+        """Where the runs branched off their trunks, which is all that the verdict holds for; None of whole runs."""
+        return switch_of([run for pair in self.pairs for run in (pair.run, pair.baseline)])
+
     @property
     def controlled(self) -> bool:
         """Whether only the factor differs."""
@@ -123,6 +129,8 @@ class Verdict:
             parts.append("may not have acted")
         if not self.controlled:
             parts.append("not controlled")
+        if self.switch:
+            parts.append("late switching")
         return f"{parts[0]} ({', '.join(parts[1:])})" if len(parts) > 1 else parts[0]
 
     @property
@@ -169,13 +177,15 @@ class Verdict:
 
     @cached_property
     def gap_by_source(self) -> dict[str, float]:
-        """The mean gap on each source of the validation set that all runs scored."""
+        """The mean gap on each source that all runs scored, and of which each pair scored the same."""
         tail, pairs = self.judged.measured.tail, self.sound_pairs
         if tail is None or not pairs:
             return {}
         keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))
         found = {}
         for key in sorted(key for key in keys if key.startswith(f"{LOSS}/")):
+            if any(validation_differences(pair.baseline, pair.run, key) for pair in pairs):
+                continue
             own = Tail(key, tail.steps)
             value = math.fsum(own.of(pair.run) - own.of(pair.baseline) for pair in pairs) / len(pairs)
             if math.isfinite(value):

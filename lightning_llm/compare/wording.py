@@ -30,7 +30,7 @@ def line_of(verdict: Verdict) -> str:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
-    return text
+    return f"{text}; {verdict.switch.words}" if verdict.switch else text
 
 
 def reason_of(verdict: Verdict) -> str:

@@ -4,7 +4,7 @@ Hydra composes; pydantic checks what came out. An override is forced into the co
 typo on the command line, behind `+` or inside a file arrives at the same check and gets the same answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -19,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
 from lightning_llm.config.composition import Composer, shipped_composer
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
@@ -153,37 +154,20 @@ def _read_resolved(
     tree: DictConfig, overrides: Sequence[str], config_dir: Path | None = None, *, to_build: bool
 ) -> Reading:
     parsed, problems = read_overrides(overrides)
-    groups = set(group_names())
-    vocabulary = OmegaConf.select(tree, "model.vocab_size")
-    for each in sorted(parsed, key=lambda each: each.key_or_group not in groups):
-        key = each.key_or_group
-        if key == "recipe":
+    for each in parsed:
+        if each.key_or_group == "recipe":
             text = "is what the file was composed of. Override groups and keys, or compose anew without --config."
-            problems.append(Problem(key, text))
-        elif each.is_delete():
-            problems.append(Problem(key, "~ deletes from a composition; with --config, override single keys."))
-        elif each.is_sweep_override():
-            problems.append(Problem(key, "has several values, and --config is one run. Give one."))
-        elif key in groups and not isinstance(each.value(), dict):
-            try:
-                tree[key] = compose_tree([f"{key}={each.value()}"], config_dir)[0][key]
-            except ConfigError as error:
-                problems += error.problems
-        else:
-            try:
-                OmegaConf.update(tree, key, each.value(), force_add=True)
-            except OmegaConfBaseException as error:
-                problems.append(Problem(key, f"cannot be set: {first_line(error)}."))
+            problems.append(Problem("recipe", text))
+    problems += apply_overrides(
+        tree,
+        [each for each in parsed if each.key_or_group != "recipe"],
+        lambda word, group: compose_tree([word], config_dir)[0][group],
+    )
     if problems:
         raise ConfigError(problems)
     changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
-    if "trainer.compile" in changed and not changed & {"parallel", "parallel.compile"}:
-        OmegaConf.update(tree, "parallel.compile", tree.trainer.compile)  # resolved, too
-    follows = vocabulary is not None and OmegaConf.select(tree, "data.tokenizer.vocab_size") == vocabulary
-    if follows and changed & {"model", "model.vocab_size"} and "data.tokenizer.vocab_size" not in changed:
-        OmegaConf.update(tree, "data.tokenizer.vocab_size", tree.model.vocab_size)
     fill_from_weights(tree, list(changed))
     return read_tree(tree, to_build=to_build)
 
@@ -207,7 +191,7 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
     if config_dir:  # its files may be others than last time; what is shipped stays
         forget_options()
     with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-        yield Composer([search_override(config_dir)]) if config_dir else shipped_composer()
+        yield Composer([search_override(config_dir)], config_dir) if config_dir else shipped_composer()
 
 
 def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[str], list[str]]:
@@ -251,11 +235,19 @@ def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
 
 def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence[Problem]) -> Reading:
     """Return what Hydra composes, read; `known` are problems of arguments that are not among `parsed`."""
-    parsed = with_shape_of_weights(parsed)
+    try:
+        branching = read_branching(parsed, composer.config_dir)
+    except ConfigError as error:
+        raise ConfigError([*known, *error.problems]) from error
+    if branching is None:
+        parsed = with_shape_of_weights(parsed)
     unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
     problems = [*known, *unknown.values()]
+    sound_overrides = [each for each in parsed if each.key_or_group not in unknown]
     try:
-        sound_overrides = [each for each in parsed if each.key_or_group not in unknown]
+        if branching is not None:
+            tree = branch_tree(branching, sound_overrides, _tree([], composer)[0], _group_of(composer))
+            return _reading(read_tree(tree, stand_ins=unknown), known, problems, unknown)
         tree, _ = _tree(sound_overrides, composer)
         try:
             fill_from_weights(tree, [each.key_or_group for each in parsed])
@@ -263,14 +255,23 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
             problems += error.problems
             others = [each for each in sound_overrides if each.key_or_group.partition(".")[0] != "model"]
             tree, unknown["model"] = _tree(others, composer)[0], error.problems[0]
-        reading = read_tree(tree, stand_ins=unknown)
+        return _reading(read_tree(tree, stand_ins=unknown), known, problems, unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([*problems, *_not_composed(error).problems]) from error
+
+
+def _reading(reading: Reading, known: Sequence[Problem], problems: list[Problem], unknown: Iterable[str]) -> Reading:
+    """Return `reading` with the problems of the arguments, the sound part only where the rest is what was meant."""
     # Without the recipe, or with a word less, the rest is not what was meant: rules would speak of another run.
     sound = None if known or "recipe" in unknown else reading.config
     return Reading(sound, (*problems, *reading.problems))
+
+
+def _group_of(composer: Composer) -> GroupTree:
+    """Return what composes a group's file for a tree that is there already."""
+    return lambda word, group: _tree(parse_overrides([word]), composer)[0][group]
 
 
 def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, dict[str, str]]:

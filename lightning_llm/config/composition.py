@@ -7,6 +7,7 @@ single values. Hydra applies those to the merged files, last, in the order they 
 import pickle
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose
@@ -34,8 +35,10 @@ class Composed(NamedTuple):
 class Composer:
     """Composes trees over one search path, inside an initialised Hydra. What it composed once it keeps."""
 
-    def __init__(self, search: Sequence[str]):
+    def __init__(self, search: Sequence[str], config_dir: Path | None = None):
+        """`search`: overrides of Hydra's search path, which lead to `config_dir`."""
         self.search = list(search)
+        self.config_dir = config_dir
         self._bases: dict[tuple[str, ...], bytes] = {}  # pickled: seven times as fast to copy as by deepcopy
 
     def compose(self, parsed: Sequence[Override]) -> Composed:

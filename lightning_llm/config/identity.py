@@ -10,7 +10,7 @@ from typing import Any
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import first_name
 
-RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware")
+RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware", "cluster.")
 """How and where a run was planned and started, is kept and tracked."""
 
 NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tokenize_processes")

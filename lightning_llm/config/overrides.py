@@ -27,6 +27,9 @@ HERE_INSTEAD = {
 }
 """What does here what a setting of Hydra's does elsewhere."""
 
+SEVERAL_PATHS = "branch_from"
+"""The key whose paths (a/step=4,b/step=4) are several values, though Hydra's grammar wants each in quotes."""
+
 
 def hydra_setting(key: str) -> str:
     """Return what to say of `key`, a setting or group of Hydra's own: Hydra only composes here, so nothing reads it."""
@@ -41,6 +44,12 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     if problems:
         raise ConfigError(problems)
     return parsed
+
+
+def override(key: str, value: str | int | None) -> str:
+    """Return the argument that sets `key` to `value`, whatever characters a text has."""
+    text = QuotedString(value, Quote.single).with_quotes() if isinstance(value, str) else value
+    return f"{key}={'null' if text is None else text}"
 
 
 def read_overrides(arguments: Sequence[str]) -> tuple[list[Override], list[Problem]]:
@@ -98,6 +107,9 @@ def _read(word: str) -> Override:
     except HydraException:
         if not value or not (text or not set(value) & set("'\"[]{}()$,")):
             raise
+        if key.lstrip("+") == SEVERAL_PATHS and "," in value and not set(value) & set("'\""):
+            paths = [QuotedString(each.strip(), Quote.single).with_quotes() for each in value.split(",")]
+            return parser.parse_override(f"{key}={','.join(paths)}")
         return parser.parse_override(quoted)
     if text and isinstance(parsed.value(), int | float) and not parsed.is_sweep_override():
         return parser.parse_override(quoted)
@@ -164,6 +176,8 @@ def _meant(group: str, value: str, options: list[str]) -> str:
     loader = loader_of(value) if group == "data" else None
     if loader is not None:
         return f" A file is read by data={loader} data.sources.{loader}.path={value}."
+    if (group, value) == ("cluster", "measured"):
+        return " `make bench ARGS=machine` measures this machine and writes it; then add --config-dir FOLDER."
     return did_you_mean(value, options)
 
 

@@ -38,7 +38,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
 def make_paths_absolute(values: dict[str, Any]) -> None:
     """Give each local path of a resolved config, changed in place, as it is from any folder."""
     data = _mapping(values, "data")
-    paths = [(values, "resume"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
+    paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
     paths += [(_mapping(values, "model"), "init_from")]
     paths += [(_mapping(data, "tokenizer"), "path")]
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]

@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-import lightning_llm
-
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The folder of the package `lightning_llm`."""
 OUTPUTS_VARIABLE = "LIGHTNING_LLM_OUTPUTS"
 
 
 def checkout() -> Path | None:
     """Return the root of the source checkout this package runs from; None for an installed wheel."""
-    root = Path(lightning_llm.__file__).resolve().parent.parent
+    root = PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "recipes").is_dir() else None
 
 

@@ -159,9 +159,9 @@ class Shares:
 class SampleOrder:
     """Global sample index -> `Address`, as a function of (mixture, windows, seed, shuffle) alone.
 
-    `windows` (how many windows a source holds, at least 1) is keyed by source name; the key of a source's shuffling is
-    its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes the windows in their
-    order.
+    `windows` (how many windows a source holds, at least 1 of one that is drawn) is keyed by source name; the key of a
+    source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
+    the windows in their order.
     """
 
     def __init__(self, mixture: Mixture, windows: Mapping[str, int], seed: int, shuffle: bool = True):
@@ -170,8 +170,6 @@ class SampleOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.windows = [windows[name] for name in self.names]
-        if min(self.windows) < 1:
-            raise ValueError(f"every source needs at least one window, got {dict(windows)}")
         self._name_words = [name_word(name) for name in self.names]
 
     def locate(self, index: int) -> Address:

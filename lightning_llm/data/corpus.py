@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
-from lightning_llm.data.cache import TokenStream, digest_of
+from lightning_llm.data.cache import digest_of
+from lightning_llm.data.token_files import TokenStream
 from lightning_llm.data.tokenizer import Tokenizer
 
 IGNORED = -100  # a label that is no target: what torch's cross entropy ignores by default
@@ -77,31 +78,6 @@ class ValidationBatch:
     sources: Tensor
 
 
-@dataclass(frozen=True)
-class SourceReport:
-    """What a run takes from one source: `share` by its weight, `achieved_share` as drawn; epochs are fractional."""
-
-    name: str
-    share: float
-    achieved_share: float
-    available_tokens: int
-    drawn_tokens: int
-    epochs: float
-    documents: int
-    validation_tokens: int
-
-
-@dataclass(frozen=True)
-class PhaseReport:
-    """What a run takes from each source, by name, after `first_step` steps and up to `last_step`."""
-
-    name: str
-    first_step: int
-    last_step: int
-    drawn_tokens: dict[str, int]
-    epochs: dict[str, float]
-
-
 class Corpus:
     """The prepared sources of one run. Cheap to pickle: loader processes map the same files."""
 
@@ -137,20 +113,42 @@ class Corpus:
     def fingerprint(self) -> str:
         """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
 
-        And how a mixture changes the shares. Free of paths, seed and batch sizes, and of what is only watched.
+        And how a mixture changes the shares. Free of paths, seed and batch sizes, and of sources that no sample comes
+        from: those only watched, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = zip(self.trained, self.shares, self.train, strict=True)
-        learned = [[name, share, train.digest, held_out[name].digest] for name, share, train in streams]
+        drawn = self.config.drawn
+        learned = [
+            [name, share, train.digest, held_out[name].digest] for name, share, train in streams if name in drawn
+        ]
         mixture = self.config.chosen_mixture.identity()
         return digest_of([self.tokenizer.fingerprint, learned, *([] if mixture is None else [mixture])])
 
     @cached_property
     def validation_fingerprint(self) -> str:
-        """32 hex digits of what a validation scores: the same tokens, each after the same context."""
-        streams = [[name, stream.digest] for name, stream in zip(self.names, self.held_out, strict=True)]
+        """32 hex digits of what the mean over sources scores, `val_loss`: the same tokens, each after the same context.
+
+        Free of sources that are only watched, but where these alone are scored: `train.validation` averages so.
+        """
+        scored = {self.names[source] for source, _ in self._validation_windows}
+        unwatched = [name for name in self.names if name not in self.config.watched]
+        return self._scored_fingerprint(unwatched if scored & {*unwatched} else self.names)
+
+    @cached_property
+    def source_fingerprints(self) -> dict[str, str]:
+        """32 hex digits of what a validation scores of each source, `val_loss/SOURCE`, by its name."""
+        scored = {source for source, _ in self._validation_windows}
+        return {self.names[source]: self._scored_fingerprint([self.names[source]]) for source in sorted(scored)}
+
+    def _scored_fingerprint(self, names: Sequence[str]) -> str:
+        """Return 32 hex digits of what is scored of the sources `names`, which are in the corpus' order."""
+        held_out = dict(zip(self.names, self.held_out, strict=True))
+        streams = [[name, held_out[name].digest] for name in names]
+        place = {self.names.index(name): number for number, name in enumerate(names)}
+        windows = [(place[source], window) for source, window in self._validation_windows if source in place]
         settings = [self.config.sequence_length, self.config.document_mask]
-        return digest_of([self.tokenizer.fingerprint, streams, self._validation_windows, settings])
+        return digest_of([self.tokenizer.fingerprint, streams, windows, settings])
 
     def sample(self, index: int) -> Sample:
         """Return global training sample `index` (from 0, without end); row r of step s is s * global_batch_size + r."""
@@ -260,42 +258,3 @@ class Corpus:
         for first in range(0, self.validation_sequences, micro_batch_size * world):
             start = first + rank * micro_batch_size
             yield self.validation(range(start, start + micro_batch_size), micro_batch_size)
-
-    def report(self, total_samples: int) -> list[SourceReport]:
-        """Return for each source what a run of `total_samples` sequences (steps x global_batch_size) takes of it."""
-        length, drawn = self.config.sequence_length, self.order.drawn(total_samples)
-        of_source = {name: s for s, name in enumerate(self.trained)}
-        reports = []
-        for name, held_out in zip(self.names, self.held_out, strict=True):
-            s = of_source.get(name)
-            count, windows = (drawn[s], self.order.windows[s]) if s is not None else (0, 0)
-            reports.append(
-                SourceReport(
-                    name=name,
-                    share=self.shares[s] if s is not None else 0.0,
-                    achieved_share=count / total_samples if total_samples else 0.0,
-                    available_tokens=windows * length,
-                    drawn_tokens=count * length,
-                    epochs=count / windows if windows else 0.0,
-                    documents=len(self.train[s].starts) if s is not None else 0,
-                    validation_tokens=len(held_out.tokens),
-                )
-            )
-        return reports
-
-    def phase_report(self, total_samples: int) -> list[PhaseReport]:
-        """Return for each phase of the mixture what a run of `total_samples` sequences takes in it of each source."""
-        length, width = self.config.sequence_length, self.config.global_batch_size
-        return [
-            PhaseReport(
-                name=phase.name,
-                first_step=phase.first // width,
-                last_step=-(-phase.last // width),
-                drawn_tokens={name: n * length for name, n in zip(self.trained, phase.drawn, strict=True)},
-                epochs={
-                    name: n / windows
-                    for name, n, windows in zip(self.trained, phase.drawn, self.order.windows, strict=True)
-                },
-            )
-            for phase in self.order.mixture.phases(total_samples)
-        ]

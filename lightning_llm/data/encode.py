@@ -160,8 +160,11 @@ def serve() -> None:
             return
         encoded = tokenizer.encode_batch(texts)
         tokens = np.concatenate(encoded).astype(tokenizer.token_dtype)
-        pickle.dump((tokens, [len(each) for each in encoded]), out, pickle.HIGHEST_PROTOCOL)
-        out.flush()
+        try:
+            pickle.dump((tokens, [len(each) for each in encoded]), out, pickle.HIGHEST_PROTOCOL)
+            out.flush()
+        except BrokenPipeError:  # the process that asked is gone
+            os._exit(0)
 
 
 if __name__ == "__main__":

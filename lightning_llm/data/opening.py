@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.data.cache import TokenStream
 from lightning_llm.data.check import cache_dir_of
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
 from lightning_llm.data.source import Source
+from lightning_llm.data.token_files import TokenStream
 from lightning_llm.data.tokenised import id_problem, scan_tokens, token_streams
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 
 
 def open_corpus(
@@ -42,8 +42,7 @@ def open_corpus(
             processes = config.tokenize_processes
             made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
         streams[name] = made
-    drawn = [name for name, weight in config.trained_weights.items() if weight]
-    if problems := [each for name in drawn for each in _length_problems(name, streams[name], config)]:
+    if problems := [each for name in config.drawn for each in _length_problems(name, streams[name], config)]:
         raise ConfigError(problems)
     return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
 
@@ -59,13 +58,11 @@ def _scan_all(
     token_files: dict[str, Path] = {}
     problems: list[Problem] = []
     for name, source in sources.items():
-        try:
+        with gathered(problems):
             if source.config.tokenised:
                 token_files[name], scans[name] = scan_tokens(source, config.tokenizer, cache_dir, progress)
             else:
                 scans[name] = scan(source, cache_dir, progress)
-        except ConfigError as error:
-            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return scans, token_files

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.config.schema.data import TokenizerConfig
-from lightning_llm.data.cache import TokenStream, TokenWriter, build_once, disk_problem, token_bytes
+from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.data.cache import build_once, disk_problem, token_bytes
 from lightning_llm.data.encode import encode_batches, process_count
 from lightning_llm.data.source import Document, Source
-from lightning_llm.data.tokenizer import FILE_NAME, Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
+from lightning_llm.data.token_files import TokenStream, TokenWriter
+from lightning_llm.data.tokenizer import Tokenizer, tokenizer_file, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.keyed_hash import MASK_32
 
@@ -152,13 +154,13 @@ def prepare_tokenizer(
 
     def build(folder: Path) -> dict[str, Any]:
         if config.kind == "bytes":
-            write_bytes_tokenizer(folder / FILE_NAME)
+            write_bytes_tokenizer(folder / TOKENIZER)
         elif config.kind == "file":
-            (folder / FILE_NAME).write_bytes(tokenizer_file(config.path or "").read_bytes())
+            (folder / TOKENIZER).write_bytes(tokenizer_file(config.path or "").read_bytes())
         else:
             expected = min(total_bytes, BPE_SAMPLE_BYTES)
             with progress_task(f"training a tokenizer of {size:,}", expected, shown) as advance:
-                train_bpe(sample(advance), size, folder / FILE_NAME)
+                train_bpe(sample(advance), size, folder / TOKENIZER)
         return {}
 
     size = config.vocab_size or vocab_size

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from lightning_llm.config.schema.data import TokenizerConfig
-from lightning_llm.data.cache import TokenStream, build_once, map_array
+from lightning_llm.data.cache import build_once
 from lightning_llm.data.prepare import KEY_RANGE, SPLITS, HeldOut, Scan, progress_task
 from lightning_llm.data.source import Source
+from lightning_llm.data.token_files import TokenStream, map_array
 from lightning_llm.data.tokenizer import (
     BYTES_VOCAB_SIZE,
     Tokenizer,

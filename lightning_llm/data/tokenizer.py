@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_llm.config.weight_files import TOKENIZER
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -28,14 +30,13 @@ END_OF_DOCUMENT_NAMES = (
 )
 BYTES_VOCAB_SIZE = 257
 SMALLEST_BPE_VOCAB_SIZE = 257
-FILE_NAME = "tokenizer.json"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def tokenizer_file(path: str | Path) -> Path:
     """Return the tokenizer.json that `path`, the file itself or a folder that holds it, names."""
     expanded = Path(path).expanduser().absolute()
-    return expanded / FILE_NAME if os.path.isdir(expanded) else expanded
+    return expanded / TOKENIZER if os.path.isdir(expanded) else expanded
 
 
 def read_vocabulary(file: Path) -> dict[str, int]:
@@ -56,6 +57,19 @@ def find_end_of_document(vocabulary: dict[str, int], name: str | None) -> int | 
     """Return the id of `name`, or of the first usual end-of-document token where `name` is None; None if absent."""
     names = END_OF_DOCUMENT_NAMES if name is None else (name,)
     return next((vocabulary[n] for n in names if n in vocabulary), None)
+
+
+def unusual_end_of_document(file: Path, ids: Sequence[int]) -> str | None:
+    """Return the token that ends a document for a model that ends with any of `ids`; None where its name is usual.
+
+    That is: where `Tokenizer(file)` finds it. Of several ids, one of a usual name goes before the others; an id that
+    names no token says nothing. Raises OSError and ValueError as `read_vocabulary` does.
+    """
+    vocabulary = read_vocabulary(file)
+    tokens = {index: token for token, index in vocabulary.items()}
+    ends = [tokens[index] for index in ids if index in tokens]
+    chosen = next((name for name in END_OF_DOCUMENT_NAMES if name in ends), ends[0] if ends else None)
+    return None if chosen is None or find_end_of_document(vocabulary, None) == vocabulary[chosen] else chosen
 
 
 class Tokenizer:
@@ -106,10 +120,6 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of `tokens`, special tokens shown; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode([int(t) for t in tokens], skip_special_tokens=False)
-
-    def token(self, index: int) -> str:
-        """Return the token of id `index` as the vocabulary has it. Raises KeyError."""
-        return {each: token for token, each in read_vocabulary(self.path).items()}[index]
 
     def token_bytes(self) -> np.ndarray:
         """Return how many bytes of text each token stands for, int64 [vocab_size]; special tokens for none.

@@ -1,25 +1,36 @@
 """Measuring weights that are there: losses and tasks of one model, of an average or of an ensemble, and the record."""
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.members import COMBINATIONS, Combine, Ensemble, average_weights
+from lightning_llm.errors import ConfigError
+from lightning_llm.evaluate.members import COMBINATIONS, AverageWeights, Combine, Ensemble
 from lightning_llm.evaluate.request import Request
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
-from lightning_llm.evaluate.weights import decoder_of, tokenizer_of
-from lightning_llm.probe.subject import Subject, read_weights
+from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of, tokenizer_of
+from lightning_llm.model.weights.convert import whole_state
+from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.materialise import InitialSlice
+from lightning_llm.parallel.process_group import leave_process_group
+from lightning_llm.probe.subject import Subject, verified_weights
 from lightning_llm.record.evaluations import Metrics, record_evaluation
 from lightning_llm.record.files import write_json
 from lightning_llm.record.state import state_of
+from lightning_llm.run.agreement import agree_on_inputs
+from lightning_llm.run.build import choose_device
+from lightning_llm.run.environment import is_first_rank
+from lightning_llm.terminal.waiting import show_progress
 
 
 @dataclass(frozen=True)
@@ -58,65 +69,125 @@ class Evaluation:
         }
         return self.about() | {"file": str(self.file), "metrics": several if self.how == "ensemble" else self.values}
 
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, for another process; see `from_json`."""
+        return {**asdict(self), "file": str(self.file)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
+        """Return what `as_json` described."""
+        return cls(**{**data, "file": Path(data["file"])})
+
 
 def evaluate_models(request: Request, output: Path | None) -> Evaluation:
     """Measure what is asked for and write it into the run's folder, or to the file `output`; return it.
 
+    Of the ranks of `request.degrees` each measures its part, and the first has the whole and writes it.
+
     Raises:
-        ConfigError: weights or data cannot be read.
+        ConfigError: weights or data cannot be read, or are others on another rank.
     """
     first = request.subjects[0]
     config, threads = first.config, torch.get_num_threads()
     try:
         if config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
-        corpus = None
+        with _ranks_joined(request) as (layout, device):
+            corpus, weights = _agreed_inputs(request, layout)
+            combinations = COMBINATIONS if request.how == "ensemble" else COMBINATIONS[:1]
+            found = {
+                combine: _losses(weights, corpus, layout, device, combine)
+                | _task_results(request, weights, layout, device, combine)
+                for combine in combinations
+            }
+    finally:
+        torch.set_num_threads(threads)  # whoever calls this goes on
+    done = Evaluation(request.how, request.members, first.step, found)
+    return replace(done, file=_write(request, done, output)) if is_first_rank() else done
+
+
+@contextmanager
+def _ranks_joined(request: Request) -> Iterator[tuple[Layout, torch.device]]:
+    """Yield this rank's layout and device; a group that was joined for it is left when all has gone well.
+
+    Of a failure the others see a lost peer, and the launcher which failed first.
+    """
+    config, degrees = request.subjects[0].config, request.degrees
+    device = request.device if degrees.world == 1 else choose_device(config)
+    was_joined = dist.is_initialized()
+    alone = degrees.world == 1 and config.parallel.zero_stage == 0  # whatever group this process is in besides
+    layout = Layout(config.parallel, degrees) if alone else Layout.joined(config.parallel, degrees, device)
+    failed = True
+    try:
+        yield layout, device
+        failed = False
+    finally:
+        if not was_joined and not (failed and degrees.world > 1):
+            leave_process_group()
+
+
+Parts = list[tuple[Subject, InitialSlice]]
+"""The models to run: whose they are, and what gives their weights by slices."""
+
+
+def _agreed_inputs(request: Request, layout: Layout) -> tuple[Corpus | None, Parts]:
+    """Return the data to validate on and the weights, the same on every rank. Collective."""
+    config = request.subjects[0].config
+    corpus, weights, refusal = None, Parts(), None
+    names = {"the weights": "\n".join(request.members)}
+    try:
         if request.validates:
             corpus = open_corpus(
                 config.data,
                 config.seed,
                 config.model.vocab_size,
                 config.trainer.max_steps,
-                progress=sys.stderr.isatty(),
+                progress=sys.stderr.isatty() and is_first_rank(),
             )
-        weights = _weights(request)
-        combinations = COMBINATIONS if request.how == "ensemble" else COMBINATIONS[:1]
-        found = {combine: _measured(request, weights, corpus, combine) for combine in combinations}
-    finally:
-        torch.set_num_threads(threads)  # whoever calls this goes on
-    step = None if first.checkpoint is None else first.checkpoint.step
-    done = Evaluation(request.how, request.members, step, found)
-    return replace(done, file=_write(request, done, output))
-
-
-def _weights(request: Request) -> list[tuple[Subject, Mapping[str, Tensor]]]:
-    """Return the models to run: one with the mean of all weights, or each with its own."""
+            names["the data"] = corpus.validation_fingerprint
+        weights = [(each, InitialWeights(verified_weights(each), each.config.model)) for each in request.subjects]
+    except ConfigError as error:
+        refusal = error
+    if layout.mesh is not None:
+        agree_on_inputs(names, refusal)
+    elif refusal is not None:
+        raise refusal
     if request.how == "average":
-        return [(request.subjects[0], average_weights(request.subjects))]
-    return [(subject, read_weights(subject)) for subject in request.subjects]
+        return corpus, [(request.subjects[0], AverageWeights([initial for _, initial in weights]))]
+    return corpus, weights
 
 
-def _measured(
-    request: Request,
-    weights: list[tuple[Subject, Mapping[str, Tensor]]],
-    corpus: Corpus | None,
-    combine: Combine,
-) -> Metrics:
-    first, device, found = request.subjects[0], request.device, Metrics()
-    if corpus is not None:
-        models = [TrainedModel.of(subject, its, device) for subject, its in weights]
-        losses = validation_losses(models, first, corpus, device, combine, _progress("validation"))
-        of = f"validation data {corpus.validation_fingerprint}"
-        found |= {name: {"value": value, "higher_is_better": False, "of": of} for name, value in losses.items()}
-    if request.tasks is not None:
-        from lightning_llm.evaluate.harness import OwnModel
-
-        decoders = [decoder_of(subject, its, device, request.compute_dtype or "") for subject, its in weights]
-        model = OwnModel(Ensemble.of(decoders, combine), tokenizer_of(first), device, request.batch_size)
-        limit = "all samples" if request.limit is None else f"the first {request.limit} samples"
-        for name, each in request.tasks.results(model, request.limit).items():
-            found[name] = {**each, "of": f"version {each['version']}, {limit}"}
+def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch.device, combine: Combine) -> Metrics:
+    """Return the validation losses; the models are gone when this returns, and tasks have their memory."""
+    if corpus is None:
+        return {}
+    models = [TrainedModel.of(subject, initial, layout, device) for subject, initial in weights]
+    losses = validation_losses(models, weights[0][0], corpus, device, combine, _progress("validation"))
+    found = Metrics()
+    for name, value in losses.items():
+        source = name.partition("/")[2]  # "val_loss/prose" and its like are of one source
+        scored = corpus.source_fingerprints[source] if source else corpus.validation_fingerprint
+        found[name] = {"value": value, "higher_is_better": False, "of": f"validation data {scored}"}
     return found
+
+
+def _task_results(request: Request, weights: Parts, layout: Layout, device: torch.device, combine: Combine) -> Metrics:
+    if request.tasks is None:
+        return {}
+    from lightning_llm.evaluate.harness import OwnModel
+
+    dtype = request.compute_dtype or ""
+    if layout.mesh is None:
+        states = [(subject, whole_state(initial, subject.config.model)) for subject, initial in weights]
+        decoders = [decoder_of(subject, state, device, dtype) for subject, state in states]
+        model: Any = Ensemble.of(decoders, combine)
+    else:
+        ((subject, initial),) = weights
+        model = sharded_decoder_of(subject, initial, layout, device, dtype)
+    own = OwnModel(model, tokenizer_of(request.subjects[0]), device, request.batch_size)
+    limit = "all samples" if request.limit is None else f"the first {request.limit} samples"
+    found = request.tasks.results(own, request.limit)
+    return {name: {**each, "of": f"version {each['version']}, {limit}"} for name, each in found.items()}
 
 
 def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
@@ -138,9 +209,6 @@ def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
 
 
 def _progress(title: str) -> Callable[[int, int], None]:
-    def show(done: int, of: int) -> None:
-        if sys.stderr.isatty():
-            text = f"{title}: {done} of {of} batches" if done < of else ""
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-    return show
+    if not is_first_rank():
+        return lambda done, of: None
+    return lambda done, of: show_progress(f"{title}: {done} of {of} batches" if done < of else "")

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import nn
 
+from lightning_llm.data.text_stream import StopStrings, TextStream
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.evaluate.scoring import Continuation, continuation_scores
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, RecomputedLogits, Sampler, sampled
+from lightning_llm.parallel.fully_shard import reshard
+from lightning_llm.train.parallel_model import ParallelModel
 
 Pair = tuple[tuple[str, str], list[int], list[int]]
 """A request, and the tokens of its context and of the continuation to score."""
@@ -31,12 +33,17 @@ class OwnModel(TemplateLM):
     """A model of ours as lm-eval sees one: likelihoods and greedy text, in batches of `batch_size` requests."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, device: torch.device, batch_size: int):
-        """`model`: a `Decoder`, or an `Ensemble` of some."""
+        """`model`: a `Decoder` or an `Ensemble` of some in this process, or a `ParallelModel`.
+
+        Of a model that ranks share each rank has this, is asked the same, and answers the same.
+        """
         super().__init__()
-        self.model, self.own_tokenizer, self.batch_size = model, tokenizer, batch_size
+        self.parallel = model if isinstance(model, ParallelModel) else ParallelModel.in_this_process(model)
+        self.model: Any = self.parallel.model if self.parallel.layout.mesh is None else self.parallel.whole
+        self.own_tokenizer, self.batch_size = tokenizer, batch_size
         self.target = device
-        self.max_length: int = model.config.max_sequence_length
-        self.vocab_size: int = model.config.vocab_size
+        self.max_length: int = self.model.config.max_sequence_length
+        self.vocab_size: int = self.model.config.vocab_size
 
     @property
     def eot_token_id(self) -> int:
@@ -45,27 +52,16 @@ class OwnModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return [int(token) for token in self.own_tokenizer.encode_batch([string])[0]]
 
-    @torch.no_grad()
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return of each continuation the sum of its tokens' log-probabilities, and whether each was the likeliest.
 
         What is too long for the context loses its first tokens, as in lm-eval's own models.
         """
-        kept = [(list(context) + list(rest))[-(self.max_length + 1) :] for _, context, rest in requests]
-        longest_first = sorted(range(len(requests)), key=lambda index: -len(kept[index]))
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for start in range(0, len(requests), self.batch_size):
-            batch = longest_first[start : start + self.batch_size]
-            rows = [torch.tensor(kept[index][:-1]) for index in batch]
-            tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.eot_token_id)  # [B, T]
-            logits = self.model(tokens.to(self.target))[..., : self.vocab_size]  # [B, T, vocab_size]
-            for row, index in enumerate(batch):
-                count = min(len(requests[index][2]), len(rows[row]))
-                scored = logits[row, len(rows[row]) - count : len(rows[row])].float()  # [count, vocab_size]
-                targets = torch.tensor(kept[index][len(kept[index]) - count :], device=self.target)  # [count]
-                log_p = F.log_softmax(scored, dim=-1).gather(-1, targets[:, None])  # [count, 1]
-                found[index] = (log_p.sum().item(), bool((scored.argmax(-1) == targets).all()))
-        return found
+        asked = [
+            Continuation((list(context) + list(rest))[-(self.max_length + 1) :], len(rest))
+            for _, context, rest in requests
+        ]
+        return continuation_scores(self.parallel, asked, self.batch_size, self.eot_token_id, self.target)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, every token once, behind the end of a document."""
@@ -86,12 +82,15 @@ class OwnModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each context, up to the first of its `until` strings."""
-        return [self._write(*request.args) for request in requests]
+        written = [self._write(*request.args) for request in requests]
+        for sync in self.parallel.syncs:
+            reshard(sync.model)
+        return written
 
     @torch.no_grad()
     def _write(self, context: str, settings: Mapping[str, Any]) -> str:
-        until = settings.get("until") or []
-        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        asked = settings.get("until") or []
+        until = [asked] if isinstance(asked, str) else [stop for stop in asked if stop]
         count = min(int(settings.get("max_gen_toks", DEFAULT_NEW_TOKENS)), self.max_length - 1)
         temperature = float(settings.get("temperature", 0.0)) if settings.get("do_sample") else 0.0
         prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - count) :]
@@ -103,16 +102,16 @@ class OwnModel(TemplateLM):
         generator = torch.Generator(self.target).manual_seed(0)
         first = torch.tensor([prompt], device=self.target)
         drawn = sampled(logits, first, self.vocab_size, Sampler(temperature), generator)
-        tokens: list[int] = []
+        stream, stops = TextStream(self.own_tokenizer, prompt), StopStrings(until)
+        text = ""
         for _ in range(count):
-            tokens.append(int(next(drawn)))
-            text = self.own_tokenizer.decode(tokens)
-            starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-            if starts:
-                return text[: min(starts)]
-            if tokens[-1] == self.eot_token_id:
-                return self.own_tokenizer.decode(tokens[:-1])
-        return self.own_tokenizer.decode(tokens)
+            token = int(next(drawn))
+            if token == self.eot_token_id:
+                break
+            text += stops.add(stream.add(token))
+            if stops.found is not None:
+                return text
+        return text + stops.add(stream.finish()) + stops.finish()
 
 
 class Tasks:
@@ -144,13 +143,16 @@ class Tasks:
     def results(self, model: OwnModel, limit: int | None) -> dict[str, dict[str, Any]]:
         """Return by "TASK/METRIC": its `value`, `stderr` (None where there is none), `higher_is_better` and `samples`.
 
-        A metric behind another filter than none is called "TASK/METRIC,FILTER".
+        A metric behind another filter than none is called "TASK/METRIC,FILTER". Of ranks lm-eval gives them to a
+        machine's first alone; others have none.
         """
         everything: Any = simple_evaluate(
             model, tasks=list(self.words), limit=limit, task_manager=self.manager, log_samples=False,
             bootstrap_iters=1000,
         )  # fmt: skip
         found: dict[str, dict[str, Any]] = {}
+        if everything is None:
+            return found
         for task, values in everything["results"].items():
             better = everything["higher_is_better"].get(task, {})
             samples = everything.get("n-samples", {}).get(task, {}).get("effective")

@@ -9,43 +9,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_avg_fn
 
+from lightning_llm.config.from_weights import NOT_OF_WEIGHTS
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.weights import tokenizer_of
-from lightning_llm.probe.subject import Subject, read_weights
+from lightning_llm.parallel.materialise import InitialSlice
+from lightning_llm.probe.subject import Subject
 
 Combine = Literal["probabilities", "logits"]
 COMBINATIONS: tuple[Combine, ...] = ("probabilities", "logits")
 
 
-def average_weights(subjects: Sequence[Subject]) -> dict[str, Tensor]:
-    """Return the fp32 mean of the subjects' weights, by name, as `torch.optim.swa_utils.AveragedModel` takes it.
+class AverageWeights:
+    """The fp32 mean of several models' weights by slices, as `torch.optim.swa_utils.AveragedModel` takes it.
 
-    A running mean, so that of equal weights it is these, bit for bit. Two models' weights are held at once.
+    A running mean, so that of equal weights it is these, bit for bit.
     """
-    take_in = get_swa_avg_fn()
-    mean = read_weights(subjects[0])
-    for count, subject in enumerate(subjects[1:], start=1):
-        weights = read_weights(subject)
-        for name in mean:
-            mean[name] = take_in(mean[name], weights[name], count)
-    return mean
 
+    def __init__(self, members: Sequence[InitialSlice]):
+        self.members = members
+        self._take_in = get_swa_avg_fn()
 
-NOT_SHAPE = {"name", "init_from", "init", "init_std", "parameters_published"}
-"""Keys of `model` that say where the weights began, not what they are the weights of."""
+    def __call__(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop` of parameter `name`, see `InitialSlice`."""
+        first, *others = self.members
+        mean = first(name, start, stop)
+        for count, member in enumerate(others, start=1):
+            mean = self._take_in(mean, member(name, start, stop), count)
+        return mean
 
 
 def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
     """Raise ConfigError unless all of `subjects` have one tokenizer, and with `same_shape` one model."""
     first, *others = subjects
     problems: list[Problem] = []
-    shape = first.config.model.model_dump(exclude=NOT_SHAPE)
+    shape = first.config.model.model_dump(exclude=set(NOT_OF_WEIGHTS))
     for subject in others:
         if tokenizer_of(subject).fingerprint != tokenizer_of(first).fingerprint:
             text = f"has another tokenizer than {first.folder}: its tokens mean something else."
             problems.append(Problem(str(subject.folder), text))
-        own = subject.config.model.model_dump(exclude=NOT_SHAPE)
+        own = subject.config.model.model_dump(exclude=set(NOT_OF_WEIGHTS))
         if same_shape and (differing := [key for key in shape if own[key] != shape[key]]):
             keys = ", ".join(f"model.{key} ({own[key]} and {shape[key]})" for key in differing)
             text = f"is no model of the shape of {first.folder}: {keys}. Weights of one shape alone have a mean."

@@ -1,23 +1,28 @@
 """What `evaluate` is asked for, checked: all that is wrong is said at once, before weights are read."""
 
 import importlib.util
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.overrides import override
 from lightning_llm.config.recipes import option_files
+from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.evaluate.members import check_members
-from lightning_llm.evaluate.weights import check_dtype, device_of, tokenizer_of
-from lightning_llm.probe.subject import Subject, find_subject
+from lightning_llm.evaluate.spread import composed_layout, spread, task_problems
+from lightning_llm.evaluate.weights import check_dtype, tokenizer_of
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.probe.subject import Subject, device_of, find_subject
 from lightning_llm.record.evaluations import read_evaluations
+
+if TYPE_CHECKING:
+    from lightning_llm.evaluate.harness import Tasks
 
 INSTALL = "pip install 'lightning-llm[eval]'"
 WHOLE_FILE_SHARE = 0.9
@@ -28,26 +33,25 @@ WHOLE_FILE_SHARE = 0.9
 class Request:
     """`subjects` of the models; `how` they are one: "" (there is one), "average" or "ensemble".
 
-    `validates`: whether losses are wanted, of the first subject's data; `tasks`: a `harness.Tasks`, or None, of which
-    the first `limit` samples are taken, `batch_size` at once, in `compute_dtype`.
+    `validates`: whether losses are wanted, of the first subject's data; `tasks`: those of lm-eval, or None, of which
+    the first `limit` samples are taken, `batch_size` at once, in `compute_dtype`. `degrees`: of the layout in the first
+    subject's config, which ranks take part in.
     """
 
     subjects: list[Subject]
     how: str
     validates: bool
-    tasks: Any
+    tasks: "Tasks | None"
     device: torch.device
     limit: int | None
     batch_size: int
     compute_dtype: str | None
+    degrees: Degrees
 
     @property
     def members(self) -> list[str]:
         """The folders that weights are read from."""
-        return [
-            str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder)
-            for subject in self.subjects
-        ]
+        return [str(subject.weights.path) for subject in self.subjects]
 
 
 def checked_request(
@@ -62,6 +66,7 @@ def checked_request(
     batch_size: int = 8,
     compute_dtype: str | None = None,
     device: str = "auto",
+    layout: Sequence[str] = (),
 ) -> Request:
     """Return what is asked for, in the words of the command line (`lightning-llm evaluate --help`).
 
@@ -81,24 +86,31 @@ def checked_request(
     paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
-    made = _gathered(problems, lambda: _subjects(paths, data, bool(names), bool(average), tasks_only))
-    subjects, validates = made or ([], False)
-    where = _gathered(problems, lambda: device_of(device))
-    _gathered(problems, lambda: check_dtype(compute_dtype))
-    read = _gathered(problems, lambda: _tasks(names, read=made is not None)) if names else None
+    subjects: list[Subject] = []
+    validates, where, read, words, degrees = False, None, None, None, Degrees()
+    with gathered(problems):
+        subjects, validates = _subjects(paths, data, bool(names), bool(average), tasks_only)
+    with gathered(problems):
+        where = device_of(device)
+        words = composed_layout(layout, device)
+    if words is not None and subjects:
+        with gathered(problems):
+            config, degrees = spread(subjects[0].config, words)
+            subjects[0] = replace(subjects[0], config=config)
+            problems += task_problems(config, degrees) if names else []
+    if degrees.world > 1 and ensemble:
+        text = f"goes with one rank, and there are {degrees.world}: each would hold all models. Leave parallel= out."
+        problems.append(Problem("--ensemble", text))
+    with gathered(problems):
+        check_dtype(compute_dtype)
+    with gathered(problems):
+        read = _tasks(names, read=bool(subjects)) if names else None
     if problems or where is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     how = "average" if average else "ensemble" if ensemble else ""
-    return Request(subjects, how if len(subjects) > 1 else "", validates, read, where, limit, batch_size, compute_dtype)
-
-
-def _gathered(problems: list[Problem], find: Callable[[], Any]) -> Any:
-    """Return what `find` does; where it raises ConfigError, None, and `problems` has them."""
-    try:
-        return find()
-    except ConfigError as error:
-        problems += error.problems
-        return None
+    return Request(
+        subjects, how if len(subjects) > 1 else "", validates, read, where, limit, batch_size, compute_dtype, degrees
+    )
 
 
 def _subjects(
@@ -107,52 +119,66 @@ def _subjects(
     """Return the models' subjects, the first with the data to validate on; and whether there are any to validate on."""
     problems: list[Problem] = []
     files, words = _data_words(data, problems)
-    found = [
-        _gathered(problems, partial(find_subject, path, words if index == 0 else [], None, needs_data=False))
-        for index, path in enumerate(paths)
-    ]
+    found: list[Subject | None] = [None] * len(paths)
+    for index, path in enumerate(paths):
+        with gathered(problems):
+            found[index] = find_subject(path, words if index == 0 and not files else [], None, needs_data=False)
     subjects = [subject for subject in found if subject is not None]
     if subjects and len(subjects) == len(paths):
-        _gathered(problems, lambda: check_members(subjects, same_shape=same_shape))
+        with gathered(problems):
+            check_members(subjects, same_shape=same_shape)
     validates = not tasks_only
     if subjects and found[0] is not None:
         first = subjects[0]
-        if first.kind == "huggingface" and not data:
+        if first.kind == "huggingface" and not files:
             validates = False
-            if not has_tasks:
-                text = "is missing: a Hugging Face folder brings no text. Give --data jsonl=FILE, or --tasks."
-                problems.append(Problem("--data", text))
+            problems += _missing_text(words, has_tasks)
         if files:
-            first = _gathered(problems, lambda: _with_files(first, files)) or first
+            with gathered(problems):
+                first = _with_files(first, files, words)
         problems += check_data(first.config.data, first.config.model.vocab_size, 1) if validates else []
         if validates and not first.config.data.validation.fraction and not first.config.data.watched:
             text = "is 0: nothing was held out to validate on. Give --data jsonl=FILE, or --tasks-only."
             problems.append(Problem("data.validation.fraction", text))
         problems += _length_problems(subjects, first.config.data.sequence_length) if validates else []
-        _gathered(problems, lambda: tokenizer_of(first))
-        _gathered(problems, lambda: _check_results(first))
+        with gathered(problems):
+            tokenizer_of(first)
+        with gathered(problems):
+            _check_results(first)
         subjects[0] = first
     if problems:
         raise ConfigError(problems)
     return subjects, validates
 
 
-FILE_KINDS = ("jsonl", "text", "parquet", "megatron", "olmo")
-"""Options of the group `data` with one source of files, which has their name."""
+def _missing_text(words: Sequence[str], has_tasks: bool) -> Iterator[Problem]:
+    """Yield what is wrong where a Hugging Face folder is to be evaluated, and no file is named; tasks need none."""
+    of_text = [word for word in words if not word.startswith("data.tokenizer.")]
+    if of_text:
+        text = f"sets {', '.join(of_text)} of no text: a Hugging Face folder brings none. Give a file, too: jsonl=FILE."
+        yield Problem("--data", text)
+    elif not has_tasks:
+        text = "is missing: a Hugging Face folder brings no text. Give --data jsonl=FILE, or --tasks."
+        yield Problem("--data", text)
+
+
+def file_kinds() -> list[str]:
+    """Return the loaders of files for which the group `data` has an option of their name, with one source of it."""
+    return [loader for loader in LOADERS if LOADERS[loader].suffixes and loader in option_files("data")]
 
 
 def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str, Path], list[str]]:
     """Return the files of --data KIND=FILE by kind, and overrides of --data KEY=VALUE, KEY below `data`."""
     files: dict[str, Path] = {}
-    words = []
+    words, kinds = [], file_kinds()
     for word in given:
         key, equals, value = word.partition("=")
         if not equals or not key:
             problems.append(Problem("--data", f"'{word}' is no KEY=VALUE: jsonl=FILE, or a key below data."))
-        elif key in FILE_KINDS:
+        elif key in kinds:
             files[key] = Path(value).expanduser().absolute()
-        elif key in option_files("data", None):
-            text = f"'{key}' is no kind of file: these are {', '.join(FILE_KINDS)}."
+        elif key in option_files("data"):
+            text = f"'{key}' is no kind of file: these are {', '.join(kinds)}."
             problems.append(Problem("--data", text))
         else:
             words.append(f"data.{key}={value}")
@@ -161,19 +187,24 @@ def _data_words(given: Sequence[str], problems: list[Problem]) -> tuple[dict[str
     return files, words
 
 
-def _with_files(subject: Subject, files: dict[str, Path]) -> Subject:
-    """Return `subject` with a file's documents instead of its data, as many tokens at once, by its own tokenizer."""
+def _with_files(subject: Subject, files: Mapping[str, Path], words: Sequence[str]) -> Subject:
+    """Return `subject` with a file's documents instead of its data, as many tokens at once, by its own tokenizer.
+
+    The overrides `words` are of that file's data, and come last. Raises ConfigError where they cannot be.
+    """
     ((kind, file),) = files.items()
     own = subject.config.data
-    tokenizer = [f"data.tokenizer.{key}={json.dumps(value)}" for key, value in own.tokenizer.model_dump().items()]
-    made = compose_config([f"data={kind}", f"data.sources.{kind}.path='{file}'", *tokenizer]).data
-    kept = ("tokenizer", "sequence_length", "micro_batch_size", "document_mask", "cache_dir")
-    whole = made.validation.model_copy(update={"fraction": WHOLE_FILE_SHARE, "sequences": 10**6})
-    data = made.model_copy(update={key: getattr(own, key) for key in kept} | {"validation": whole})
+    tokenizer = [override(f"data.tokenizer.{key}", value) for key, value in own.tokenizer.model_dump().items()]
+    whole = [f"data.validation.fraction={WHOLE_FILE_SHARE}", f"data.validation.sequences={10**6}"]
+    source = [f"data={kind}", override(f"data.sources.{kind}.path", str(file))]
+    made = compose_config([*source, *tokenizer, *whole, *words]).data
+    typed = {word.partition("=")[0] for word in words}
+    as_before = ("sequence_length", "micro_batch_size", "document_mask", "cache_dir")
+    data = made.model_copy(update={key: getattr(own, key) for key in as_before if f"data.{key}" not in typed})
     return replace(subject, config=subject.config.model_copy(update={"data": data}))
 
 
-def _tasks(names: Sequence[str], read: bool) -> Any:
+def _tasks(names: Sequence[str], read: bool) -> "Tasks | None":
     """Return the tasks; where the rest is wrong anyway they are not `read`, which takes seconds, but looked for."""
     files = {name: Path(name).expanduser() for name in names if name.endswith((".yaml", ".yml"))}
     if missing := [Problem("--tasks", f"{file} is no file.") for file in files.values() if not file.is_file()]:
@@ -194,8 +225,9 @@ def _length_problems(subjects: Sequence[Subject], length: int) -> list[Problem]:
     return [Problem(str(f), text.format(size, length, size)) for f, size in longest.items() if size < length]
 
 
-def _check_results(subject: Subject) -> Any:
+def _check_results(subject: Subject) -> None:
+    """Raise ConfigError where earlier results, which new ones are added to, are damaged."""
     try:
-        return read_evaluations(subject.folder)
+        read_evaluations(subject.folder)
     except ValueError as error:
         raise ConfigError(Problem(str(subject.folder), f"{error}.")) from error

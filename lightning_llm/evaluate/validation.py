@@ -4,21 +4,17 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.data.corpus import IGNORED, Corpus, ValidationBatch
 from lightning_llm.evaluate.members import Combine, Ensemble
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.parallel.apply import DTYPES
-from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.vocabulary import loss_sum_of
-from lightning_llm.plan.degrees import resolve_degrees
+from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.probe.subject import Subject, delayed_state
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
@@ -27,30 +23,39 @@ from lightning_llm.train.validation import Validation
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A decoder under its recipe, casts emulated, as it was after `step` steps."""
+    """A decoder under its recipe, casts emulated, as it was after `step` steps; this rank's part of it."""
 
-    model: Decoder
-    quantisation: Quantisation
+    parallel: ParallelModel
     step: int
 
+    @property
+    def model(self) -> Decoder:
+        """The decoder, or this rank's part."""
+        return self.parallel.model
+
+    @property
+    def quantisation(self) -> Quantisation:
+        """Its recipe in force."""
+        return self.parallel.quantisation
+
     @classmethod
-    def of(cls, subject: Subject, weights: Mapping[str, Tensor], device: torch.device) -> "TrainedModel":
-        """Return the model of `subject` with fp32 `weights` by name; delayed scales are the checkpoint's."""
-        config = subject.config
-        recipe = config.precision.model_copy(update={"backend": "emulated"})
-        with torch.device("meta"):
-            model = Decoder(config.model, DTYPES[recipe.compute_dtype])
+    def of(cls, subject: Subject, initial: InitialSlice, layout: Layout, device: torch.device) -> "TrainedModel":
+        """Return the model of `subject` with the weights that `initial` gives; delayed scales are the checkpoint's.
+
+        Collective.
+        """
+        recipe = subject.config.precision.model_copy(update={"backend": "emulated"})
+        config = subject.config.model_copy(update={"precision": recipe})
         quantisation = Quantisation(recipe, config.seed, config.trainer.max_steps)
-        quantisation.swap(model, config.model.num_layers, device.type)
-        master = DTYPES[recipe.master_dtype]
-        model.load_state_dict({name: tensor.to(device, master) for name, tensor in weights.items()}, assign=True)
+        parallel = ParallelModel.of(config, layout, device, quantisation, initial)
+        parallel.model.eval()
         step = subject.checkpoint.step if subject.checkpoint else 0
-        quantisation.begin_step(model, max(0, step - 1))  # a run validates in the phase of the step that it made
+        quantisation.begin_step(parallel.model, max(0, step - 1))  # a run validates in the phase of the step it made
         scales = {
             f"{layer}.{key}": value for layer, its in delayed_state(subject).items() for key, value in its.items()
         }
-        quantisation.load_state(model, {name: tensor.to(device) for name, tensor in scales.items()})
-        return cls(model.eval().requires_grad_(False), quantisation, step)
+        quantisation.load_state(parallel.model, {name: tensor.to(device) for name, tensor in scales.items()})
+        return cls(parallel, step)
 
 
 class Recipes:
@@ -88,21 +93,23 @@ def validation_losses(
     """Return the mean losses in nats per token as a run records them ("val_loss", "val_loss/SOURCE", ...).
 
     And of `val_loss`, per byte of text: "bits_per_byte" and "byte_perplexity", also per source. The end of a document
-    has no bytes, and its loss counts.
+    has no bytes, and its loss counts. The same on every rank of the model's layout; several models lie in this process
+    each. Collective.
     """
-    layout = Layout(subject.config.parallel, resolve_degrees(subject.config.parallel, 1))
-    several: Any = Recipes(models)  # in the place of one model's
-    whole: Any = Ensemble.of([each.model for each in models], combine)
-    parallel = ParallelModel(whole, layout, [], None, SequenceSharder(layout), loss_sum_of(layout), several)
-    watched = subject.config.data.watched
+    parallel = models[0].parallel
+    if len(models) > 1:
+        ensemble = Ensemble.of([each.model for each in models], combine)
+        parallel = ParallelModel.in_this_process(ensemble, Recipes(models))
+    layout, watched = parallel.layout, subject.config.data.watched
     validation = Validation(parallel, corpus.names, watched, device)
     validation.begin()
-    batches = list(corpus.validation_batches(subject.config.data.micro_batch_size))
+    size = subject.config.data.micro_batch_size
+    batches = list(corpus.validation_batches(size, layout.dp_rank, layout.degrees.dp))
     for index, batch in enumerate(batches):
         validation.add(_on(batch, device), index, models[0].step)
         progress(index + 1, len(batches))
     losses: dict[str, float] = validation.finish()
-    return losses | _per_byte(losses, batches, corpus, watched)
+    return losses | _per_byte(losses, list(corpus.validation_batches(size)), corpus, watched)
 
 
 def _on(batch: ValidationBatch, device: torch.device) -> ValidationBatch:

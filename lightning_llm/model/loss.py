@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
+
 IGNORED_LABEL = -100
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 27}
 
 
 def chunk_rows(logits: Tensor) -> int:
     """Return how many rows of `logits` [N, V] are worked on at once."""
-    return max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 27) // logits.shape[-1])
+    return max(1, CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -9,7 +9,7 @@ Letters: D hidden_size, T tokens of a sequence.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.block import NORMS
@@ -68,16 +68,49 @@ class ParameterSpec(NamedTuple):
     distribution: Distribution | None
 
 
-class SavedActivations(NamedTuple):
-    """Bytes per token that a part's forward pass leaves for its backward pass.
+class ForwardPass(NamedTuple):
+    """What a forward pass runs under, as far as it decides what is kept of it for the backward pass.
 
-    A tensor-parallel group divides those `within` the part; its `gathered` input each rank has whole; those `outside`,
-    of its output and of norms, are divided with sequence parallelism alone (arXiv 2205.05198, section 4).
+    `width`: bytes of an element of the compute dtype. `sequence_length`: tokens of a whole sequence, of which each of
+    `context_ranks` computes a part. `documents`: attention stays within documents. `on_gpu`: CUDA's kernels run.
     """
 
-    within: int = 0
-    gathered: int = 0
-    outside: int = 0
+    width: int
+    sequence_length: int
+    documents: bool = False
+    context_ranks: int = 1
+    on_gpu: bool = False
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that a part's forward pass leaves for its backward pass: `elements` of `width` bytes for each token.
+
+    Over a tensor-parallel group it is divided where its `split` is "within" the part, and with sequence parallelism
+    where it is "outside", as norms' inputs; each rank has it whole where it is "gathered" (arXiv 2205.05198, section
+    4). `linears` take it as input, and keep codes in its place where they run natively, unless something else `also`
+    keeps it. `per_position`: all sequences of a micro-batch share it, as a mask of positions.
+    """
+
+    name: str
+    elements: int
+    width: int
+    split: Literal["within", "gathered", "outside"] = "within"
+    linears: tuple[str, ...] = ()
+    also: bool = False
+    per_position: bool = False
+
+
+class MemoryPass(NamedTuple):
+    """What moves bytes and multiplies no matrices: bytes read and written per token, and by how many operators.
+
+    `outside`: of hidden states between parts, which a tensor-parallel group shares with sequence parallelism alone.
+    """
+
+    forward: float
+    backward: float
+    operators: int = 1
+    """In each direction."""
+    outside: bool = False
 
 
 class Part(Group):
@@ -99,9 +132,9 @@ class Part(Group):
         """Return the model FLOPs of forward and backward per token beside those of its linears."""
         return 0
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return what it keeps of a token for its backward pass, of elements of `width` bytes."""
-        return SavedActivations()
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return what it keeps of a forward pass for its backward pass, weights and their casts left out."""
+        return []
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
         """Return the bytes per token that selective checkpointing keeps beside the linears' outputs; heads share it."""
@@ -110,6 +143,13 @@ class Part(Group):
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         """Return what the ranks of a tensor-parallel group must divide, by key: the size, and why."""
         return {}
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return what it does beside its linears and its kernel, of elements of `width` bytes.
+
+        Operator by operator; where they are `compiled`, neighbours read their inputs and write their outputs once.
+        """
+        return []
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         """Yield what does not fit together in the model's shape."""
@@ -139,9 +179,9 @@ class Mixer(Part):
         """Return how many tokens up to itself a token sees; None: all before it."""
         return None
 
-    def context_elements(self, model: ModelConfig) -> tuple[int, int]:
-        """Return the elements per token that context-parallel ranks gather, and those that they keep of all tokens."""
-        return 0, 0
+    def context_elements(self, model: ModelConfig) -> int:
+        """Return the elements per token that context-parallel ranks gather."""
+        return 0
 
 
 class FeedForward(Part):
@@ -165,13 +205,21 @@ class Norm(Part):
     def own_parameters(self, model: ModelConfig) -> list[ParameterSpec]:
         return self.parameters_for(model, model.hidden_size, "replicate")
 
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return one kernel's: x and y; of the backward pass dy, x and dx. The weight's gradient is a sum in it."""
+        return [MemoryPass(2 * width * model.hidden_size, 3 * width * model.hidden_size, 1, outside=True)]
+
     def parameters_for(self, model: ModelConfig, size: int, role: str) -> list[ParameterSpec]:
         """Return its parameters over a last dimension of `size`."""
         made = self.vectors(model).items()
         return [ParameterSpec(name, (size,), role, Distribution(mean=first)) for name, first in made]
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        return SavedActivations(outside=width * model.hidden_size)
+    def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
+        """Return what it keeps of one vector of `size`: here the vector itself."""
+        return [SavedTensor("input", size, forward.width, "outside")]
+
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        return self.saved_for(model.hidden_size, forward)
 
 
 def hidden(model: ModelConfig) -> Size:

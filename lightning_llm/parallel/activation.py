@@ -21,7 +21,7 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
     Blocks count by their global index, so that a pipeline's stages recompute those that a single rank does.
 
     "selective" keeps the outputs of matrix products and attention, which cost most to compute again (Korthikanti et al.
-    2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps these).
+    2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps every second product's).
     """
     if config.activation_checkpoint == "none":
         return

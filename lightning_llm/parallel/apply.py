@@ -4,18 +4,17 @@ import torch
 
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
 from lightning_llm.parallel.context import share_sequences
 from lightning_llm.parallel.fully_shard import shard_decoder
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.materialise import InitialSlice, materialise
+from lightning_llm.parallel.materialise import Fill, InitialSlice, materialise
 from lightning_llm.parallel.pipeline import split_stages
 from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.parallel.tensor import shard_over_tensor_group
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply_parallel(
@@ -26,13 +25,14 @@ def apply_parallel(
     sequence_length: int,
     device: torch.device,
     initial: InitialSlice | None = None,
+    fill: Fill = materialise,
 ) -> list[GradientSync]:
     """Take `model`, built on the meta device with its linears swapped, to the one that trains on this rank's `device`.
 
     `sequence_length`: tokens of the whole sequences that it will train on. `initial`: what gives the weights; None: the
-    seed. Returns what sums the gradients of each of
-    this rank's pipeline stages over micro-batches and ranks: one, of the whole model, where there is no pipeline. With
-    one, `model` keeps this rank's part alone.
+    seed. `fill` puts a stage with them on the device. Returns what sums the gradients of each of this rank's pipeline
+    stages over micro-batches and ranks: one, of the whole model, where there is no pipeline. With one, `model` keeps
+    this rank's part alone.
     """
     model.to(DTYPES[precision.master_dtype])
     syncs = []
@@ -47,6 +47,6 @@ def apply_parallel(
         if layout.shards:
             compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
             scatters = shard_decoder(stage, layout, compute, reduce)
-        materialise(stage, seed, device, initial)
+        fill(stage, seed, device, initial)
         syncs.append(GradientSync(stage, layout, scatters))
     return syncs

@@ -14,7 +14,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import is_tp_shard
 from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
-from lightning_llm.plan.memory import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.units import reduces_once
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.parallel.process_group import join_process_group
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
 from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of
 from lightning_llm.plan.units import sums_in_tree, uses_fsdp
@@ -44,6 +45,17 @@ class Layout:
         for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
             set_timeout(group, config.timeout_seconds)
         return layout
+
+    @classmethod
+    def joined(cls, config: ParallelConfig, degrees: Degrees, device: torch.device) -> "Layout":
+        """Return this rank's layout, with the process group joined that it needs: none, of one that shards nothing.
+
+        Raises:
+            ConfigError: the ranks do not come together, see `join_process_group`.
+        """
+        if degrees.world > 1 or config.zero_stage > 0:
+            join_process_group(device, degrees.world, config.timeout_seconds)
+        return cls.of(config, degrees, device)
 
     @property
     def coordinates(self) -> Degrees:

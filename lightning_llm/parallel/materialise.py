@@ -12,6 +12,8 @@ from lightning_llm.parallel.torch_private import shard_offset
 
 InitialSlice = Callable[[str, int, int], torch.Tensor]
 """Of a parameter's name, `start` and `stop`: its elements between them, row-major over the whole tensor, fp32, CPU."""
+Fill = Callable[[Decoder, int, torch.device, InitialSlice | None], None]
+"""`materialise`, or what stands for it where nothing is to be computed."""
 ELEMENTS_AT_ONCE = 64 * CHUNK_ELEMENTS
 
 

@@ -20,7 +20,8 @@ from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import check_overridden
-from lightning_llm.plan.stages import INTERLEAVED, parts_of
+from lightning_llm.plan.schedule import INTERLEAVED
+from lightning_llm.plan.stages import parts_of
 
 BeginMicroBatch = Callable[[nn.Module, int], None]
 

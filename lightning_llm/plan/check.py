@@ -18,8 +18,10 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.units import units_of
@@ -52,6 +54,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: layout_problems(config.parallel, found.fitted),
         lambda: _shard_problems(config, found.likely_degrees),
         lambda: pipeline_problems(config, found.degrees),
+        lambda: tensor_parallel_problems(config, found.degrees),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
         lambda: _update_problems(config, found.likely_degrees),
@@ -59,6 +62,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),
         lambda: tracking_problems(config),
+        *cluster_rules(config),
         lambda: _logger_problems(config) if to_train else [],
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
     ]

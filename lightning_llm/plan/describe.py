@@ -4,8 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_llm.config.schema import Config
+from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
-from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
+from lightning_llm.plan.memory import peak_memory, peak_memory_pp_rank
 from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import bubble_fraction, split_layers
@@ -46,10 +47,16 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def cost_facts(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return `memory_bytes`, `bytes_sent` and `traffic_bytes` of a rank."""
+def cost_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
+    """Return `memory_bytes`, `memory_peak`, `accounting`, `bytes_sent` and `traffic_bytes` of a rank.
+
+    `memory_bytes` is `memory.memory_bytes`; `memory_peak` has the `moment` of its `total`, and `bytes` by kind.
+    """
+    peak = peak_memory(plan, accounting)
     return {
-        "memory_bytes": memory_bytes(plan),
+        "memory_bytes": peak.largest | {"total": peak.total},
+        "memory_peak": {"moment": peak.moment, "bytes": peak.at_peak},
+        "accounting": accounting.name,
         "bytes_sent": bytes_sent(plan),
         "traffic_bytes": traffic_bytes(plan),
     }
@@ -76,7 +83,7 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
             for part in split_layers(config.model, degrees.pp * parallel.virtual_stages)
         ],
         "bubble_fraction": bubble_fraction(degrees.pp, plan.micro_batches, parallel.virtual_stages),
-        "peak_memory_pp_rank": peak_memory_pp_rank(config, degrees),
+        "peak_memory_pp_rank": peak_memory_pp_rank(plan),
     }
 
 
@@ -157,6 +164,13 @@ def byte_rows(name: str, text: str, kinds: dict[str, int]) -> list[tuple[str, st
     """Return bytes by kind as lines, their sum first; kinds without any are left out."""
     parts = [(f"  {kind}", f"{size / 1e9:.3f} GB") for kind, size in kinds.items() if size]
     return [(name, f"{sum(kinds.values()) / 1e9:.3f} GB {text}"), *parts]
+
+
+def memory_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what a rank holds at its peak as lines, of `plan_facts`."""
+    peak = facts["memory_peak"]
+    trainer = "" if facts["accounting"] == OURS.name else f", as {facts['accounting']} would hold"
+    return byte_rows("memory", f"per rank at most, in {peak['moment']}{trainer}, estimated", peak["bytes"])
 
 
 def traffic_row(facts: dict[str, Any]) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_llm.config.schema import Config
 from lightning_llm.hardware import MEMORY_GIB, memory_bytes_here
+from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import memory_bytes
@@ -12,20 +13,20 @@ from lightning_llm.plan.resolve import Plan, Resolution
 
 GIB = 2**30
 RESERVE = 0.05
-"""Of a device's memory, what a change that is proposed leaves to CUDA's context and to fragmentation."""
+"""Of a device's memory, what a change that is proposed leaves to CUDA's context and to what is not counted."""
 Overrides = dict[str, Any]
 
 
-def hardware_facts(plan: Plan) -> dict[str, Any]:
+def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the planned devices: `name`, `devices` (how many), `memory_bytes` of one, None where it is not known.
 
-    `spare_bytes` is that less what a rank holds by estimate, negative where it does not fit; CUDA's context and
-    fragmentation are in neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
+    `spare_bytes` is that less what a rank holds by estimate, negative where it does not fit; CUDA's context is in
+    neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
     `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough.
     """
     memory = _memory(plan)
     facts = {
-        "name": plan.config.hardware or plan.capability.device,
+        "name": plan.config.planned_hardware or plan.capability.device,
         "devices": plan.degrees.world,
         "memory_bytes": memory,
         "fits": None,
@@ -34,8 +35,8 @@ def hardware_facts(plan: Plan) -> dict[str, Any]:
     }
     if memory is None:
         return facts
-    spare = memory - sum(memory_bytes(plan).values())
-    change = _first_that_fits(plan, memory) if spare < 0 else None
+    spare = memory - memory_bytes(plan, accounting)["total"]
+    change = _first_that_fits(plan, memory, accounting) if spare < 0 else None
     return facts | {"fits": spare >= 0, "spare_bytes": spare, "change": change}
 
 
@@ -74,13 +75,13 @@ def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
     yield from ({**first, **most} for first in sharded)
 
 
-def _first_that_fits(plan: Plan, memory: int) -> dict[str, Any] | None:
+def _first_that_fits(plan: Plan, memory: int, accounting: Accounting) -> dict[str, Any] | None:
     for overrides in cheaper(plan.config, plan.degrees):
         config = _changed(plan.config, overrides)
         found = Resolution(config, plan.capability)
         if config_problems(found):
             continue
-        needed = sum(memory_bytes(found.plan()).values())
+        needed = memory_bytes(found.plan(), accounting)["total"]
         if needed <= (1 - RESERVE) * memory:
             words = [f"{key}={'null' if value is None else value}" for key, value in overrides.items()]
             return {"overrides": words, "memory_bytes": needed}
@@ -97,8 +98,8 @@ def _changed(config: Config, overrides: Overrides) -> Config:
 def _memory(plan: Plan) -> int | None:
     """Return the bytes of a planned device, None where nothing says which it is."""
     config = plan.config
-    if config.hardware in MEMORY_GIB:
-        return MEMORY_GIB[config.hardware] * GIB
+    if config.planned_hardware in MEMORY_GIB:
+        return MEMORY_GIB[config.planned_hardware] * GIB
     if plan.degrees.world > config.trainer.devices:  # on machines that are not this one
         return None
     on_gpu = plan.capability.compute_capability is not None

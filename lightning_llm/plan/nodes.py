@@ -1,10 +1,11 @@
 """Ranks per machine: the order of gradient sums, and the share of traffic between machines. Imports no torch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from lightning_llm.config.schema import Config
+from lightning_llm.errors import Problem
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.units import micro_batches_per_rank, tree_buffers
 
@@ -15,14 +16,30 @@ ASSUMED_RANKS_PER_NODE = 8
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return how many ranks a machine has: trainer.devices, 8 where only `world` says that there are more than one."""
+    """Return how many ranks a machine has: trainer.devices, or the cluster's, 8 where only `world` is above 1."""
     world, devices = config.world or config.trainer.devices, config.trainer.devices
-    return min(world, devices if devices > 1 else ASSUMED_RANKS_PER_NODE)
+    otherwise = config.cluster.devices_per_node if config.cluster else ASSUMED_RANKS_PER_NODE
+    return min(world, devices if devices > 1 else otherwise)
 
 
 def nodes_are_assumed(config: Config) -> bool:
     """Return whether nothing but the world's size was given."""
-    return config.trainer.devices == 1 and (config.world or 1) > ASSUMED_RANKS_PER_NODE
+    return config.cluster is None and config.trainer.devices == 1 and (config.world or 1) > ASSUMED_RANKS_PER_NODE
+
+
+def tensor_parallel_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:
+    """Yield why a tensor-parallel group does not fit a machine whose ranks are known.
+
+    Its collectives, four per block and micro-batch, hide behind nothing; across machines they set the pace (Narayanan
+    et al. 2021, arXiv 2104.04473, section 3.2; Dash et al. 2023, arXiv 2312.12705, of Frontier's 8 devices a node).
+    """
+    per_node = ranks_per_node(config)
+    if degrees is not None and degrees.tp > per_node and config.trainer.devices > 1:
+        text = (
+            f"is {degrees.tp}, and a machine has {per_node} ranks (trainer.devices): every block would wait for sums "
+            f"between machines. Set it to {per_node} or less, and parallel.pp higher."
+        )
+        yield Problem("parallel.tp", text)
 
 
 def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
@@ -53,12 +70,14 @@ def with_reduction(config: Config, degrees: Degrees) -> Config:
     """Return `config` with parallel.reduction as `auto` has it.
 
     That is tree within a machine; over several, where it sends no more bytes between them than the library's rings and
-    keeps no partial sums waiting, and native otherwise.
+    keeps no partial sums waiting, and native otherwise. The cluster of a plan is not asked: its hash does not tell, and
+    `train` with the same keys must have the same bits.
     """
     if config.parallel.reduction != "auto":
         return config
-    dearer = tree_factor(config, degrees) > 1 or tree_buffers(micro_batches_per_rank(config, degrees)) > 0
-    crosses = degrees.dp > 1 and data_parallel_nodes(config, degrees) > 1
+    run = config.model_copy(update={"cluster": None})
+    dearer = tree_factor(run, degrees) > 1 or tree_buffers(micro_batches_per_rank(run, degrees)) > 0
+    crosses = degrees.dp > 1 and data_parallel_nodes(run, degrees) > 1
     chosen = "native" if crosses and dearer else "tree"
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
 

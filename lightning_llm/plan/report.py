@@ -7,19 +7,22 @@ from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
-from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, traffic_row
+from lightning_llm.plan.accounting import OURS, Accounting
+from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, memory_rows, traffic_row
 from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.time.describe import time_facts, time_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.precision.native.capability import HARDWARE
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
+def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
 
-    `memory_bytes` are those a rank holds, `bytes_sent` those it sends in a step, `traffic_bytes` where those go;
-    `hardware` is `fit.hardware_facts`.
+    `memory_bytes` are those a rank holds, by `accounting`, and `memory_peak` those of its peak; `bytes_sent` those it
+    sends in a step, `traffic_bytes` where those go; `hardware` is `fit.hardware_facts`. `step_seconds` and `time` are
+    `time.describe.time_facts`, None without a cluster.
     """
     config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length
@@ -39,8 +42,9 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "total_tokens": tokens * config.trainer.max_steps,
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
-        **cost_facts(plan),
-        "hardware": hardware_facts(plan),
+        **cost_facts(plan, accounting),
+        **time_facts(plan),
+        "hardware": hardware_facts(plan, accounting),
         "config_hash": plan.identity,
         "run_dir": config.run.dir,
     }
@@ -93,7 +97,7 @@ def _hardware_note(plan: Plan, to_train: bool) -> str | None:
         if config.hardware is None or here == HARDWARE[config.hardware].device:
             return None
         return f"note   hardware={config.hardware} is for `plan`: casts run as this machine's device ({here}) allows"
-    if config.hardware is None and plan.degrees.world > config.trainer.devices:
+    if config.planned_hardware is None and plan.degrees.world > config.trainer.devices:
         return (
             f"note   native or emulated is judged by this machine ({here}); hardware=h100 (or a100, b200, ...) judges "
             "by the device that the ranks are planned on"
@@ -118,9 +122,10 @@ def render(facts: dict[str, Any]) -> str:
             f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all",
         ),
         hardware_row(facts["hardware"]),
-        *byte_rows("memory", "per rank, estimated", facts["memory_bytes"]),
+        *memory_rows(facts),
         *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
         *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),
+        *time_rows(facts),
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]

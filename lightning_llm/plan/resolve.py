@@ -82,8 +82,8 @@ class Resolution:
         """The device that casts are to run on."""
         if self._device is not None:
             return self._device
-        if self.config.hardware is not None and not self.to_train:
-            return HARDWARE[self.config.hardware]
+        if self.config.planned_hardware is not None and not self.to_train:
+            return HARDWARE[self.config.planned_hardware]
         # Transformer Engine is imported to see whether it can be, which takes seconds: not for bf16.
         look = capability_here if self.config.precision.quantises else device_here
         return look(self.config.trainer.accelerator)

@@ -1,4 +1,4 @@
-"""Pipeline stages: the split of a decoder, the idle time and the memory of a schedule. Imports no torch."""
+"""Pipeline stages: the split of a decoder and the idle time of a schedule. Imports no torch."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -8,10 +8,11 @@ from itertools import accumulate
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.errors import Problem
+from lightning_llm.model.spec import for_layers
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.units import Units, micro_batches_per_rank, units_of
 
-INTERLEAVED = "interleaved_1f1b"
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 
 
@@ -37,7 +38,8 @@ def split_layers(model: ModelConfig, stages: int) -> list[StagePart]:
         raise ValueError(f"{model.num_layers} blocks make no {stages} stages of at least one")
     table = model.padded_vocab_size * model.hidden_size
     positions = model.max_sequence_length * model.hidden_size if model.position == "learned" else 0
-    blocks = tuple(block.shard(1) for block in units_of(model).blocks)
+    layers = range(model.num_layers)
+    blocks = tuple(for_layers(model, layers, lambda index: units_of(model, [index]).blocks[0].shard(1)))
     ends = _even_split(blocks, stages, table + positions, table)
     return [
         StagePart(stage, range(start, end), first=stage == 0, last=stage == stages - 1)
@@ -112,18 +114,6 @@ def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> flo
     (p - 1) / (v m).
     """
     return (pp - 1) / (virtual_stages * micro_batches + pp - 1)
-
-
-def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: int) -> int:
-    """Return how many forward passes of one stage a rank at `pp_rank` keeps at most for their backward passes."""
-    if pp == 1:
-        return 1
-    if parallel.schedule == "gpipe":
-        return micro_batches
-    if parallel.schedule == INTERLEAVED:
-        warm_up = 2 * (pp - 1 - pp_rank) + (parallel.virtual_stages - 1) * pp
-        return min(warm_up + 1, parallel.virtual_stages * micro_batches)
-    return min(pp - pp_rank, micro_batches)
 
 
 def pipeline_problems(config: Config, degrees: Degrees | None) -> Iterator[Problem]:

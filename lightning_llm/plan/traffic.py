@@ -7,8 +7,9 @@ from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.linear_names import block_linears
 from lightning_llm.model.spec import block_parameters, for_layers, mixer_of, norm_of
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.activations import boundary_bytes, recomputed_layers, tokens_of
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.memory import boundary_bytes, peak_memory_pp_rank, recomputed_layers, tokens_of
+from lightning_llm.plan.memory import peak_memory_pp_rank
 from lightning_llm.plan.nodes import SHARD_AXES, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
@@ -35,7 +36,7 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
     Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
     """
     by_kind = dict.fromkeys(KINDS, 0)
-    for (kind, _), size in _sent(plan.config, plan.degrees).items():
+    for (kind, _), size in _sent_on_fullest(plan).items():
         by_kind[kind] += size
     return by_kind
 
@@ -47,15 +48,20 @@ def traffic_bytes(plan: Plan) -> dict[str, int]:
     once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others.
     """
     between = 0
-    for (kind, axes), size in _sent(plan.config, plan.degrees).items():
+    for (kind, axes), size in _sent_on_fullest(plan).items():
         between += int(size * share_between_nodes(plan.degrees, axes.split(), kind, ranks_per_node(plan.config)))
     return {"within_nodes": sum(bytes_sent(plan).values()) - between, "between_nodes": between}
 
 
-def _sent(config: Config, degrees: Degrees) -> Sent:
+def _sent_on_fullest(plan: Plan) -> Sent:
+    return sent_at(plan.config, plan.degrees, peak_memory_pp_rank(plan))
+
+
+def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
+    """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline send in a step."""
     parallel, recipe = config.parallel, config.precision
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
-    parts = parts_of(config.model, parallel, degrees, peak_memory_pp_rank(config, degrees))
+    parts = parts_of(config.model, parallel, degrees, pp_rank)
     units, micro_batches = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
     sent: Sent = Counter()
 
@@ -158,7 +164,7 @@ def _add_context_parallel(
     per_element = DTYPE_BYTES[config.precision.compute_dtype] * tokens_of(config, degrees) * (degrees.cp - 1)
 
     def gathered(index: int) -> int:
-        return per_element * (mixer_of(model, index).context_elements(model)[0] // degrees.tp)
+        return per_element * (mixer_of(model, index).context_elements(model) // degrees.tp)
 
     forward = for_layers(model, [*layers, *recomputed_layers(config, parts)], gathered)
     sent["all_gather", "cp"] += micro_batches * sum(forward)

@@ -20,7 +20,7 @@ class Unit:
 
     def shard(self, ranks: int) -> int:
         """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
-        return sum(shard.elements for shard in self.shards(ranks))
+        return sum(-(-each.rows // ranks) * each.columns for each in self.parameters)
 
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield what each of `ranks` holds of every parameter, padding included."""

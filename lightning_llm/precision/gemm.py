@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.inductor import Backend, compiled
+from lightning_llm.precision.inductor import Backend, run_by
 from lightning_llm.precision.operand import Operand
 
 
@@ -74,4 +74,4 @@ def _scale_and_cast(product: Tensor, factor: Tensor, bias: Tensor | None, dtype:
 
 @functools.cache
 def _finish(backend: Backend) -> Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]:
-    return compiled(_scale_and_cast) if backend == "compiled" else _scale_and_cast
+    return run_by(backend, _scale_and_cast)

@@ -19,11 +19,13 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import quantize, scales
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
+from lightning_llm.precision.shapes import only_shapes
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 P = ParamSpec("P")
 R = TypeVar("R")
-Backend = Literal["eager", "compiled"]
+Backend = Literal["eager", "compiled", "shapes"]
+"""How casts run; "shapes": not at all, what they return is allocated and left as it is (see `shapes.py`)."""
 
 
 @functools.cache
@@ -107,6 +109,13 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     return compiled_function
 
 
+def run_by(backend: Backend, function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` as `backend` runs it."""
+    if backend == "eager":
+        return function
+    return compiled(function) if backend == "compiled" else only_shapes(function)
+
+
 class Stages(NamedTuple):
     """The stages of `quantize` for one cast and axis, compiled or not."""
 
@@ -117,7 +126,7 @@ class Stages(NamedTuple):
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
     """Return `quantize.tensor_amax` for `backend`."""
-    return compiled(quantize.tensor_amax) if backend == "compiled" else quantize.tensor_amax
+    return run_by(backend, quantize.tensor_amax)
 
 
 @functools.cache
@@ -132,10 +141,8 @@ def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
     ) -> tuple[Tensor, Tensor | None]:
         return quantize.round_blocks(x, cast, axis, multiplier, block, key, origin)
 
-    if backend == "eager":
-        return Stages(scale, round_blocks)
     # A scale per tensor is a handful of scalar operations: not worth a compilation.
-    return Stages(scale if cast.block == "tensor" else compiled(scale), compiled(round_blocks))
+    return Stages(scale if cast.block == "tensor" else run_by(backend, scale), run_by(backend, round_blocks))
 
 
 def operand(

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema import ModelConfig, PrecisionConfig
 from lightning_llm.keyed_hash import StepKey
-from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.parallel.apply import DTYPES
+from lightning_llm.model.weights.whole import whole_decoder
 from lightning_llm.precision.linear import ROLES, SLOT_NAMES
 from lightning_llm.precision.module import (
     QuantisedLinear,
@@ -76,10 +76,13 @@ class ProbedModel:
         self.recipe, self.seed, self.device = recipe, seed, device
         self.batches = [batch.to(device) for batch in batches]
         self.targets = sum(int((batch.labels != -100).sum()) for batch in self.batches)
-        with torch.device("meta"):
-            self.model = Decoder(shape, compute_dtype=DTYPES[recipe.compute_dtype])
-        self.report = swap_linears(self.model, recipe, shape.num_layers, device.type)
-        self.model.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, assign=True)
+        self.model = whole_decoder(
+            shape,
+            weights,
+            DTYPES[recipe.compute_dtype],
+            device=device,
+            swap=lambda empty: swap_linears(empty, recipe, shape.num_layers, device.type),
+        )
         self.model.requires_grad_(True)
         self.layers = {layer.name: layer for layer in quantised_layers(self.model) if not layer.plan.fixed}
         self.loss_scale = 1.0

@@ -1,52 +1,61 @@
 """The subject of a probe: the weights at PATH, the model they belong to, and a few batches of text."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lightning_llm.config.compose import compose_config, load_config
-from lightning_llm.config.from_weights import HUGGINGFACE, IMPORTED
+from lightning_llm.config.from_weights import end_of_document_of, is_folder_of_files
+from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config, PrecisionConfig
+from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.model.weights.convert import state_dict_of
-from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
+from lightning_llm.model.weights.folder import Weights
 from lightning_llm.plan.check import check_config
 from lightning_llm.probe.model import TokenBatch
-from lightning_llm.record.run_tokenizer import run_tokenizer
-from lightning_llm.run.start import checkpoint_at
-from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, content_damage, passed_over_lines
+from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.weights import open_weights
+from lightning_llm.train.checkpoint.manifest import PRECISION, Checkpoint, Damage, content_damage
 from lightning_llm.train.checkpoint.weights import CheckpointWeights
 
-EXPECTED = (
-    "a run's folder (config.yaml and checkpoints/), one of its checkpoints/step=N folders, a folder that `import` "
-    "made, or a Hugging Face folder (config.json, *.safetensors, tokenizer.json)"
-)
 HUGGINGFACE_TOKENS = 256  # per sequence, unless data.sequence_length says otherwise
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What lies at PATH: `checkpoint` for one of ours, None for a Hugging Face folder; `config` with its data.
+    """Opened `weights` and the `config` they are looked at with: their run's, or one with the text that was given.
 
-    A folder that `import` made is a Hugging Face folder here: weights and a tokenizer, without text.
+    `kind` is "run" or "huggingface". A folder that `import` made is a Hugging Face folder here: weights and a
+    tokenizer, without text. `folder` is the run's, or that of the weights.
     """
 
     folder: Path
     kind: str
     config: Config
-    checkpoint: Checkpoint | None
+    weights: Weights
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint of a run that the weights are in, None for a Hugging Face folder."""
+        return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer steps that made the weights, None where nothing says so."""
+        return None if self.checkpoint is None else self.checkpoint.step
 
     @property
     def name(self) -> str:
         """A name for the output's folder."""
-        return self.folder.name if self.checkpoint is None else f"{self.folder.name}-step={self.checkpoint.step}"
+        return self.folder.name if self.step is None else f"{self.folder.name}-step={self.step}"
 
 
 def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool = True) -> Subject:
@@ -56,41 +65,30 @@ def find_subject(path: Path, arguments: Sequence[str], text: Path | None, needs_
     Hugging Face folder needs one of them.
     """
     path = path.expanduser().absolute()
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
-    if (path / IMPORTED).is_file() or (path / HUGGINGFACE).is_file():
+    if is_folder_of_files(path):
         return _huggingface(path, arguments, text, needs_data)
-    checkpoint, passed_over = checkpoint_at(path, content_damage)
-    run = checkpoint.run_folder if checkpoint else path
-    if not checkpoint and not (run / "config.yaml").is_file():
-        raise ConfigError(Problem(str(path), f"holds no weights. Give {EXPECTED}."))
-    if not (run / "config.yaml").is_file():
-        text_ = f"belongs to no run: {run / 'config.yaml'} is missing, which says its model and data."
-        raise ConfigError(Problem(str(path), text_))
-    if checkpoint is None:
-        raise ConfigError(Problem(str(path), "holds no checkpoint, so no weights. Give a run that saved one."))
-    for line in passed_over_lines(passed_over):
-        print(line, file=sys.stderr)
+    # All ranks must choose the same checkpoint of a run; of one that is named each looks at a share.
+    weights = open_weights(path, content_damage if (path / "config.yaml").is_file() else _damage)
+    if not isinstance(weights, CheckpointWeights):
+        raise TypeError(f"{path} holds {weights.kind}, and no file that names one")
     if text is not None:
         raise ConfigError(Problem("--text", "goes with a Hugging Face folder; a run's own validation data is taken."))
-    file = run_tokenizer(run)
-    own = [] if file is None else ["data.tokenizer.kind=file", "data.tokenizer.vocab_size=null"]
-    own += [] if file is None else [f"data.tokenizer.path={file}"]
+    run, file = weights.checkpoint.run_folder, weights.tokenizer
+    own = [] if file is None else _tokenizer_words(file)
     config = load_config(run / "config.yaml", ["trainer.devices=1", "world=null", *own, *arguments])
     alone = compose_config([]).parallel  # how the run was spread is no matter here
-    return Subject(run, "run", config.model_copy(update={"parallel": alone}), checkpoint)
+    if config.model != weights.config:
+        weights = CheckpointWeights(weights.checkpoint, config.model)  # refuses what is no model of these weights
+    return Subject(run, "run", config.model_copy(update={"parallel": alone}), weights)
 
 
 def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_data: bool) -> Subject:
     problems: list[Problem] = []
-    model = None
-    try:
-        model = _open_folder(path).config
-    except ConfigError as error:
-        problems += error.problems
-    if not (path / "tokenizer.json").is_file():
-        problems.append(Problem(str(path / "tokenizer.json"), "is missing: save the tokenizer as a fast one."))
+    weights = None
+    with gathered(problems):
+        weights = open_weights(path)
+    if not (path / TOKENIZER).is_file():
+        problems.append(Problem(str(path / TOKENIZER), "is missing: save the tokenizer as a fast one."))
     has_data = any(word.startswith("data=") for word in arguments)
     if text is None and not has_data and needs_data:
         given = "give --text FILE (.txt, .md, .jsonl), or data=... overrides: a Hugging Face folder brings no text."
@@ -99,39 +97,53 @@ def _huggingface(path: Path, arguments: Sequence[str], text: Path | None, needs_
         problems.append(Problem("--text", "goes without data=... overrides. Give one of them."))
     elif text is not None and not text.expanduser().is_file():
         problems.append(Problem("--text", f"{text} is no file."))
-    if problems or model is None:
+    if problems or weights is None:
         raise ConfigError(problems)
-    length = min(HUGGINGFACE_TOKENS, model.max_sequence_length)
-    tokenizer = ("data.tokenizer.kind=file", f"data.tokenizer.path={path / 'tokenizer.json'}")
-    config = compose_config(
-        [*_text_words(text), *tokenizer, "data.tokenizer.vocab_size=null", f"data.sequence_length={length}",
-         "data.micro_batch_size=2", *arguments]
-    )  # fmt: skip
-    return Subject(path, "huggingface", config.model_copy(update={"model": model}), None)
+    length = min(HUGGINGFACE_TOKENS, weights.config.max_sequence_length)
+    tokenizer = [
+        *_tokenizer_words(path / TOKENIZER),
+        override("data.tokenizer.end_of_document", end_of_document_of(path)),
+    ]
+    shape = f"data.sequence_length={length}", "data.micro_batch_size=2"
+    config = compose_config([*_text_words(text), *tokenizer, *shape, *arguments])
+    return Subject(path, "huggingface", config.model_copy(update={"model": weights.config}), weights)
+
+
+def _tokenizer_words(file: Path) -> list[str]:
+    return ["data.tokenizer.kind=file", override("data.tokenizer.path", str(file)), "data.tokenizer.vocab_size=null"]
 
 
 def _text_words(text: Path | None) -> list[str]:
     if text is None:
         return []
     kind = "jsonl" if ".jsonl" in text.suffixes or ".json" in text.suffixes else "text"
-    return [f"data={kind}", f"data.sources.{kind}.path={text.expanduser().absolute()}", "data.validation.fraction=0"]
+    path = override(f"data.sources.{kind}.path", str(text.expanduser().absolute()))
+    return [f"data={kind}", path, "data.validation.fraction=0"]
 
 
 def read_weights(subject: Subject) -> dict[str, Tensor]:
-    """Return the model's parameters by our names, fp32, on the CPU.
+    """Return the model's parameters by our names, fp32, on the CPU. Raises ConfigError as `verified_weights` does."""
+    return dict(state_dict_of(verified_weights(subject), subject.config.model))
 
-    Raises ConfigError where one is missing, unknown or of another shape.
+
+def verified_weights(subject: Subject) -> Weights:
+    """Return the weights, to be read by rows; of several ranks each has looked at its share of the files.
+
+    Raises ConfigError where a file cannot be read, or does not hold what was written.
     """
-    if subject.checkpoint is not None:
-        return dict(state_dict_of(CheckpointWeights(subject.checkpoint, subject.config.model), subject.config.model))
-    weights = _open_folder(subject.folder)
-    if (subject.folder / IMPORTED).is_file():
-        weights.digests()  # raises where a file is not as it was written
-    return dict(state_dict_of(weights, subject.config.model))
+    subject.weights.verify(*_share())
+    return subject.weights
 
 
-def _open_folder(path: Path) -> Weights:
-    return open_imported(path) if (path / IMPORTED).is_file() else open_huggingface(path)
+def _share() -> tuple[int, int]:
+    """Return this process's number among the ranks that were started, and theirs."""
+    ranks = rank_environment()
+    return (0, 1) if ranks is None else (ranks.rank, ranks.world)
+
+
+def _damage(checkpoint: Checkpoint) -> list[Damage]:
+    """Return what does not hold what was written, of this rank's share of the checkpoint's files."""
+    return content_damage(checkpoint, *_share())
 
 
 def delayed_state(subject: Subject) -> dict[str, dict[str, Tensor]]:
@@ -176,3 +188,15 @@ def with_recipe(subject: Subject, recipe: PrecisionConfig | None) -> Config:
     config = subject.config.model_copy(update={"precision": emulated})
     check_config(config)
     return config
+
+
+def device_of(wanted: str) -> torch.device:
+    """Return the device that --device names: auto, cpu or cuda. Raises ConfigError where it is not here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        text = f"is 'cuda', and torch {torch.__version__} finds no CUDA device."
+        raise ConfigError(Problem("--device", text))
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(Problem("--device", f"is '{wanted}', must be auto, cpu or cuda."))
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

@@ -13,21 +13,29 @@ import torch
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.probe.measure import measure
 from lightning_llm.probe.model import Pass, ProbedModel, TokenBatch
 from lightning_llm.probe.report import as_json, draw, ranking, render, write_recipes
-from lightning_llm.probe.subject import Subject, delayed_state, find_subject, read_batches, read_weights, with_recipe
+from lightning_llm.probe.subject import (
+    Subject,
+    delayed_state,
+    device_of,
+    find_subject,
+    read_batches,
+    read_weights,
+    with_recipe,
+)
+from lightning_llm.terminal.waiting import show_progress
 
 ALL = "all"
 
 
 def probe(arguments: argparse.Namespace) -> int:
     """Measure, print, and write table, JSON, pictures and recipes; return 0."""
-    subject, configs, skipped = _checked(arguments)
-    device = _device(arguments.device)
+    subject, configs, skipped, device = _checked(arguments)
     if subject.config.trainer.threads:
         torch.set_num_threads(subject.config.trainer.threads)
     facts, recipes = _measure(subject, configs, device, arguments)
@@ -39,21 +47,19 @@ def probe(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config], dict[str, str]]:
-    """Return what is probed, its config under each recipe, and why the rest of `all` is not; raise all problems."""
+def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config], dict[str, str], torch.device]:
+    """Return what is probed, its config under each recipe, why the rest of `all` is not, and on what device."""
     names, own, others = _split(arguments.overrides)
     problems = [
         Problem(f"--{key}", f"is {value}, must be at least 1.")
         for key in ("batches", "keys")
         if (value := getattr(arguments, key)) < 1
     ]
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        problems.append(Problem("--device", f"is 'cuda', and torch {torch.__version__} finds no CUDA device."))
-    subject = None
-    try:
+    subject = device = None
+    with gathered(problems):
+        device = device_of(arguments.device)
+    with gathered(problems):
         subject = find_subject(arguments.path, others if names else [*others, *own], arguments.text)
-    except ConfigError as error:
-        problems += error.problems
     wanted: list[str | None] = [*(_shipped() if ALL in names else names)]
     if not names:
         wanted = [None]  # the run's own
@@ -70,11 +76,11 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
                 skipped[str(name)] = "; ".join(map(str, error.problems))
             else:
                 problems += error.problems
-    if problems or subject is None:
+    if problems or subject is None or device is None:
         raise ConfigError(dict.fromkeys(problems))
     if not configs:
         raise ConfigError([Problem(f"precision={name}", reason) for name, reason in skipped.items()])
-    return subject, configs, skipped
+    return subject, configs, skipped, device
 
 
 def _split(overrides: list[str]) -> tuple[list[str], list[str], list[str]]:
@@ -103,12 +109,6 @@ def _shipped() -> list[str]:
     return sorted(found)
 
 
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
 def _measure(
     subject: Subject, configs: dict[str, Config], device: torch.device, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, PrecisionConfig]]:
@@ -121,9 +121,9 @@ def _measure(
     shape = subject.config.model
     everything = ALL not in _split(arguments.overrides)[0]
     facts: dict[str, Any] = {
-        "path": str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder),
+        "path": str(subject.weights.path),
         "kind": subject.kind,
-        "step": None if subject.checkpoint is None else subject.checkpoint.step,
+        "step": subject.step,
         "model": shape.name,
         "parameters": count_parameters(shape).total,
         "device": describe_device(device),
@@ -151,13 +151,7 @@ def _data_facts(batches: list[TokenBatch], source: str) -> dict[str, Any]:
 
 
 def _progress(title: str) -> Callable[[str], None]:
-    """Return what shows how far it is: one line that is written over, on a terminal alone."""
-
-    def show(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{f'{title}: {text}' if text else ''}", end="", file=sys.stderr, flush=True)
-
-    return show
+    return lambda text: show_progress(f"{title}: {text}" if text else "")
 
 
 def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], num_layers: int, folder: Path) -> None:

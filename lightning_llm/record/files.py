@@ -14,6 +14,9 @@ Status = Literal["finished", "failed", "stopped"]
 SHOWN_STRETCHES = 3
 """How many stretches of missing steps a message names."""
 
+SOURCE_HASHES = "validation_hashes"
+"""The key of summary.json with a hash of what a validation scores of each source, by its name."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

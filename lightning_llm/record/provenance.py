@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-import lightning_llm
-from lightning_llm.config.workspace import checkout
+from lightning_llm.config.workspace import PACKAGE, checkout
+from lightning_llm.version import __version__
 
 RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
 
@@ -26,7 +25,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "lightning_llm": lightning_llm.__version__}
+    found = {"python": platform.python_version(), "lightning_llm": __version__}
     for package in RECORDED_PACKAGES:
         try:
             found[package] = version(package)
@@ -49,10 +48,9 @@ def code_hash() -> str:
 
     As it is on disk when a process asks first: what is changed there later, the process has not loaded.
     """
-    root, *checkouts = map(Path, lightning_llm.__path__)  # a checkout keeps callbacks/ beside the package
-    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
-    for each in checkouts:
-        files |= {file.relative_to(each).as_posix(): file for file in (each / "callbacks").rglob("*.py")}
+    files = {file.relative_to(PACKAGE).as_posix(): file for file in PACKAGE.rglob("*.py")}
+    if root := checkout():  # which keeps callbacks/ beside the package
+        files |= {file.relative_to(root).as_posix(): file for file in (root / "callbacks").rglob("*.py")}
     digest = blake2b(digest_size=6)
     for name, file in sorted(files.items()):
         if not name.startswith("compare/"):  # which judges runs and takes no part in them
@@ -72,6 +70,8 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = summary[key]
     if (summary.get("init") or {}).get("digest"):
         found["init_digest"] = summary["init"]["digest"]  # of the weights that the run started from
+    branch = summary.get("branch") or {}
+    found |= {f"branch.{key}": branch[key] for key in ("digest", "step") if branch.get(key) is not None}
     return found if "code_hash" in found else found | git_of(summary)
 
 

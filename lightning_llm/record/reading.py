@@ -20,7 +20,7 @@ from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.record.evaluations import PREFIX, read_evaluations
-from lightning_llm.record.files import NON_FINITE, ended_not_finite, read_records, summary_of
+from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, ended_not_finite, read_records, summary_of
 from lightning_llm.record.provenance import origin_of
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -63,6 +63,18 @@ class Run:
     def seed(self) -> int:
         """The block that the run belongs to."""
         return int(self.config.get("seed", 0))
+
+    @property
+    def branch(self) -> dict[str, Any]:
+        """What the summary says of the trunk that the run branched off; {} of one that did not."""
+        found = self.summary.get("branch")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def branch_step(self) -> int:
+        """The step that the run branched off at; 0 of one that did not."""
+        step = self.branch.get("step")
+        return step if isinstance(step, int) else 0
 
     @property
     def status(self) -> str:
@@ -214,6 +226,21 @@ def _read_evaluations(run: Run) -> None:
                 run.higher_is_better.add(key)
         if all(isinstance(each, int) for each in step_tokens):
             run.tokens.setdefault(step, step * math.prod(step_tokens))
+
+
+def measured_on(run: Run, metric: str) -> str | None:
+    """Return what tells the data that `metric` was measured on from any other; None where no record of the run says.
+
+    Of one source's loss ("val_loss/prose") that is a hash of what was scored of it, of another validation the hash of
+    all that its mean is over, and of what `evaluate` measured ("eval/...") its own words.
+    """
+    if metric in run.evaluated_on:
+        return run.evaluated_on[metric] or None
+    if source := metric.partition("/")[2]:
+        found = (run.summary.get(SOURCE_HASHES) or {}).get(source)
+    else:
+        found = run.summary.get("validation_hash")
+    return None if found is None else str(found)
 
 
 def facts(run: Run) -> Mapping[str, Any]:

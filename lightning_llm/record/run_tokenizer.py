@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_llm.data.tokenizer import FILE_NAME
+from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.integrity import digest_problem
 from lightning_llm.record.files import summary_of
@@ -18,7 +18,7 @@ def tokenizer_problem(folder: Path) -> str | None:
         ValueError: the summary is damaged.
     """
     digest = summary_of(folder).get(DIGEST)
-    return digest_problem(folder / FILE_NAME, digest) if isinstance(digest, str) else None
+    return digest_problem(folder / TOKENIZER, digest) if isinstance(digest, str) else None
 
 
 def run_tokenizer(folder: Path) -> Path | None:
@@ -33,5 +33,5 @@ def run_tokenizer(folder: Path) -> Path | None:
         raise ConfigError(Problem(str(folder), f"{error}.")) from error
     if problem:
         text = f"{problem}. Bring the run's own back from a copy; resume=auto on the run writes it anew."
-        raise ConfigError(Problem(str(folder / FILE_NAME), text))
-    return folder / FILE_NAME if (folder / FILE_NAME).is_file() else None
+        raise ConfigError(Problem(str(folder / TOKENIZER), text))
+    return folder / TOKENIZER if (folder / TOKENIZER).is_file() else None

@@ -69,7 +69,8 @@ class Typed:
     @property
     def only_from(self) -> str | None:
         """The folder that a command with these overrides must be typed in, None where any will do."""
-        return str(self.folder) if any(is_data_path(_key_of(word)) for word in self.overrides) else None
+        paths = (is_data_path(key) or key == "branch_from" for key in map(_key_of, self.overrides))
+        return str(self.folder) if any(paths) else None
 
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
@@ -198,13 +199,14 @@ def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str,
 
 
 def _described(job: Job) -> dict[str, Any]:
-    """Return a job as `sweep.json` lists it; jobs of one `kind` differ in the seed alone, whatever their words."""
+    """Return a job as `sweep.json` lists it; those of one `kind` differ in seed and trunk alone."""
     config = flatten(job.config.model_dump(mode="json"))
-    rest = (*RUN_LOCATION, "recipe", "seed")
+    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
     kind = {key: value for key, value in config.items() if value is not None and not below(key, rest)}
     digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+    trunk = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
     return {
-        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest
+        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **trunk
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Agreement of ranks before they train: one config, one way to run its casts, one start."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +80,26 @@ def agree_on_data(fingerprint: str, start: Start) -> None:
             "were, or start a new run."
         )
         raise AgreedError(Problem("data", text))
+
+
+def agree_on_inputs(names: Mapping[str, str], refusal: ConfigError | None) -> None:
+    """Return quietly where all ranks see the same: `names` say of each input what lies there, digests say. Collective.
+
+    `refusal` is what this rank finds wrong.
+
+    Raises:
+        AgreedError: on every rank.
+    """
+    here = tuple(refusal.problems) if refusal is not None else (), dict(names)
+    found = [here] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    if refused := _of_ranks([problems for problems, _ in found]):
+        raise AgreedError(refused)
+    first = found[0][1]
+    text = "are others on rank(s) {} than on rank 0. Give every node the same files."
+    others = {key: [rank for rank, (_, its) in enumerate(found) if its[key] != name] for key, name in first.items()}
+    if problems := [Problem(key, text.format(_listed(ranks))) for key, ranks in others.items() if ranks]:
+        raise AgreedError(problems)
 
 
 def _of_ranks(problems: list[tuple[Problem, ...]]) -> list[Problem]:

@@ -86,7 +86,7 @@ def build_trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=devices,
         num_nodes=(config.world or devices) // devices,
-        strategy=TrainStrategy(layout, device, environment, start.checkpoint),
+        strategy=TrainStrategy(layout, device, environment, start.checkpoint, start.changes_optimizer(config)),
         max_steps=config.trainer.max_steps,
         max_epochs=-1,
         val_check_interval=config.trainer.validate_every_steps or config.trainer.max_steps,

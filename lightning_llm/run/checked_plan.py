@@ -10,7 +10,9 @@ from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.check import config_problems, disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
+from lightning_llm.run.branch import branch_problems
 from lightning_llm.run.environment import adopt_world, rank_environment
+from lightning_llm.run.trunk import settled
 from lightning_llm.run.weights import init_problems
 
 
@@ -44,6 +46,7 @@ def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
     """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does."""
     if to_train and rank_environment() is not None:
         reading = Reading(adopt_world(reading.checked()))
+    reading = settled(reading)
     if reading.config is None:
         raise ConfigError(reading.problems)
     found = Resolution(reading.config, to_train=to_train)
@@ -54,5 +57,6 @@ def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
 
 def problems_beyond(found: Resolution, *, jobs: int = 1) -> list[Problem]:
     """Return what the rules between keys say of the sound part of a config, one of `jobs` that share a disk."""
-    problems = config_problems(found) + gather([lambda: init_problems(found.config)])
+    problems = config_problems(found)
+    problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])
     return problems + (gather([lambda: disk_problems(found.config, jobs)]) if found.to_train else [])

@@ -4,51 +4,49 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from filelock import FileLock
 
 from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
-from lightning_llm.config.file import write_config
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.data.tokenizer import FILE_NAME
-from lightning_llm.errors import AgreedError, CallbackFailedError, ConfigError, Problem, StorageError
+from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.process_group import join_process_group, leave_process_group, record_collectives
+from lightning_llm.parallel.process_group import leave_process_group, record_collectives
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import choose_backend
+from lightning_llm.record.files import SOURCE_HASHES
 from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.provenance import code_hash, versions
-from lightning_llm.record.rank_liveness import RankSilentError, clear_beats
+from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
+from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
+from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
-from lightning_llm.run.start_lines import data_line, left_out_lines, phase_lines, resume_lines
+from lightning_llm.run.start_lines import branch_lines, data_line, left_out_lines, phase_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
@@ -165,7 +163,8 @@ def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
-    for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *resume_lines(config, start)]:
+    started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
+    for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *started]:
         say(line)
     corpus = open_corpus(
         config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank()
@@ -173,8 +172,10 @@ def fit(rank: Rank, start: Start) -> None:
     for line in [data_line(config, corpus), *phase_lines(config, corpus), *left_out_lines(corpus)]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
+    check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
+    facts |= branch_facts(config, start)
     if is_first_rank() and (earlier := resume_history(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
@@ -207,67 +208,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    parallel = plan.config.parallel
-    if plan.degrees.world > 1 or parallel.zero_stage > 0:
-        join_process_group(device, plan.degrees.world, parallel.timeout_seconds)
-    return Layout.of(parallel, plan.degrees, device)
-
-
-def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[], None] | None:
-    """Make the run's folder with config.yaml and tokenizer.json. Collective.
-
-    Where the run goes on in its folder, what lies there stays as it is: returned is what writes these files, to be
-    called on rank 0 when `start` has loaded on every rank.
-
-    Raises:
-        ConfigError: on every rank, where rank 0 cannot write it, or one does not see rank 0's folder.
-    """
-    folder = Path(config.run.dir)
-    goes_on = start.checkpoint is not None and start.checkpoint.run_folder == folder
-    if start.checkpoint is not None and not goes_on:  # until it has saved its own start it begins there, if killed too
-        config = config.model_copy(update={"resume": str(start.checkpoint.folder)})
-    write = partial(_write_config_and_tokenizer, config, corpus)
-    problem = None
-    if is_first_rank() and not goes_on:
-        problem = _made(folder, write)
-    if is_first_rank():
-        clear_beats(folder)
-    if dist.is_initialized():
-        seen: list[tuple[bool, Problem | None]] = [(False, None)] * dist.get_world_size()
-        dist.barrier()
-        dist.all_gather_object(seen, ((folder / "config.yaml").is_file(), problem))
-        problem = seen[0][1]
-        if problem is None and not all(sees for sees, _ in seen):
-            blind = ", ".join(str(rank) for rank, (sees, _) in enumerate(seen) if not sees)
-            text = f"{folder} is not seen by rank(s) {blind}. Set run.root to storage that all nodes share."
-            problem = Problem("run.dir", text)
-    if problem:
-        raise AgreedError(problem)
-    return write if goes_on else None
-
-
-def _made(folder: Path, write: Callable[[], None]) -> Problem | None:
-    """Make `folder` and `write` into it; where that fails, leave nothing behind and return why."""
-    before = set(folder.iterdir()) if folder.is_dir() else None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write()
-    except OSError as error:
-        with suppress(OSError):
-            for left in set(folder.iterdir()) - (before or set()):
-                left.unlink()
-            if before is None:
-                folder.rmdir()
-        text = f"{folder} cannot be written ({error.strerror or error}). Make room there, or choose another run.root."
-        return Problem("run.dir", text)
-    return None
-
-
-def _write_config_and_tokenizer(config: Config, corpus: Corpus) -> None:
-    folder = Path(config.run.dir)
-    write_config(config, folder / "config.yaml")
-    written = corpus.tokenizer.save(folder / f"{FILE_NAME}.partial")
-    written.rename(folder / FILE_NAME)
+    return Layout.joined(plan.config.parallel, plan.degrees, device)
 
 
 def quiet_lightning() -> None:
@@ -282,6 +223,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "parameters": count_parameters(config.model).total,
         "data_hash": corpus.fingerprint,
         "validation_hash": corpus.validation_fingerprint,
+        SOURCE_HASHES: corpus.source_fingerprints,
         TOKENIZER_DIGEST: digest_of_file(corpus.tokenizer.path),
         "validation_unigram_nats": corpus.validation_unigram_nats,
         "threads": torch.get_num_threads(),

@@ -16,11 +16,13 @@ from lightning_llm.run.start import Start
 def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dict[str, list[Any]]:
     """Return {key: values that earlier parts of the run had and this one has not}; {} for a run that begins here.
 
+    So does a branch: what its trunk had otherwise stands in the summary as what the branch changed.
+
     Keys are those of the config that may change on resume, and of where the numbers come from (versions, device, code,
     threads, backend), as `summary` says it for this part. `trainer.max_steps` is among them only where the learning
     rate or the casts of a step that is kept followed from it. To be asked before the folder's config.yaml is replaced.
     """
-    if start.checkpoint is None or start.step == 0:
+    if start.checkpoint is None or start.trunk is not None or start.step == 0:
         return {}
     origin = start.checkpoint.run_folder
     before = summary_of(origin)

@@ -7,9 +7,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lightning_llm.config.branching import changed_keys
 from lightning_llm.config.commands import how_to_go_further, resume_elsewhere_command
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.identity import differences_on_resume, is_data_path
+from lightning_llm.config.identity import below, differences_on_resume, is_data_path
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
@@ -28,6 +29,8 @@ from lightning_llm.train.checkpoint.manifest import (
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
 RECORDS = "metrics.jsonl"
+LEARNED = ("data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
+"""Keys that `data_hash` depends on."""
 INIT = "init"
 """The key of summary.json that says what weights the run started from."""
 
@@ -38,7 +41,8 @@ class Start:
 
     `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged
     or another run's. `ended`: who ended a run before its last step, and why. `run`: whose the checkpoints to come are.
-    `data_hash`: of what the steps before were trained on, where that is known.
+    `data_hash`: of what the steps before were trained on, where that is known and these are the data still. `trunk`:
+    the config of the run that this one branches off here; None of any other start.
     """
 
     checkpoint: Checkpoint | None = None
@@ -48,11 +52,19 @@ class Start:
     passed_over: tuple[Damage, ...] = ()
     run: RunIdentity = field(default_factory=RunIdentity.new, compare=False)
     data_hash: str | None = None
+    trunk: Config | None = None
 
     @property
     def step(self) -> int:
         """Optimizer steps made before the start."""
         return self.checkpoint.step if self.checkpoint else self.made_steps
+
+    def changes_optimizer(self, config: Config) -> bool:
+        """Return whether the run branches off one whose optimizer had other options."""
+        trunk = self.trunk
+        if trunk is None:
+            return False
+        return (config.optim, config.precision.optimizer) != (trunk.optim, trunk.precision.optimizer)
 
     def nothing_left(self, config: Config) -> str:
         """Return what to say of a finished run, and how it can go on."""
@@ -72,6 +84,7 @@ def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:
 def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
     """Return how this run starts; changes nothing.
 
+    A run that begins does so at step 0 or, with `branch_from`, at its trunk's checkpoint.
     `resume=null` wants a folder without a run. `resume=auto` goes on from the folder's newest checkpoint that `verify`
     finds nothing wrong with, or afresh where there is none. `resume=PATH` goes on from that checkpoint, or the newest
     of that run, in its own run's folder or in a new one.
@@ -88,13 +101,13 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
             what = "a run" if holds_run else "files that are no run's"
             text = f"{folder} already holds {what}. Set resume=auto to go on with it, or another run.name or run.dir."
             raise ConfigError(Problem("run.dir", text))
-        return Start()
+        return first_start(config, verify)
     if config.resume == "auto":
         if not holds_run:
             if folder.is_dir() and any(folder.iterdir()):
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
-            return Start()
+            return first_start(config, verify)
         checkpoint, passed_over = newest_verified(folder / "checkpoints", _of_its_run(_with_records(config, verify)))
         _must_match(config, folder, checkpoint)
         if ended := _ended_early(config, folder):
@@ -111,13 +124,27 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
     if checkpoint is None:
-        return Start()
+        return first_start(config, verify)
     if checkpoint.step == config.trainer.max_steps and not holds_run:
         text = f"is {config.trainer.max_steps}, the checkpoint's step: in a new folder no step is left. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
     done = checkpoint.step >= config.trainer.max_steps and state_of(folder) == "finished"
     run, data_hash = _identity(checkpoint, folder), summary_of(checkpoint.run_folder).get("data_hash")
     return Start(checkpoint, done, passed_over=passed_over, run=run, data_hash=data_hash)
+
+
+def first_start(config: Config, verify: Verify) -> Start:
+    """Return the start of a run that has made no step: nothing, or its trunk's checkpoint."""
+    if config.branch_from is None:
+        return Start()
+    checkpoint, passed_over = checkpoint_at(Path(config.branch_from), verify)
+    if checkpoint is None:
+        raise ConfigError(Problem("branch_from", f"{config.branch_from} holds no checkpoint."))
+    trunk = load_config(checkpoint.run_folder / "config.yaml", [])
+    same_data = not any(below(key, LEARNED) and not is_data_path(key) for key in changed_keys(trunk, config))
+    data_hash = summary_of(checkpoint.run_folder).get("data_hash") if same_data else None
+    run = RunIdentity.new(begun_at_step=checkpoint.step)
+    return Start(checkpoint, passed_over=passed_over, run=run, data_hash=data_hash, trunk=trunk)
 
 
 def _identity(checkpoint: Checkpoint, folder: Path) -> RunIdentity:

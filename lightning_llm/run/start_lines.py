@@ -1,11 +1,18 @@
 """Lines that a run prints as it starts: where it goes on from, and which data it takes."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from lightning_llm.config.branching import changed_keys
 from lightning_llm.config.compose import load_config
 from lightning_llm.config.schema import Config
+from lightning_llm.config.weight_files import TOKENIZER
+from lightning_llm.data.addressing import Mixture
 from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.tokenizer import FILE_NAME
+from lightning_llm.data.corpus_report import phase_reports, source_reports
+from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.run_tokenizer import tokenizer_problem
 from lightning_llm.record.state import is_among_jobs
 from lightning_llm.run.start import Start
@@ -22,7 +29,7 @@ def resume_lines(config: Config, start: Start) -> list[str]:
     lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
     folder = Path(config.run.dir)
     if start.checkpoint.run_folder == folder and (problem := tokenizer_problem(folder)):
-        lines.append(f"note   {folder / FILE_NAME} {problem}; it is written anew")
+        lines.append(f"note   {folder / TOKENIZER} {problem}; it is written anew")
     if start.checkpoint.version == UNSEALED:
         lines.append(
             f"note   {start.checkpoint.folder.name} was written before checkpoints had digests: its tensors were held "
@@ -49,6 +56,65 @@ def resume_lines(config: Config, start: Start) -> list[str]:
     return lines
 
 
+def branch_lines(config: Config, start: Start) -> list[str]:
+    """Return what a branch prints as it starts: its trunk, what was changed, and what that does to rate and data."""
+    checkpoint, trunk = start.checkpoint, start.trunk
+    if checkpoint is None or trunk is None:
+        return []
+    updates = checkpoint.step - int(checkpoint.progress["skipped_steps"])
+    return [
+        f"branch from step {checkpoint.step} of {trunk.trainer.max_steps} to {config.trainer.max_steps}: "
+        f"{checkpoint.folder}",
+        f"branch changes {'; '.join(_changes(trunk, config)) or 'nothing: it goes on as the trunk does'}",
+        *_rate_lines(trunk, config, updates),
+        *_data_lines(trunk, config, checkpoint.step),
+    ]
+
+
+def _changes(trunk: Config, config: Config) -> Iterator[str]:
+    """Yield what was changed: a group whose name is another by its names, else key by key."""
+    changed = changed_keys(trunk, config)
+    renamed = [key.removesuffix(".name") for key in changed if key.endswith(".name") and key.count(".") == 1]
+    for group in renamed:
+        before, after = changed[f"{group}.name"]
+        yield f"{group} {before} -> {after}"
+    for key, (before, after) in changed.items():
+        if key.partition(".")[0] not in renamed:
+            yield f"{key} {_shown(before)} -> {_shown(after)}"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _rate_lines(trunk: Config, config: Config, updates: int) -> Iterator[str]:
+    """Yield that the learning rate of the next update is another than it would be in the trunk."""
+
+    def rate(each: Config) -> float:
+        schedule = each.schedule.relative_to(each.optim.learning_rate)
+        return each.optim.learning_rate * learning_rate_factor(schedule, updates, each.trainer.max_steps)
+
+    before, after = rate(trunk), rate(config)
+    if before != after:
+        yield f"note   the next update's learning rate is {after:.4g}, where the trunk's would be {before:.4g}"
+
+
+def _data_lines(trunk: Config, config: Config, step: int) -> Iterator[str]:
+    """Yield which sources do not go on where the trunk left them."""
+    drawn = []
+    for each in (trunk, config):
+        width = each.data.global_batch_size
+        mixture: Mixture = each.data.chosen_mixture.build(each.data.trained_weights, width, each.trainer.max_steps)
+        drawn.append(dict(zip(mixture.names, mixture.drawn(step * width), strict=True)))
+    before, after = drawn
+    for name in sorted(after):
+        if name in before and after[name] != before[name]:
+            yield (
+                f"note   data.sources.{name}: the trunk has drawn {before[name]:,} sequences of it, and this mixture "
+                f"counts {after[name]:,} at step {step}: some are read twice, or left out, in this epoch"
+            )
+
+
 def _end_lines(start: Start, before: int, now: int) -> list[str]:
     """Return what to say of a run that ends where it is, or earlier than was planned `before`."""
     if start.step == now:
@@ -65,14 +131,14 @@ def data_line(config: Config, corpus: Corpus) -> str:
         if each.name in config.data.watched
         else f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
         f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
-        for each in corpus.report(config.trainer.max_steps * config.data.global_batch_size)
+        for each in source_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
     ]
     return "data   " + " | ".join(parts)
 
 
 def phase_lines(config: Config, corpus: Corpus) -> list[str]:
     """Return what each phase of the mixture takes from each source, in tokens and epochs, where there are several."""
-    phases = corpus.phase_report(config.trainer.max_steps * config.data.global_batch_size)
+    phases = phase_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
     if len(phases) == 1:
         return []
     lines = []

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.from_weights import EXPECTED, HUGGINGFACE, IMPORTED, weights_path
+from lightning_llm.config.from_weights import EXPECTED, NOT_OF_WEIGHTS, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
+from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED
 from lightning_llm.data.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
@@ -18,7 +19,7 @@ from lightning_llm.train.checkpoint.manifest import Verify, passed_over_lines, s
 
 FREE = ("max_sequence_length", "rope_theta", "rope_scaling")
 """Keys that may differ from the weights', which go on at another length; the run says so as it starts."""
-NOT_OF_WEIGHTS = ("name", "init_from", "parameters_published", "vocab_multiple", "init", "init_std", "blocks", "layers")
+NOT_COMPARED = (*NOT_OF_WEIGHTS, "vocab_multiple", "blocks", "layers")
 """Keys that neither shape nor forward pass depend on; of blocks, what each comes to is compared."""
 SHOWN_TOKENS = 3
 
@@ -38,7 +39,7 @@ def open_weights(path: Path, verify: Verify = sizes_alone) -> Weights:
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
     checkpoint, passed_over = checkpoint_at(path, verify)
     if checkpoint is None:
-        what = "holds no checkpoint" if (path / "config.yaml").is_file() else "holds no weights"
+        what = "holds no checkpoint, so no weights" if (path / "config.yaml").is_file() else "holds no weights"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
     for line in passed_over_lines(passed_over):
         print(line, file=sys.stderr)
@@ -60,7 +61,7 @@ def begins_anew(config: Config) -> bool:
 
 def init_problems(config: Config) -> list[Problem]:
     """Return why the run cannot start from `model.init_from`: all differences of shape, function and vocabulary."""
-    if config.model.init_from is None or not begins_anew(config):
+    if config.model.init_from is None or config.branch_from is not None or not begins_anew(config):
         return []
     try:
         weights = open_weights(weights_path(config.model.init_from))
@@ -70,17 +71,22 @@ def init_problems(config: Config) -> list[Problem]:
     return [*problems, *vocabulary_problems(config, weights)]
 
 
-def shape_differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[Problem]:
-    """Yield the keys by which the model is another than the weights' (`theirs`)."""
-    kept = [*NOT_OF_WEIGHTS, "vocab_size", *(FREE if ours.position == "rope" else ())]
+SAME = "Set it to that, or leave model= out: model.init_from alone takes the shape of the weights."
+
+
+def shape_differences(
+    theirs: ModelConfig, ours: ModelConfig, whose: str = "the weights of model.init_from", same: str = SAME
+) -> Iterator[Problem]:
+    """Yield the keys by which the model is another than `theirs`; `whose` that is, and `same`: what to do about it."""
+    kept = [*NOT_COMPARED, "vocab_size", *(FREE if ours.position == "rope" else ())]
     before, now = (
         each.model_dump(exclude=set(kept)) | {"head_dim": each.attention_head_dim} for each in (theirs, ours)
     )
     for key, value in before.items():
         if now[key] != value:
-            yield Problem(f"model.{key}", f"is {now[key]!r}, and {value!r} in the weights of model.init_from. {SAME}")
+            yield Problem(f"model.{key}", f"is {now[key]!r}, and {value!r} in {whose}. {same}")
     if ours.vocab_size < theirs.vocab_size:
-        text = f"is {ours.vocab_size}, and the weights have {theirs.vocab_size} rows. {SAME}"
+        text = f"is {ours.vocab_size}, and the weights have {theirs.vocab_size} rows. {same}"
         yield Problem("model.vocab_size", text)
     if theirs.num_layers != ours.num_layers:
         return
@@ -88,12 +94,9 @@ def shape_differences(theirs: ModelConfig, ours: ModelConfig) -> Iterator[Proble
         block, other = (each.block_at(index).model_dump() for each in (ours, theirs))
         if block != other:
             differ = ", ".join(sorted(key for key in block if block[key] != other[key]))
-            text = f"block {index} is another than in the weights ({differ}): {block}, and {other} there. {SAME}"
+            text = f"block {index} is another than in the weights ({differ}): {block}, and {other} there. {same}"
             yield Problem("model.layers", text)
             return
-
-
-SAME = "Set it to that, or leave model= out: model.init_from alone takes the shape of the weights."
 
 
 def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:

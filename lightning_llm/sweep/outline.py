@@ -12,6 +12,7 @@ from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define
+from lightning_llm.run.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
 
 
@@ -52,7 +53,8 @@ def sweep_facts(whole: Sweep) -> dict[str, Any]:
 
 def _job_facts(job: Job) -> dict[str, Any]:
     config = job.config
-    tokens = config.data.global_batch_size * config.data.sequence_length * config.trainer.max_steps
+    steps = config.trainer.max_steps - first_step(config)
+    tokens = config.data.global_batch_size * config.data.sequence_length * steps
     return {
         "number": job.number,
         "words": list(job.words),

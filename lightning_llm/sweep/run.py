@@ -20,6 +20,7 @@ from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
+from lightning_llm.run.trunk import settled
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
@@ -80,7 +81,8 @@ def checked_jobs(
     """
     if arguments.config:
         raise ConfigError(Problem("--config", "is one resolved run; a sweep (-m) is composed. Give overrides instead."))
-    read = read_sweep(arguments.overrides, arguments.config_dir)
+    composed = read_sweep(arguments.overrides, arguments.config_dir)
+    read = [(words, settled(reading)) for words, reading in composed]
     problems = dict.fromkeys(problem for _, reading in read for problem in reading.problems)
     configs = [reading.config for _, reading in read if reading.config]
     for config in _one_of_each_kind(configs):

@@ -1,4 +1,4 @@
-"""A sign of life of what takes long before anything can be printed."""
+"""Signs of life of what takes long before anything can be printed."""
 
 import sys
 import time
@@ -17,3 +17,9 @@ class Waiting:
         if (now := time.monotonic()) - self._told >= self.every_seconds:
             self._told = now
             print(f"note   {self.what}: {done} so far", file=sys.stderr, flush=True)
+
+
+def show_progress(text: str) -> None:
+    """Write `text` over the line that stands on stderr, "" to clear it; on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

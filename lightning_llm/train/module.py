@@ -13,15 +13,9 @@ from lightning_llm.data.corpus import Batch, ValidationBatch
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
-from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.parallel.apply import DTYPES, apply_parallel
-from lightning_llm.parallel.context import SequenceSharder
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.materialise import InitialSlice
-from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
-from lightning_llm.parallel.vocabulary import loss_sum_of
-from lightning_llm.parallel.whole_matrices import WholeMatrices
-from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.parallel.pipeline import PipelinedDecoder
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.health.spike_policy import SpikePolicy
@@ -77,21 +71,10 @@ class LanguageModule(pl.LightningModule):
         """Build on the meta device, swap linears, then shard and materialise as the strategy's layout says."""
         if hasattr(self, "model"):
             return
-        with torch.device("meta"):
-            model = Decoder(self.config.model, compute_dtype=DTYPES[self.config.precision.compute_dtype])
         layout, device = self.trainer.strategy.layout, self.trainer.strategy.root_device
-        self.quantisation.swap(model, self.config.model.num_layers, device.type, layout.shards)
-        precision, length = self.config.precision, self.config.data.sequence_length
-        syncs = apply_parallel(model, layout, precision, self.config.seed, length, device, self.initial)
-        pipeline = None
-        if layout.degrees.pp > 1:
-            micro_batches = micro_batches_per_rank(self.config, layout.degrees)
-            pipeline = Pipeline(syncs, layout, self.config.data, micro_batches, device)
-        self.quantisation.watch_overflow(model)
-        self.model = model
-        self.parallel = ParallelModel(
-            model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), self.quantisation
-        )
+        self.parallel = ParallelModel.of(self.config, layout, device, self.quantisation, self.initial)
+        self.model = self.parallel.model
+        self.quantisation.watch_overflow(self.model)
         self.validation = Validation(self.parallel, self.source_names, self.config.data.watched, device)
 
     @property
@@ -101,25 +84,16 @@ class LanguageModule(pl.LightningModule):
         return device
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        config = self.config
-        hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
-        optim, matrices = config.optim.model_copy(update=hints), WholeMatrices(self.parallel.layout)
-        optimizer: torch.optim.Optimizer = optim.build(self.model.named_parameters(), matrices)
-        self.train_step = TrainStep(
-            parallel=self.parallel,
-            optimizer=optimizer,
-            algorithm=config.chosen_algorithm.build(self.model.named_parameters(), self.parallel.layout),
-            learning_rate=LearningRate(
-                optimizer, config.schedule.relative_to(config.optim.learning_rate), config.trainer.max_steps
-            ),
-            scaler=self.scaler,
-            spikes=self.spikes,
-            clip_norm=config.optim.gradient_clip_norm,
-            state=self.state,
-            before_zero_grad=lambda: self._call_hooks("on_before_zero_grad", optimizer),
+        self.train_step = TrainStep.of(
+            self.config,
+            self.parallel,
+            self.state,
+            self.scaler,
+            self.spikes,
+            before_zero_grad=lambda optimizer: self._call_hooks("on_before_zero_grad", optimizer),
             on_gradients=[self._call_gradient_hooks],
         )
-        return optimizer
+        return self.train_step.optimizer
 
     def on_fit_start(self) -> None:
         if self.trainer.is_global_zero and (line := self.quantisation.describe()):
@@ -183,8 +157,7 @@ class LanguageModule(pl.LightningModule):
     @property
     def whole_model(self) -> GatheredLogits | PipelinedDecoder:
         """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
-        pipeline = self.parallel.pipeline
-        return GatheredLogits(self.model, self.parallel.layout) if pipeline is None else PipelinedDecoder(pipeline)
+        return self.parallel.whole
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not self.model.training:

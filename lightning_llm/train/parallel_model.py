@@ -2,15 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.pipeline import Pipeline
+from lightning_llm.parallel.materialise import Fill, InitialSlice, materialise
+from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
+from lightning_llm.parallel.vocabulary import loss_sum_of
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.units import micro_batches_per_rank
 from lightning_llm.train.quantisation import Quantisation
 
 
@@ -28,6 +37,56 @@ class ParallelModel:
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     """The fp32 sum of the losses of this rank's logits [B, T, V] over labels [B, T]."""
     quantisation: Quantisation
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: Layout,
+        device: torch.device,
+        quantisation: Quantisation,
+        initial: InitialSlice | None = None,
+        fill: Fill = materialise,
+    ) -> "ParallelModel":
+        """Build the decoder of `config` on the meta device, swap its linears, shard it and put it on `device`.
+
+        `initial`: what gives the weights; None: the seed. Collective.
+        """
+        precision, length = config.precision, config.data.sequence_length
+        with torch.device("meta"):
+            model = Decoder(config.model, compute_dtype=DTYPES[precision.compute_dtype])
+        quantisation.swap(model, config.model.num_layers, device.type, layout.shards)
+        syncs = apply_parallel(model, layout, precision, config.seed, length, device, initial, fill)
+        pipeline = None
+        if layout.degrees.pp > 1:
+            micro_batches = micro_batches_per_rank(config, layout.degrees)
+            pipeline = Pipeline(syncs, layout, config.data, micro_batches, device)
+        return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), quantisation)
+
+    @classmethod
+    def in_this_process(cls, model: Any, quantisation: Any = None) -> "ParallelModel":
+        """Return what runs `model`, a decoder or what is called as one, without any other rank."""
+        layout = Layout(ParallelConfig(name="single"), Degrees())
+        return cls(model, layout, [], None, SequenceSharder(layout), loss_sum_of(layout), quantisation)
+
+    def logits(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+        """Return this rank's logits of its `tokens`; None of a pipeline's stages but the last. Collective."""
+        forward = self.pipeline.forward if self.pipeline else self.model
+        logits: Tensor | None = forward(tokens, positions, document_ids)
+        return logits
+
+    @property
+    def token_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of, for ranks to share its tokens."""
+        if self.layout.mesh is None:
+            return 1
+        decoder = self.pipeline.stages[0].decoder if self.pipeline else self.model
+        return (2 * self.layout.degrees.cp if self.layout.degrees.cp > 1 else 1) * decoder.token_shards
+
+    @property
+    def whole(self) -> GatheredLogits | PipelinedDecoder:
+        """What gives logits of tokens, on every rank, whatever part of the decoder this rank holds."""
+        return GatheredLogits(self.model, self.layout) if self.pipeline is None else PipelinedDecoder(self.pipeline)
 
     @property
     def copied_parameters(self) -> list[torch.nn.Parameter]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import (
     QuantisedLinear,
     delayed_state,
@@ -30,9 +31,17 @@ VALIDATION_KEY = 1 << 31
 class Quantisation:
     """The recipe in force on one model. `decision`: whether its casts and GEMMs run natively here."""
 
-    def __init__(self, recipe: PrecisionConfig, seed: int, max_steps: int, decision: Decision = EMULATED):
+    def __init__(
+        self,
+        recipe: PrecisionConfig,
+        seed: int,
+        max_steps: int,
+        decision: Decision = EMULATED,
+        backend: Backend | None = None,
+    ):
+        """`backend`: how emulated casts run; None: as the recipe and this machine have it."""
         self.recipe = recipe
-        self.decision = decision
+        self.decision, self.backend = decision, backend
         self.seed = seed
         self.max_steps = max_steps
         self.report: SwapReport | None = None
@@ -48,7 +57,7 @@ class Quantisation:
         sum_in_fp32()
         if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
             self.report = swap_linears(
-                model, self.recipe, num_layers, device_type, decision=self.decision, sharded=sharded
+                model, self.recipe, num_layers, device_type, self.backend, self.decision, sharded
             )
 
     def watch_overflow(self, model: nn.Module) -> None:

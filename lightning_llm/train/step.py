@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients
 from lightning_llm.parallel.pipeline import Pipeline
+from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm.protocol import Algorithm
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
@@ -43,6 +45,37 @@ class TrainStep:
     the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
     _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        parallel: ParallelModel,
+        state: TrainState,
+        scaler: LossScaler,
+        spikes: SpikePolicy,
+        before_zero_grad: Callable[[torch.optim.Optimizer], None],
+        on_gradients: list[Callable[[Tensor], None]],
+    ) -> "TrainStep":
+        """Return the step over `parallel` with the optimizer, schedule and algorithm of `config`."""
+        hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
+        named = list(parallel.model.named_parameters())
+        optimizer: torch.optim.Optimizer = config.optim.model_copy(update=hints).build(
+            named, WholeMatrices(parallel.layout)
+        )
+        schedule = config.schedule.relative_to(config.optim.learning_rate)
+        return cls(
+            parallel=parallel,
+            optimizer=optimizer,
+            algorithm=config.chosen_algorithm.build(named, parallel.layout),
+            learning_rate=LearningRate(optimizer, schedule, config.trainer.max_steps),
+            scaler=scaler,
+            spikes=spikes,
+            clip_norm=config.optim.gradient_clip_norm,
+            state=state,
+            before_zero_grad=lambda: before_zero_grad(optimizer),
+            on_gradients=on_gradients,
+        )
 
     def __call__(self, batch: Batch) -> Tensor:
         """Take one step on this rank's micro-batches [A, B, T]; return its mean loss over target tokens, fp32.

@@ -20,12 +20,21 @@ class TrainStrategy(ModelParallelStrategy):
     """Every layout's strategy. Ranks are started, and their process group joined, before the Trainer exists."""
 
     def __init__(
-        self, layout: Layout, device: torch.device, environment: ClusterEnvironment, resume_from: Checkpoint | None
+        self,
+        layout: Layout,
+        device: torch.device,
+        environment: ClusterEnvironment,
+        resume_from: Checkpoint | None,
+        own_options: bool = False,
     ):
-        """`device` is this rank's; `resume_from` is what the run goes on from, None for one that begins."""
+        """`device` is this rank's; `resume_from` is what the run goes on from, None for one that begins.
+
+        `own_options`: with the optimizer's options as the config has them, and not as they were saved.
+        """
         super().__init__()
         self.layout = layout
         self.resume_from = resume_from
+        self.own_options = own_options
         self._asked_to_stop = self._agreed_to_stop = 0
         self._device = device
         self.cluster_environment = environment
@@ -59,7 +68,7 @@ class TrainStrategy(ModelParallelStrategy):
         self.setup_optimizers(trainer)
         initialise_state(self.optimizers[0])
         if self.resume_from is not None:
-            restore(self.resume_from, self.lightning_module, self.optimizers[0])
+            restore(self.resume_from, self.lightning_module, self.optimizers[0], self.own_options)
             set_completed_steps(trainer, self.lightning_module.completed_steps)
 
     def ask_to_stop(self, signal_number: int) -> None:

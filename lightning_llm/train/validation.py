@@ -48,8 +48,7 @@ class Validation:
     def _score(self, batch: ValidationBatch, sums: Tensor) -> None:
         parallel, whole = self.parallel, (batch.tokens, batch.labels, batch.document_ids)
         tokens, all_labels, positions, documents = parallel.sequence_sharder(*whole)
-        forward = parallel.pipeline.forward if parallel.pipeline else parallel.model
-        logits = forward(tokens, positions, documents)  # [B, T, V]
+        logits = parallel.logits(tokens, positions, documents)  # [B, T, V]
         if logits is None:  # the pipeline's last stage has them
             return
         for source in batch.sources.unique():

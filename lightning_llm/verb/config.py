@@ -21,6 +21,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
+from lightning_llm.run.trunk import settled
 
 MISSING = "(none)"
 """In the place of a value where there is none."""
@@ -37,8 +38,7 @@ def config(arguments: argparse.Namespace) -> int:
     """
     if arguments.group is not None:
         return _print_groups(arguments)
-    reading = read_arguments(arguments)
-    found = reading.checked()
+    found = settled(read_arguments(arguments)).checked()
     if arguments.diff:
         _print_difference(arguments, found)
     else:
@@ -50,7 +50,7 @@ def config(arguments: argparse.Namespace) -> int:
 
 
 def _print_difference(arguments: argparse.Namespace, found: Config) -> None:
-    if arguments.config:
+    if arguments.config or found.branch_from:
         _, defaults = _plain_tree([], arguments)
         choices = _choices_in(found, arguments.config_dir)
         values = found.model_dump(mode="json")

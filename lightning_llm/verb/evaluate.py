@@ -2,36 +2,144 @@
 
 import argparse
 import json
+import os
+import signal
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_llm.errors import ConfigError, Problem, RanksFailedError, Terminated
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
-from lightning_llm.evaluate.request import checked_request
+from lightning_llm.evaluate.request import Request, checked_request
+from lightning_llm.evaluate.spread import LAYOUT_WORD
+from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
+from lightning_llm.run.launch import failure_line, launch_ranks, say_refused
+
+STOP_SECONDS = 10
+"""How long ranks may take to end after a signal: they have nothing to save."""
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Measure, print, and write the results into the run's folder; return 0."""
-    request = checked_request(
-        arguments.path,
-        tasks=arguments.tasks,
-        tasks_only=arguments.tasks_only,
-        data=arguments.data,
-        limit=arguments.limit,
-        average=arguments.average,
-        ensemble=arguments.ensemble,
-        batch_size=arguments.batch_size,
-        compute_dtype=arguments.compute_dtype,
-        device=arguments.device,
-    )
-    done = evaluate_models(request, arguments.output)
-    if arguments.json:
+    """Measure, print, and write the results into the run's folder; return 0, or what ranks that failed end with."""
+    # Options that take several paths take the words of the layout behind them, too.
+    given = [[arguments.path] if arguments.path else [], arguments.average, arguments.ensemble]
+    words = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
+    path, average, ensemble = ([each for each in paths if str(each) not in words] for paths in given)
+    asked: dict[str, Any] = {
+        "tasks": arguments.tasks,
+        "tasks_only": arguments.tasks_only,
+        "data": arguments.data,
+        "limit": arguments.limit,
+        "average": average,
+        "ensemble": ensemble,
+        "batch_size": arguments.batch_size,
+        "compute_dtype": arguments.compute_dtype,
+        "device": arguments.device,
+        "layout": [*words, *arguments.overrides],
+    }
+    only = path[0] if path else None
+    if rank_environment() is not None:
+        return _rank(only, asked, arguments)
+    try:
+        done = evaluated(only, output=arguments.output, **asked)
+    except RanksFailedError as error:
+        return error.code
+    _say(done, arguments.json)
+    return 0
+
+
+def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) -> Evaluation:
+    """Measure in this process, or in ranks that are started for it, what `checked_request` takes.
+
+    Raises:
+        ConfigError: with all that is wrong.
+        RanksFailedError: a rank failed, which is said.
+    """
+    if (ranks := rank_environment()) is not None:
+        text = (
+            f"is rank {ranks.rank} of {ranks.world}, started by torchrun or srun, and an evaluation from Python starts "
+            "its ranks by itself (layout). Call it in one process, or start lightning-llm evaluate PATH parallel=NAME."
+        )
+        raise ConfigError(Problem("process", text))
+    request = checked_request(path, **asked)
+    if request.degrees.world == 1:
+        return evaluate_models(request, output)
+    trainer, world = request.subjects[0].config.trainer, request.degrees.world
+    if trainer.devices != world:
+        text = (
+            f"is {world}, and {trainer.devices} ranks would be started here. Leave it out, set trainer.devices, or "
+            "start the ranks of several machines by torchrun or srun."
+        )
+        raise ConfigError(Problem("world", text))
+    with tempfile.TemporaryDirectory(prefix="lightning-llm-evaluation-") as folder:
+        result = Path(folder, "result.json")
+        _start_ranks(request, [*_words(request, output, asked), "--result", str(result)])
+        return Evaluation.from_json(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _start_ranks(request: Request, words: Sequence[str]) -> None:
+    """Run the command as this machine's ranks; where one fails, say which did first and raise RanksFailedError."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    trainer = request.subjects[0].config.trainer
+    try:
+        launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS, first_alone=True)
+    except SignalException as stop:
+        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        say_refused(rank, failure)
+        if failure.exitcode != 2:
+            if isinstance(failure.message, dict):
+                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
+        raise RanksFailedError(2 if failure.exitcode == 2 else 1, failure_line(rank, failure)) from error
+
+
+def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
+    """Return the command line that asks for the same of the checkpoints found here; ranks judge no ensemble."""
+    first, *others = request.members
+    words = ["evaluate", first, *asked["layout"]]
+    for key in ("tasks", "data"):
+        words += [f"--{key}={value}" for value in asked[key]]
+    words += ["--average", *others] if others else []
+    words += ["--tasks-only"] if asked["tasks_only"] else []
+    single = {key: asked[key] for key in ("limit", "batch_size", "compute_dtype", "device")} | {"output": output}
+    return words + [f"--{key.replace('_', '-')}={value}" for key, value in single.items() if value is not None]
+
+
+def _rank(path: Path | None, asked: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """Measure as one of several ranks; the first says what came of it, or leaves it for the launcher."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    die_with_launcher()
+    try:
+        done = record(lambda: evaluate_models(checked_request(path, **asked), arguments.output))()
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        return 130 if isinstance(error, KeyboardInterrupt) else 1  # the launcher says which rank failed first, and why
+    if done is None or not is_first_rank():
+        return 0
+    if arguments.result:
+        arguments.result.write_text(json.dumps(done.as_json()), encoding="utf-8")
+    else:
+        _say(done, arguments.json)
+    return 0
+
+
+def _say(done: Evaluation, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(done.as_data(), indent=1))
     else:
         print_metrics(done)
     print(f"written    {done.file}", file=sys.stderr)
-    return 0
 
 
 def print_metrics(done: Evaluation) -> None:

@@ -2,24 +2,27 @@
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.from_weights import HUGGINGFACE, run_of
+from lightning_llm.config.from_weights import EOS, read_ids, run_of
 from lightning_llm.config.schema import Config
-from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import digest_of_file
+from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, TOKENIZER, TOKENIZER_CONFIG
+from lightning_llm.data.tokenizer import Tokenizer, read_vocabulary
+from lightning_llm.errors import ConfigError, Problem, gathered
+from lightning_llm.integrity import digest_of_file, parse_object
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.weights.convert import as_huggingface
-from lightning_llm.model.weights.folder import TOKENIZER, Weights, open_huggingface
-from lightning_llm.model.weights.write import output_problems, whole_folder, write_tensors
+from lightning_llm.model.weights.folder import Weights, open_huggingface
+from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import content_damage, step_of
-from lightning_llm.verb.import_weights import SIDE_FILES, difference_line, hand_on
+from lightning_llm.verb.import_weights import SIDE_FILES, hand_on, tokenizer_problems
 from lightning_llm.verb.model_card import write_card
 from lightning_llm.verb.parity import AnotherModelError, parity_of, parity_problems
 
@@ -32,16 +35,17 @@ def export(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path).expanduser().absolute()
     problems: list[Problem] = []
     weights, run, config, tensors, entries = None, None, None, [], {}
-    try:
+    with gathered(problems):
         weights = open_weights(path, content_damage)
         run = run_of(weights.path)
-        if run is None:
-            weights.digests()  # a checkpoint's were looked at as it was opened
+        weights.verify()
+        problems += tokenizer_problems(weights)
         config = None if run is None else load_config(run / "config.yaml", [])
         entries = _entries(weights, config, arguments.dtype)
         tensors = as_huggingface(weights, weights.config, arguments.dtype)
-    except ConfigError as error:
-        problems += error.problems
+    with gathered(problems):
+        for line in undo_killed(output):
+            print(line, file=sys.stderr)
     problems += output_problems(output, path, arguments.force, sum(each.size_bytes for each in tensors))
     if problems or weights is None:
         raise ConfigError(problems)
@@ -56,7 +60,7 @@ def export(arguments: argparse.Namespace) -> int:
             _write_tokenizer(partial, weights, config)
             if not skipped:
                 parity = parity_of(partial, open_huggingface(partial))
-                logits = difference_line(parity)
+                logits = parity.line
                 if not parity.holds:
                     raise AnotherModelError(logits)
             step = step_of(weights.path) if run is not None else None
@@ -80,17 +84,24 @@ def _entries(weights: Weights, config: Config | None, dtype: str) -> dict[str, A
         raise ConfigError([Problem(each.key, f"{each.text} {text}") for each in error.problems]) from error
     entries = {**family.entries(weights.config), "dtype": TORCH_NAMES[dtype], "torch_dtype": TORCH_NAMES[dtype]}
     if weights.tokenizer is not None:
-        end = _end_of_document(weights, config)
-        entries |= {"eos_token_id": end, "bos_token_id": None}
+        entries |= {EOS: _eos(_ends(weights, config)), "bos_token_id": None}
     return entries
 
 
-def _end_of_document(weights: Weights, config: Config | None) -> int | None:
+def _ends(weights: Weights, config: Config | None) -> tuple[int, ...]:
+    """Return the ids that end a text: those that the weights' files name, else that of the run's tokenizer, if any."""
+    if weights.end_tokens or weights.tokenizer is None:
+        return weights.end_tokens
     named = None if config is None else config.data.tokenizer.end_of_document
     try:
-        return None if weights.tokenizer is None else Tokenizer(weights.tokenizer, named).end_of_document
+        return (Tokenizer(weights.tokenizer, named).end_of_document,)
     except (OSError, ValueError):
-        return None
+        return ()
+
+
+def _eos(ids: Sequence[int]) -> int | list[int] | None:
+    """Return `ids` as transformers' files have them."""
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 def _write_tokenizer(folder: Path, weights: Weights, config: Config | None) -> None:
@@ -104,14 +115,33 @@ def _write_tokenizer(folder: Path, weights: Weights, config: Config | None) -> N
     origin = _origin_of_tokenizer(weights)
     if origin is not None:
         hand_on(origin, folder, [name for name in SIDE_FILES if name != TOKENIZER])
-    end = _end_of_document(weights, config)
-    if not (folder / "tokenizer_config.json").exists():
-        named = None if end is None else Tokenizer(folder / TOKENIZER).token(end)
-        length = weights.config.max_sequence_length
-        values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
-        _write_json(folder / "tokenizer_config.json", values | ({} if named is None else {"eos_token": named}))
-    if not (folder / "generation_config.json").exists():
-        _write_json(folder / "generation_config.json", {"eos_token_id": end} if end is not None else {})
+    ends = _ends(weights, config)
+    if not (folder / TOKENIZER_CONFIG).exists():
+        eos = _first_token(folder / TOKENIZER, ends)
+        values = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": weights.config.max_sequence_length}
+        _write_json(folder / TOKENIZER_CONFIG, values | ({} if eos is None else {"eos_token": eos}))
+    write_generation(folder / GENERATION, ends)
+
+
+def _first_token(file: Path, ids: Sequence[int]) -> str | None:
+    """Return the first of the tokens `ids` that the tokenizer has, None where it has none or cannot be read."""
+    try:
+        tokens = {index: token for token, index in read_vocabulary(file).items()}
+    except (OSError, ValueError):
+        return None
+    return next((tokens[each] for each in ids if each in tokens), None)
+
+
+def write_generation(file: Path, ends: Sequence[int]) -> None:
+    """Write how to generate; a `file` that was handed on stays, with `ends` added where it knows none of them."""
+    try:
+        known = parse_object(file.read_bytes()) if file.exists() else {}
+        said = read_ids(known.get(EOS))
+    except ValueError as error:
+        text = f"{error}, in the folder that the run started from. Mend it there, or move it away."
+        raise ConfigError(Problem(file.name, text)) from error
+    if not file.exists() or (ends and not set(ends) & set(said)):
+        _write_json(file, known | ({EOS: _eos([*ends, *said])} if ends else {}))
 
 
 def _origin_of_tokenizer(weights: Weights) -> Path | None:

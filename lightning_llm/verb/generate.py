@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_llm.data.text_stream import StopStrings, TextStream
 from lightning_llm.data.tokenizer import Tokenizer
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.evaluate.weights import decoder_of, device_of, tokenizer_of
+from lightning_llm.errors import ConfigError, Problem, gathered
+from lightning_llm.evaluate.weights import decoder_of, end_words, tokenizer_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.generate import CachedLogits, Sampler, sampled
-from lightning_llm.probe.subject import Subject, find_subject, read_weights
+from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights
 from lightning_llm.terminal.text import escaped
 
 DEFAULT_NEW_TOKENS = 200
@@ -31,6 +31,8 @@ class Writer:
     tokenizer: Tokenizer
     sampler: Sampler
     stops: list[str]
+    ends: frozenset[int]
+    """The tokens after which there is no more, beside the tokenizer's end of a document."""
     generator: torch.Generator
     device: torch.device
     _pending: list[int] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Writer:
         new: list[int] = []
         reason = "length"
         for token in self._drawn(prompt, max_new_tokens):
-            if token == self.tokenizer.end_of_document:
+            if token == self.tokenizer.end_of_document or token in self.ends:
                 reason = "end_of_document"
                 break
             new.append(token)
@@ -99,7 +101,8 @@ def generate(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(subject.config.trainer.threads)
     model = decoder_of(subject, read_weights(subject), device, arguments.compute_dtype or "")
     generator = torch.Generator(device).manual_seed(arguments.seed)
-    writer = Writer(model, tokenizer, sampler, arguments.stop, generator, device)
+    ends = frozenset(subject.weights.end_tokens)
+    writer = Writer(model, tokenizer, sampler, arguments.stop, ends, generator, device)
     try:
         if arguments.prompt is not None:
             _once(writer, prompt, subject, arguments)
@@ -132,14 +135,10 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, Sampler, torch.dev
     if arguments.chat and arguments.json:
         problems.append(Problem("--json", "goes without --chat, which has no end."))
     subject = device = None
-    try:
+    with gathered(problems):
         device = device_of(arguments.device)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        subject = find_subject(arguments.path, [], None, needs_data=False)
-    except ConfigError as error:
-        problems += error.problems
+    with gathered(problems):
+        subject = find_subject(arguments.path, end_words(arguments.end_of_document), None, needs_data=False)
     if problems or subject is None or device is None:
         raise ConfigError(problems)
     return subject, Sampler(arguments.temperature, arguments.top_k or None, arguments.top_p), device
@@ -177,8 +176,8 @@ def _once(writer: Writer, prompt: list[int], subject: Subject, arguments: argpar
     seconds = time.perf_counter() - began
     if arguments.json:
         facts = {
-            "path": str(subject.folder if subject.checkpoint is None else subject.checkpoint.folder),
-            "step": None if subject.checkpoint is None else subject.checkpoint.step,
+            "path": str(subject.weights.path),
+            "step": subject.step,
             "prompt": arguments.prompt,
             "text": "".join(pieces),
             "finish_reason": reason,

@@ -8,32 +8,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.from_weights import HUGGINGFACE
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.config.from_weights import END_TOKENS
+from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, TOKENIZER, TOKENIZER_CONFIG
+from lightning_llm.data.tokenizer import read_vocabulary
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.integrity import FileContent, digest_of_file, seal
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.convert import as_ours
 from lightning_llm.model.weights.files import INDEX, PICKLED, PICKLED_INDEX, SINGLE, open_files, open_pickled
 from lightning_llm.model.weights.folder import (
     FORMAT,
-    MANIFEST,
-    TOKENIZER,
     FolderWeights,
+    Weights,
     open_huggingface,
     open_imported,
 )
-from lightning_llm.model.weights.write import output_problems, whole_folder, write_tensors
-from lightning_llm.verb.parity import AnotherModelError, Parity, parity_of, parity_problems
+from lightning_llm.model.weights.write import output_problems, undo_killed, whole_folder, write_tensors
+from lightning_llm.verb.parity import AnotherModelError, parity_of, parity_problems
 
 SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "generation_config.json",
+    GENERATION,
     "chat_template.jinja",
 )
 """What is handed on as it is: how text becomes tokens, and how the model is used. The first alone is read here."""
@@ -46,12 +47,14 @@ def import_weights(arguments: argparse.Namespace) -> int:
     folder = source_folder(arguments.source, arguments.revision)
     problems: list[Problem] = []
     weights = None
-    try:
+    with gathered(problems):
         weights = open_source(folder)
         weights.config = weights.config.model_copy(update={"name": Path(arguments.source).name or folder.name})
-    except ConfigError as error:
-        problems += error.problems
+    problems += [] if weights is None else tokenizer_problems(weights)
     tensors = [] if weights is None else as_ours(weights)
+    with gathered(problems):
+        for line in undo_killed(output):
+            print(line, file=sys.stderr)
     problems += output_problems(output, folder, arguments.force, sum(each.size_bytes for each in tensors))
     if weights is not None and not arguments.no_parity:
         problems += parity_problems(weights.config)
@@ -69,7 +72,7 @@ def import_weights(arguments: argparse.Namespace) -> int:
             _write_manifest(partial, weights, folder, [*written, *_present(partial, (INDEX, TOKENIZER))])
             if not arguments.no_parity:
                 parity = parity_of(folder, open_imported(partial))
-                logits = difference_line(parity)
+                logits = parity.line
                 if not parity.holds:
                     raise AnotherModelError(logits)
     except AnotherModelError as error:
@@ -126,6 +129,17 @@ def open_source(folder: Path) -> FolderWeights:
     return open_huggingface(folder, open_pickled if pickled and not plain else open_files)
 
 
+def tokenizer_problems(weights: Weights) -> list[Problem]:
+    """Return why the tokenizer.json that would be handed on with the weights is none."""
+    try:
+        if weights.tokenizer is not None:
+            read_vocabulary(weights.tokenizer)
+    except (OSError, ValueError) as error:
+        text = f"{error}. Save it anew, or take it away, and the weights go on without one."
+        return [Problem(str(weights.tokenizer), text)]
+    return []
+
+
 def hand_on(source: Path, target: Path, names: Iterable[str] = SIDE_FILES) -> None:
     """Copy the files `names` that `source` has to `target`."""
     for file in _present(source, names):
@@ -143,9 +157,10 @@ def _write_manifest(folder: Path, weights: FolderWeights, source: Path, files: l
         "source": str(source),
         "architecture": weights.architecture,
         "model": weights.config.model_dump(mode="json"),
+        END_TOKENS: list(weights.end_tokens),
         "files": {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in written.items()},
     }
-    (folder / MANIFEST).write_bytes(seal(values))
+    (folder / IMPORTED).write_bytes(seal(values))
 
 
 def shape_line(weights: FolderWeights) -> str:
@@ -156,12 +171,4 @@ def shape_line(weights: FolderWeights) -> str:
     return (
         f"{model.num_layers} layers of {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} of keys), "
         f"vocabulary {model.vocab_size:,}, {model.max_sequence_length:,} tokens{scaled}{tied}"
-    )
-
-
-def difference_line(parity: Parity) -> str:
-    """Return what the comparison found in a line."""
-    return (
-        f"differ from transformers' by at most {parity.difference:.1e} (the largest logit is "
-        f"{parity.largest_logit:.3g}; fp32, {parity.tokens} random tokens)"
     )

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning_llm
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data.mixture.planned import planned_phases
@@ -12,6 +11,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.final_figures import draw_losses
+from lightning_llm.version import __version__
 
 CURVES = "loss.png"
 
@@ -37,7 +37,7 @@ def write_card(
         "logits": logits,
     }
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", f"# {name}", ""]
-    lines += [f"Exported by lightning-llm {lightning_llm.__version__}.", "", *_table(facts)]
+    lines += [f"Exported by lightning-llm {__version__}.", "", *_table(facts)]
     if run is not None and config is not None and step is not None:
         lines += list(_run_lines(folder, run, config, step))
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

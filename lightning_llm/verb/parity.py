@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.convert import state_dict_of
 from lightning_llm.model.weights.folder import Weights
+from lightning_llm.model.weights.whole import whole_decoder
 
 TOKENS = 64
 LARGEST_DIFFERENCE = 1e-3
@@ -41,6 +41,14 @@ class Parity(NamedTuple):
     def holds(self) -> bool:
         """Whether both compute the same."""
         return self.difference <= LARGEST_DIFFERENCE * self.largest_logit
+
+    @property
+    def line(self) -> str:
+        """What the comparison found."""
+        return (
+            f"differ from transformers' by at most {self.difference:.1e} (the largest logit is "
+            f"{self.largest_logit:.3g}; fp32, {self.tokens} random tokens)"
+        )
 
 
 def parity_problems(config: ModelConfig) -> list[Problem]:
@@ -77,10 +85,7 @@ def parity_of(folder: Path, weights: Weights) -> Parity:
 
 
 def _ours(weights: Weights, tokens: Tensor) -> Tensor:
-    with torch.device("meta"):
-        model = Decoder(weights.config)
-    model.load_state_dict(dict(state_dict_of(weights)), assign=True)
-    logits: Tensor = model(tokens)[..., : weights.config.vocab_size]
+    logits: Tensor = whole_decoder(weights.config, state_dict_of(weights))(tokens)[..., : weights.config.vocab_size]
     return logits
 
 

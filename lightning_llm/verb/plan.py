@@ -1,8 +1,14 @@
-"""The verb `plan`: a run, a sweep or every recipe on every GPU, described without running anything."""
+"""The verb `plan`: a run, a sweep or every recipe on every GPU, described; one step of it, dry."""
 
 import argparse
 import json
+import sys
+from collections.abc import Iterator
+from typing import Any
 
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import ConfigError, Problem, RanksFailedError
+from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.plan.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.report import notes, plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
@@ -11,8 +17,13 @@ from lightning_llm.run.checked_plan import checked_plan
 def plan(arguments: argparse.Namespace) -> int:
     """Print the plan of one run, with --matrix how every recipe would run where, with -m the jobs of a sweep.
 
-    As text or, with --json, as data.
+    As text or, with --json, as data; with --dry-run, with what its ranks do in one step, counted.
+
+    Raises:
+        ConfigError: options that do not go together, or else what is wrong with the config.
     """
+    if problems := list(_option_problems(arguments)):
+        raise ConfigError(problems)
     if arguments.multirun:
         from lightning_llm.sweep.outline import outline
 
@@ -22,8 +33,47 @@ def plan(arguments: argparse.Namespace) -> int:
         made = matrix_of(planned.config)
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
-    facts = plan_facts(planned)
-    print(
-        json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *notes(planned, to_train=False)])
-    )
+    facts, lines = plan_facts(planned, ACCOUNTINGS[arguments.accounting]), notes(planned, to_train=False)
+    if planned.config.branch_from is not None:
+        more_facts, more_lines = _of_branch(planned.config)
+        facts |= more_facts
+        lines += more_lines
+    if arguments.dry_run:
+        from lightning_llm.dry_run.ranks import dry_run
+        from lightning_llm.dry_run.report import render_counts
+
+        try:
+            facts["dry_run"] = dry_run(planned)
+        except RanksFailedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+        lines.append(render_counts(facts))
+    print(json.dumps(facts, indent=1) if arguments.json else "\n".join([render(facts), *lines]))
     return 0
+
+
+def _of_branch(config: Config) -> tuple[dict[str, Any], list[str]]:
+    """Return what a run that goes on from another's checkpoint is, as data and as lines; nothing once it has begun."""
+    from lightning_llm.run.branch import branch_facts  # these import torch, which other plans do without
+    from lightning_llm.run.start import first_start
+    from lightning_llm.run.start_lines import branch_lines
+    from lightning_llm.run.trunk import look_once
+    from lightning_llm.run.weights import begins_anew
+
+    if not begins_anew(config):
+        return {}, []
+    start = first_start(config, look_once)
+    return branch_facts(config, start), list(branch_lines(config, start))
+
+
+def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yield which options do not go together: memory is of one run, a dry run of one of this trainer's."""
+    many = "--matrix" if arguments.matrix else "-m" if arguments.multirun else None
+    others = arguments.accounting != OURS.name
+    if arguments.dry_run and many:
+        yield Problem("--dry-run", f"is of one run, and {many} of many. Leave one of them out.")
+    if others and many:
+        yield Problem("--accounting", f"counts the memory of one run, and {many} is of many. Leave one of them out.")
+    if arguments.dry_run and others:
+        text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
+        yield Problem("--dry-run", text)

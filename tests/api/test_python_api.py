@@ -18,6 +18,7 @@ from run_metrics import curve, read_metrics, same_weights
 import lightning_llm
 import lightning_llm.train.step
 from lightning_llm.__main__ import main
+from lightning_llm.run.launch import AGENT_SIGNALS
 from lightning_llm.verb import train as train_verb
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def runs(tmp_path_factory, small_run) -> tuple[lightning_llm.TrainResult, lightn
     return trained("fp32"), trained("mxfp8", "precision=mxfp8", "precision.casts=eager")
 
 
-def test_importing_it_imports_no_library_and_none_of_its_modules():
+def test_importing_it_imports_no_library_and_no_module_but_its_version():
     code = (
         "import sys; before = set(sys.modules); import lightning_llm; dir(lightning_llm); "
         "print(sorted(m for m in set(sys.modules) - before if m.split('.')[0] not in sys.stdlib_module_names)); "
@@ -51,6 +52,7 @@ def test_importing_it_imports_no_library_and_none_of_its_modules():
             "lightning_llm.compare",
             "lightning_llm.evaluate",
             "lightning_llm.train",
+            "lightning_llm.version",
         ]
     ), done.stderr
     assert standard == "[]"
@@ -95,14 +97,14 @@ def test_train_is_the_verb(runs, small_run, tmp_path, capsys):
 
 
 def test_quiet_prints_nothing_and_what_was_changed_is_put_back(small_run, tmp_path, capsys):
-    threads, handlers = torch.get_num_threads(), [signal.getsignal(each) for each in train_verb.AGENT_SIGNALS]
+    threads, handlers = torch.get_num_threads(), [signal.getsignal(each) for each in AGENT_SIGNALS]
     torch.set_num_threads(2)
     lightning_llm.train(
         lightning_llm.compose(*small_run(tmp_path, "trainer.max_steps=1", "parallel=zero1")), quiet=True
     )
     assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
-    assert [signal.getsignal(each) for each in train_verb.AGENT_SIGNALS] == handlers
+    assert [signal.getsignal(each) for each in AGENT_SIGNALS] == handlers
     assert not dist.is_initialized()
     assert capsys.readouterr().out == ""
 
@@ -168,19 +170,19 @@ def test_ranks_leave_this_process_as_it_was(small_run, tmp_path, monkeypatch):
     def launch(*_):
         def start(*_):
             seen["threads"] = train_verb.os.environ["OMP_NUM_THREADS"]
-            for number in train_verb.AGENT_SIGNALS:
+            for number in AGENT_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
         return start
 
     monkeypatch.setattr(torch.distributed.launcher.api, "elastic_launch", launch)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    before = [signal.getsignal(each) for each in train_verb.AGENT_SIGNALS]
+    before = [signal.getsignal(each) for each in AGENT_SIGNALS]
     config = lightning_llm.compose(*small_run(tmp_path, "trainer.devices=2", "parallel=ddp", "trainer.threads=null"))
     assert train_verb.train_config(config, quiet=True) == 0
     assert int(seen["threads"]) >= 1
     assert "OMP_NUM_THREADS" not in train_verb.os.environ
-    assert [signal.getsignal(each) for each in train_verb.AGENT_SIGNALS] == before
+    assert [signal.getsignal(each) for each in AGENT_SIGNALS] == before
 
 
 def test_compare_is_the_verb(runs, capsys):

@@ -1,6 +1,9 @@
-"""What keeps `compare` quick where its pictures are not looked at."""
+"""A sweep of four recipes, and what keeps `compare` quick where its pictures are not looked at."""
+
+from pathlib import Path
 
 import pytest
+from run_folders import make_sweep
 
 from lightning_llm.compare import report
 
@@ -11,3 +14,15 @@ def undrawn(monkeypatch, request):
     if "report_holds" not in request.node.name:
         for name in ("draw_curves", "draw_intervals", "draw_speed"):
             monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    """Of four recipes at three seeds: one lossless against bf16, one lossy, one too near the margin to be told."""
+    gaps = {
+        "precision=bf16": 0.0,
+        "precision=mxfp4_sr": 0.002,
+        "precision=mxfp4_rne": 0.06,
+        "precision=fp8_current": 0.0097,
+    }
+    return make_sweep(tmp_path_factory.mktemp("outputs") / "exp" / "sweep", gaps)

@@ -19,12 +19,13 @@ _composed: dict[tuple[str, ...], dict[str, Any]] = {}
 
 def config_of(*words: str) -> dict[str, Any]:
     """Return a resolved config as `config.yaml` holds it, a fresh copy; composed once for all seeds."""
-    rest = tuple(word for word in words if not word.startswith("seed="))
+    rest = tuple(word for word in words if not word.startswith(("seed=", "branch_from=")))
     if rest not in _composed:
         base = ("model=llama_tiny", "data=python", f"trainer.max_steps={STEPS}", "logger=none", "run.name=made")
         _composed[rest] = compose_config([*base, *rest]).model_dump(mode="json")
     seeds = [int(word.removeprefix("seed=")) for word in words if word.startswith("seed=")]
-    return {**copy.deepcopy(_composed[rest]), "seed": seeds[0] if seeds else 0}
+    trunk = next((word.removeprefix("branch_from=") for word in words if word.startswith("branch_from=")), None)
+    return {**copy.deepcopy(_composed[rest]), "seed": seeds[0] if seeds else 0, "branch_from": trunk}
 
 
 def make_run(
@@ -78,8 +79,8 @@ def curve(step: int) -> float:
 
 
 NO_MEANING = (
-    "run.", "logger.", "launcher.", "resume", "hardware", "recipe", "checkpoint.", "callbacks.", "model.name",
-    "model.parameters_published",
+    "run.", "logger.", "launcher.", "resume", "hardware", "cluster", "recipe", "checkpoint.", "callbacks.",
+    "model.name", "model.parameters_published",
     "data.name", "data.cache_dir", "data.num_workers", "data.tokenize_processes",
     "parallel.name", "parallel.timeout_seconds", "trainer.name",
     "trainer.accelerator", "trainer.compile", "trainer.validate_every_steps",
@@ -104,3 +105,9 @@ def verdicts(capsys, *words, expect=0) -> dict:
     out, err = capsys.readouterr()
     found = json.loads(out)
     return {**found, "by_name": {row["name"]: row for row in found["verdicts"]}, "stderr": err}
+
+
+def refusal(capsys, *words) -> str:
+    """Return what `compare WORDS` says that it cannot do."""
+    assert main(["compare", *map(str, words)]) == 2
+    return capsys.readouterr().err

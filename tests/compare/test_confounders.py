@@ -111,6 +111,52 @@ def test_where_the_same_data_lay_is_neither_confounder_nor_setting(runs):
     assert [each["key"] for each in row["confounders"]] == ["data_hash"]
 
 
+SEEN = {
+    "watched": ("data.sources.seen.role=validation",),
+    "never drawn": ("data.sources.seen.weight=0", "data.validation.sequences=9"),
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_a_source_that_is_only_scored_confounds_nothing_on_a_source_that_both_score(tmp_path, how):
+    seen = "data.sources.seen.loader=jsonl", f"data.sources.seen.path={tmp_path}/seen.jsonl", *SEEN[how]
+    whole = "v" * 32 if how == "watched" else "w" * 32  # val_loss is a mean over sources of weight 0, too
+    made = {}
+    for seed in (0, 1):
+        for name, words, hashes, all_of_it in (
+            ("bf16", (), {"code": "c" * 32}, "v" * 32),
+            ("mxfp8", seen, {"code": "c" * 32, "seen": "s" * 32}, whole),
+        ):
+            folder = tmp_path / f"{name}{seed}"
+            summary = {"validation_hashes": hashes, "validation_hash": all_of_it}
+            words = (f"precision={name}", f"seed={seed}", "data.micro_batch_size=2", *words)
+            made[name, seed] = read_run(make_run(folder, *words, noise=seed / 1000, summary=summary))
+    runs = list(made.values())
+    (row,) = compare_runs(runs, Terms(metric="val_loss/code"), "precision=bf16").as_data()["verdicts"]
+    assert (row["controlled"], row["pairs"], row["confounders"], row["setting"]) == (True, 2, [], {})
+    if how == "watched":
+        (row,) = compare_runs(runs, Terms(), "precision=bf16").as_data()["verdicts"]
+        assert (row["controlled"], row["pairs"], row["setting"]) == (True, 2, {})
+    else:
+        with pytest.raises(ConfigError, match="its val_loss is not comparable"):
+            compare_runs(runs, Terms(), "precision=bf16")
+    for run in runs[1::2]:
+        run.summary["validation_hashes"]["code"] = "d" * 32
+    with pytest.raises(ConfigError, match="its val_loss/code is not comparable"):
+        compare_runs(runs, Terms(metric="val_loss/code"), "precision=bf16")
+
+
+def test_a_gap_is_shown_of_sources_alone_that_both_scored_alike(tmp_path):
+    def run(name, code):
+        summary = {"validation_hashes": {"code": code}}
+        return read_run(make_run(tmp_path / f"{name}-{code}", f"precision={name}", summary=summary))
+
+    base = run("bf16", "c")
+    for code, shown in (("c", ["code"]), ("d", [])):
+        (row,) = compare_runs([base, run("mxfp8", code)], Terms(), "precision=bf16").as_data()["verdicts"]
+        assert list(row["gap_by_source"]) == shown
+
+
 def test_nothing_changed_is_controlled(runs):
     (row,) = compare_runs(runs, Terms(), "precision=bf16").as_data()["verdicts"]
     assert row["controlled"]

@@ -51,6 +51,9 @@ def needed(recipe: str, folder: Path) -> list[str]:
     sources = {"cpt/replay": ["new", "old"], "cpt/annealing": ["new", "old", "best"]}.get(recipe, [])
     model = ["model=llama_tiny"] if sources or recipe == "sweep/replay" else []
     (file := folder / "documents.jsonl").write_text('{"text": "one"}\n')
+    if recipe == "sweep/branches":
+        write_config(compose_config([]), folder / "config.yaml")  # a trunk
+        model = [f"branch_from={folder}"]
     return [*model, *(f"data.sources.{name}.path={file}" for name in sources)]
 
 

@@ -13,7 +13,7 @@ from lightning_llm.config.file import write_config
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.nodes import reduction_note, share_between_nodes, tree_factor
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.traffic import _sent, bytes_sent, traffic_bytes
+from lightning_llm.plan.traffic import bytes_sent, sent_at, traffic_bytes
 
 PSI = 8_030_261_248  # llama_8b's parameters
 ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=128", "data.global_batch_size=128"]
@@ -106,7 +106,7 @@ def test_what_auto_decides_by_is_what_traffic_counts(words):
         plan = plan_of(compose_config([*ZERO3, *words, f"parallel.reduction={reduction}"]))
         counted = sum(
             size * share_between_nodes(plan.degrees, axes.split(), kind, 8)
-            for (kind, axes), size in _sent(plan.config, plan.degrees).items()
+            for (kind, axes), size in sent_at(plan.config, plan.degrees, 0).items()
             if axes != "tp" and (kind != "all_gather" or axes == "dp_replicate")  # gathers of weights, and activations
         )
         return counted, tree_factor(plan.config, plan.degrees)

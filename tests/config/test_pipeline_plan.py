@@ -13,7 +13,8 @@ from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.plan.stages import chunks_in_flight, split_layers
+from lightning_llm.plan.schedule import chunks_in_flight
+from lightning_llm.plan.stages import split_layers
 
 BATCH = ["data.micro_batch_size=1", "data.sequence_length=2048"]
 
@@ -79,7 +80,8 @@ def test_plan_prints_the_stages_and_the_bubble(capsys):
     assert [stage["pp_rank"] for stage in pipeline["stages"]] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert sum(last - first + 1 for first, last in (stage["layers"] for stage in pipeline["stages"])) == 32
     assert facts["layout"]["bitwise"] is True
-    assert facts["bytes_sent"]["send"] == 8 * 2 * 2048 * 4096 * 3  # first stage: one way; the other: both
+    assert facts["bytes_sent"]["send"] == 8 * 2 * 2048 * 4096 * 4  # of rank 1, whose stages send both ways
+    assert pipeline["peak_memory_pp_rank"] == 1  # as many blocks as others, most of them in its first stage
 
 
 def test_stages_hold_their_part_of_what_persists():

@@ -20,6 +20,7 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data import prepare
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import IGNORED, Corpus
+from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.prepare import train_bpe
 from lightning_llm.errors import ConfigError
@@ -209,7 +210,7 @@ def test_held_out_documents_are_disjoint_even_if_repeated(tmp_path: Path) -> Non
 
 def test_two_epochs_are_reported(corpus: Corpus) -> None:
     total = 4 * corpus.order.windows[1] * 2
-    reports = {r.name: r for r in corpus.report(total)}
+    reports = {r.name: r for r in source_reports(corpus, total)}
     drawn = [corpus.sample(i).source for i in range(total)]
     assert reports["b"].epochs == pytest.approx(2, abs=0.05)
     for s, name in enumerate("ab"):

@@ -1,7 +1,10 @@
 """Tokenising in processes: the bits of one, whatever their number and the batches; memory; a process that dies. 2 s."""
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.data import encode, prepare
-from lightning_llm.data.cache import TokenWriter
 from lightning_llm.data.encode import SMALLEST_TEXT_BYTES, encode_batches, process_count
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.source import Document, document
+from lightning_llm.data.token_files import TokenWriter
 from lightning_llm.data.tokenizer import Tokenizer, train_bpe, write_bytes_tokenizer
 from lightning_llm.errors import ConfigError
 
@@ -122,7 +125,7 @@ def test_a_process_that_is_killed_ends_the_run_in_one_line(tokenizer: Tokenizer)
 def test_a_writer_holds_no_more_of_a_long_split_than_of_a_short_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_llm.data.cache.FLUSH_BYTES", 4096)
+    monkeypatch.setattr("lightning_llm.data.token_files.FLUSH_BYTES", 4096)
     most = {}
     for count in (2_000, 20_000):
         (folder := tmp_path / str(count)).mkdir()
@@ -165,3 +168,15 @@ def test_memory_does_not_grow_with_the_text(tokenizer: Tokenizer, tmp_path: Path
         peaks.append(max(held) - held[0])
         print(f"{megabytes} MB: {peaks[-1] / 1e6:.1f} MB more, {time.monotonic() - began:.0f} s")
     assert peaks[1] < peaks[0] + 64e6  # a tenth of the text's difference would be 18 MB, its tokens 180 MB
+
+
+def test_a_process_ends_without_a_word_when_who_asked_is_gone(tokenizer: Tokenizer) -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "lightning_llm.data.encode"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdout.close()
+        for message in (tokenizer, TEXTS):
+            pickle.dump(message, process.stdin)
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -15,6 +15,7 @@ from lightning_llm.config.schema.data import MIXTURES, DataConfig
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus, ValidationBatch
+from lightning_llm.data.corpus_report import phase_reports, source_reports
 from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.data.opening import open_corpus
@@ -74,6 +75,10 @@ def test_every_mixture_counts_what_it_draws(kind: str, tmp_path: Path, two_files
         counts[source] += 1
     phases = list(mixture.phases(8 * 40))
     assert [sum(each) for each in zip(*(phase.drawn for phase in phases), strict=True)] == counts
+    for weights in ({"a": 3.0, "b": 1.0}, {"a": 3.0, "b": 0.0}):
+        counts = config.chosen_mixture.build(weights, step_samples=8, max_steps=40).drawn(8 * 40)
+        drawn = {name for name, count in zip(weights, counts, strict=True) if count}
+        assert set(config.chosen_mixture.drawn(weights)) == drawn
 
 
 def test_phases_of_a_corpus(cache: Path, two_files: dict[str, Any]) -> None:
@@ -82,13 +87,13 @@ def test_phases_of_a_corpus(cache: Path, two_files: dict[str, Any]) -> None:
     sources = [corpus.sample(index).source for index in range(8 * 40)]
     assert set(sources[: 8 * 30]) == {0}
     assert Counter(sources[8 * 30 :]) == {0: 16, 1: 64}
-    main, anneal = corpus.phase_report(8 * 40)
+    main, anneal = phase_reports(corpus, 8 * 40)
     assert (main.name, main.first_step, main.last_step) == ("main", 0, 30)
     assert (anneal.name, anneal.first_step, anneal.last_step) == ("anneal", 30, 40)
     assert main.drawn_tokens == {"a": 240 * 16, "b": 0}
     assert anneal.drawn_tokens == {"a": 16 * 16, "b": 64 * 16}
     assert anneal.epochs["b"] == 64 / corpus.order.windows[1]
-    assert [report.drawn_tokens for report in corpus.report(8 * 40)] == [256 * 16, 64 * 16]
+    assert [report.drawn_tokens for report in source_reports(corpus, 8 * 40)] == [256 * 16, 64 * 16]
     planned = planned_phases(config, 40)
     assert [each["drawn_tokens"] for each in planned] == [main.drawn_tokens, anneal.drawn_tokens]
     assert [(each["first_step"], each["last_step"]) for each in planned] == [(0, 30), (30, 40)]
@@ -141,17 +146,24 @@ def test_a_watched_source_is_scored_and_changes_nothing_else(
     plain = open_corpus(data_config(cache, two_files), 5, VOCABULARY)
     corpus = open_corpus(data_config(cache, watched | two_files), 5, VOCABULARY)
     assert corpus.fingerprint == plain.fingerprint
-    assert corpus.validation_fingerprint != plain.validation_fingerprint
+    assert corpus.validation_fingerprint == plain.validation_fingerprint  # of the mean, which holds no watched source
+    own = corpus.source_fingerprints
+    assert {name: own[name] for name in "ab"} == plain.source_fingerprints
+    assert own.keys() == {"w", "a", "b"}
     for step in (0, 9):
         assert corpus.micro_batches(step).tokens.equal(plain.micro_batches(step).tokens)
     assert [corpus.origin(i) for i in range(9)] == [plain.origin(i) for i in range(9)]
     scored = Counter(source for source, _ in corpus._validation_windows)
     assert {corpus.names[source]: count for source, count in scored.items()} == {"w": 12, "a": 9, "b": 3}
-    report = corpus.report(100)[0]
+    report = source_reports(corpus, 100)[0]
     assert (report.name, report.drawn_tokens, report.epochs, report.available_tokens) == ("w", 0, 0.0, 0)
     assert report.validation_tokens == sum(len(words(50 + i, 30)) + 1 for i in range(20))
-    alone = open_corpus(data_config(cache, watched | two_files, validation={"fraction": 0.0}), 5, VOCABULARY)
+    alone = open_corpus(
+        data_config(cache, watched | two_files, validation={"fraction": 0.0, "sequences": 12}), 5, VOCABULARY
+    )
     assert {corpus.names[source] for source, _ in alone._validation_windows} == {"w"}
+    assert alone.source_fingerprints == {"w": own["w"]}
+    assert alone.validation_fingerprint != corpus.validation_fingerprint
 
 
 def test_a_source_of_weight_0_is_scored_as_ever_and_never_drawn(cache: Path, two_files: dict[str, Any]) -> None:
@@ -164,8 +176,32 @@ def test_a_source_of_weight_0_is_scored_as_ever_and_never_drawn(cache: Path, two
     assert without._validation_windows == with_it._validation_windows
     assert {source for source, _ in without._validation_windows} == {0, 1}
     assert all(torch.equal(one.tokens, other.tokens) for one, other in _both(without, with_it))
-    drawn = {report.name: report for report in without.report(40)}
+    assert without.validation_fingerprint == with_it.validation_fingerprint
+    assert without.fingerprint != with_it.fingerprint
+    only = {"fraction": 0.2, "sequences": 6}
+    alone = open_corpus(data_config(cache, {"a": two_files["a"]}, validation=only), 5, VOCABULARY)
+    assert without.fingerprint == alone.fingerprint
+    assert without.source_fingerprints["a"] == alone.source_fingerprints["a"]
+    assert all(torch.equal(without.micro_batches(s).tokens, alone.micro_batches(s).tokens) for s in (0, 9))
+    drawn = {report.name: report for report in source_reports(without, 40)}
     assert (drawn["b"].drawn_tokens, drawn["a"].achieved_share) == (0, 1.0)
+
+
+def test_a_source_needs_a_window_only_if_drawn(cache: Path, two_files: dict[str, Any], tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "short.jsonl", ["a", "of", "to"])
+    short = {"c": {"loader": "jsonl", "path": str(file), "weight": 0.0}}
+    corpus = open_corpus(data_config(cache, two_files | short), 5, VOCABULARY)
+    assert (corpus.order.windows[2], corpus.config.drawn) == (0, ("a", "b"))
+    assert {corpus.sample(index).source for index in range(300)} == {0, 1}
+    later = {"kind": "phases", "phases": {"x": {}, "y": {"start_step": 5, "weights": {"c": 1}}}}
+    with pytest.raises(ConfigError, match=r"source 'c' has \d+"):
+        open_corpus(data_config(cache, two_files | short, mixture=later), 5, VOCABULARY, max_steps=40)
+
+
+def test_hashes_of_what_is_all_drawn_stay_what_earlier_releases_wrote(cache: Path, two_files: dict[str, Any]) -> None:
+    corpus = open_corpus(data_config(cache, two_files), 5, VOCABULARY)
+    assert corpus.fingerprint == "b8a67142e0ce2d92d924813438410001"
+    assert corpus.validation_fingerprint == "d0ca18ef19ee9c23a5dde7defa0d35fe"
 
 
 def _both(one: Corpus, other: Corpus) -> Iterator[tuple[ValidationBatch, ValidationBatch]]:

@@ -18,13 +18,12 @@ import pytest
 from lightning_llm.data import cache
 from lightning_llm.data.cache import (
     MANIFEST,
-    TokenStream,
-    TokenWriter,
     build_once,
     disk_problem,
     product_folder,
     read_manifest,
 )
+from lightning_llm.data.token_files import TokenStream, TokenWriter
 from lightning_llm.errors import ConfigError
 
 SLOW_BUILD = """

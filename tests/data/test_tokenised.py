@@ -13,6 +13,7 @@ from corpus_files import data_config, words, write_jsonl
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.data.check import check_data
 from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError
 
@@ -233,5 +234,5 @@ def test_tokens_and_text_mix(tmp_path: Path) -> None:
     }
     corpus = open_corpus(data_config(tmp_path / "cache", sources, validation={"fraction": 0.0}), 0, VOCABULARY)
     assert corpus.train[0].digest == corpus.train[1].digest
-    assert [report.achieved_share for report in corpus.report(1000)] == [0.25, 0.75]
+    assert [report.achieved_share for report in source_reports(corpus, 1000)] == [0.25, 0.75]
     assert json.dumps(corpus.left_out) == '{"s": 0, "t": 0}'

@@ -12,9 +12,11 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import load_config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.members import Ensemble, average_weights
+from lightning_llm.evaluate.members import AverageWeights, Ensemble
 from lightning_llm.evaluate.weights import decoder_of
-from lightning_llm.probe.subject import find_subject, read_weights
+from lightning_llm.model.weights.convert import whole_state
+from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.probe.subject import find_subject, read_weights, verified_weights
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.reading import read_run
 
@@ -98,6 +100,23 @@ def test_another_files_documents_are_scored(trained, tmp_path, capsys):
     metrics = evaluated(capsys, trained, "--data", f"jsonl={file}", "--output", output)["metrics"]
     assert metrics["val_loss"] != recorded(trained)[4]["val_loss"]
     assert json.loads(output.read_text())["metrics"]["val_loss"]["value"] == metrics["val_loss"]
+
+
+def test_keys_below_data_are_of_the_file_that_is_named(trained, exported, tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"body": f"the of and to {i} in is that " * 9}) + "\n" for i in range(40)))
+    named = "--data", f"jsonl={file}", "--data", "sources.jsonl.text_key=body"
+    whole = evaluated(capsys, exported, *named, "--output", tmp_path / "whole.json")["metrics"]
+    two = evaluated(capsys, exported, *named, "--data", "validation.sequences=2", "--output", tmp_path / "two.json")
+    assert two["metrics"]["val_loss"] != whole["val_loss"]
+    assert main(["evaluate", str(exported), "--data", "validation.sequences=2"]) == 2
+    said = capsys.readouterr().err
+    assert "data.validation.sequences=2 of no text: a Hugging Face folder brings none. Give a file, too" in said
+
+
+def average_weights(subjects):
+    model = subjects[0].config.model
+    return whole_state(AverageWeights([InitialWeights(verified_weights(each), model) for each in subjects]), model)
 
 
 def test_an_average_is_torchs_and_of_one_model_itself(trained, capsys):

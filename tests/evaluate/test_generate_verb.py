@@ -7,11 +7,15 @@ import shutil
 import pytest
 import torch
 
+from lightning_llm import load
 from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_config
 from lightning_llm.data.tokenizer import Tokenizer
+from lightning_llm.errors import ConfigError
 from lightning_llm.evaluate.weights import decoder_of
 from lightning_llm.model.generate import generate
 from lightning_llm.probe.subject import find_subject, read_weights
+from lightning_llm.verb.export import write_generation
 
 
 def facts_of(capsys, *words):
@@ -140,3 +144,68 @@ def test_a_run_without_its_tokenizer_or_with_a_damaged_checkpoint_is_refused(tra
     (copy / "tokenizer.json").unlink()
     assert main(["generate", str(copy), "--prompt", "a"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ending(exported, tmp_path):
+    """A copy of a Hugging Face folder whose tokenizer has no usual name for its end, and a function that says it."""
+    folder = tmp_path / "its, own"  # a comma, and a space: what a path may hold
+    shutil.copytree(exported, folder)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", "<|fin▁|>"))
+
+    def say(generation, config):
+        for name, eos in (("generation_config.json", generation), ("config.json", config)):
+            values = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps(values | {"eos_token_id": eos}))
+        return folder
+
+    return say
+
+
+def test_a_model_ends_with_the_tokens_that_its_files_name(trained, ending, capsys):
+    words = "--prompt", "the of and", "--max-new-tokens", 40, "--seed", 3
+    own = facts_of(capsys, trained, *words)["new_tokens"]
+    second, fifth = own[1], next(token for token in own[2:] if token not in own[:2])
+    for generation, config, end in ((fifth, 0, fifth), ([0, fifth, second], 0, second), (None, [fifth, 0], fifth)):
+        facts = facts_of(capsys, ending(generation, config), *words, "--compute-dtype", "fp32")
+        assert facts["new_tokens"] == own[: own.index(end)]
+        assert facts["finish_reason"] == "end_of_document"
+
+
+def test_the_end_of_a_document_is_what_the_files_name_or_the_caller(ending, tmp_path, capsys):
+    folder, base, out = ending([5, 0], None), tmp_path / "base", tmp_path / "out"
+    assert load(folder)[1].end_of_document == 5  # the first: none of them has a usual name
+    assert main(["import", str(folder), "--output", str(base), "--no-parity"]) == 0
+    assert load(base)[1].end_of_document == 5
+    named = compose_config([f"model.init_from='{base}'"]).data.tokenizer
+    assert Tokenizer(named.path, named.end_of_document).end_of_document == 5
+    assert main(["export", str(base), "--output", str(out), "--no-parity"]) == 0
+    for name in ("generation_config.json", "config.json"):
+        assert json.loads((out / name).read_text())["eos_token_id"] == [5, 0]
+    silent = ending(None, None)
+    with pytest.raises(ConfigError, match=r"has no token .* Name the token that ends a document"):
+        load(silent)
+    assert load(silent, end_of_document="<|fin▁|>")[1].end_of_document == 0
+    assert facts_of(capsys, silent, "--prompt", "a", "--max-new-tokens", 1, "--end-of-document", "<|fin▁|>")
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id holds 'x', which is no token's id"):
+        load(ending("x", None))
+
+
+def test_what_a_run_s_weights_end_with_goes_beside_what_those_it_started_from_did(tmp_path):
+    file = tmp_path / "generation_config.json"
+    for before, ends, after in (
+        ({"eos_token_id": 7, "top_p": 0.9}, [5], {"eos_token_id": [5, 7], "top_p": 0.9}),
+        ({"eos_token_id": [7, 5]}, [5], {"eos_token_id": [7, 5]}),
+        ({"top_p": 0.9}, [5], {"eos_token_id": 5, "top_p": 0.9}),
+        (None, [5], {"eos_token_id": 5}),
+        (None, [], {}),
+    ):
+        file.unlink(missing_ok=True)
+        if before is not None:
+            file.write_text(json.dumps(before))
+        write_generation(file, ends)
+        assert json.loads(file.read_text()) == after
+    file.write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match="'</s>', which is no token's id, in the folder that the run started from"):
+        write_generation(file, [5])

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
-from lightning_llm.verb.train import _first_failure, crowd_note, start_ranks
+from lightning_llm.run.local_ranks import _first_failure, crowd_note, start_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from lightning_llm.model.mixer import attention_cpu
 from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, for_all_heads, torch_attention
-from lightning_llm.model.mixer.attention_cpu import LONGEST_TOKENS, is_faster_here, short_attention
+from lightning_llm.model.mixer.attention_cpu import is_faster_here, short_attention
+from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
 
 
 def operands(length, kv_heads=2, dtype=torch.float64, batch=2, heads=4, size=6):
@@ -89,7 +90,7 @@ def test_operator_is_registered_right(masked):
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_both_sides_of_the_length_limit_agree(kv_heads, masked):
-    length = LONGEST_TOKENS + 1
+    length = SHORT_KERNEL_TOKENS + 1
     q, k, v = operands(length, kv_heads, dtype=torch.float32)
     mask = mask_of(length) if masked else None
     assert not is_faster_here(q)

@@ -44,7 +44,7 @@ def test_a_zero_centered_norm_rounds_once():
 
 @pytest.fixture(params=[7, 1 << 20], ids=["row_by_row", "one_chunk"])
 def chunk_elements(request, monkeypatch):
-    monkeypatch.setitem(loss_module._CHUNK_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", request.param)
 
 
 def labelled(dtype, scale=3.0):

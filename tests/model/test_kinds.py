@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -19,8 +20,9 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of
 from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.mixer import attention
+from lightning_llm.model.mixer.attention import document_mask
 from lightning_llm.model.rope import rope_tables
-from lightning_llm.model.spec import block_parameters, block_parts, mixer_of
+from lightning_llm.model.spec import ForwardPass, block_parameters, block_parts, mixer_of
 
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}
@@ -130,25 +132,41 @@ def test_flops_are_those_that_torch_counts(changes, monkeypatch):
 
 
 @every_kind
-def test_saved_activations_are_of_the_order_of_those_that_autograd_keeps(changes):
-    """A factor of 2.5 either way: the published 34 s b h knows neither F, a gate, nor grouped heads."""
-    config = llama(**changes, hidden_size=128, head_dim=32, ffn_hidden_size=512)
-    block, inputs = block_and_inputs(config, 128, torch.bfloat16)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("length", "documents"), [(112, False), (112, True), (624, True)])
+def test_what_each_part_saves_is_what_autograd_keeps(changes, length, documents, dtype):
+    """To the byte, part by part. Left out are weights, their casts, rotary tables, and the mask that blocks share."""
+    config = llama(**changes, hidden_size=64, head_dim=16, ffn_hidden_size=96, max_sequence_length=length)
+    block, (x, rope, mask) = block_and_inputs(config, length, dtype)
+    ids = torch.arange(2 * length).view(2, length) // 50 if documents else None
+    recurrent, window = mixer_of(config, 0).recurrent, mixer_of(config, 0).window_tokens(config)
+    mask = ids if recurrent else document_mask(ids, window) if documents else mask
+    known = [*block.parameters(), *(rope or ()), *([] if mask is None else [mask])]
+    seen, kept = {each.untyped_storage()._cdata for each in known}, Counter()
+    within = [""]
+    for name, part in block.named_children():
+        part.register_forward_pre_hook(lambda *_, name=name: within.append(name))
+        part.register_forward_hook(lambda *_: within.remove(within[-1]))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and tensor.shape[:1] == (2,):  # no weights cast on use, no tables
-            kept[storage.data_ptr()] = storage
+        if storage._cdata not in seen and (tensor.dim() > 2 or tensor.shape[0] % length == 0):  # no weight cast on use
+            kept[within[-1]] += storage.nbytes()
+            alive.append(storage)
+        seen.add(storage._cdata)
         return tensor
 
+    alive: list[torch.UntypedStorage] = []
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = block(*inputs)
-    measured = sum(storage.nbytes() for storage in kept.values())
-    planned = 2 * 128 * sum(sum(p.saved_activations(config, 2, 128)) for p in block_parts(config, 0).values())
-    assert result.shape == inputs[0].shape
-    assert planned / 2.5 < measured < planned * 2.5, f"{measured / planned:.2f} of the plan"
+        result = block(x, rope, mask)
+    assert result.shape == x.shape
+    forward = ForwardPass(dtype.itemsize, length, documents)
+
+    def planned(part):
+        saved = part.saved_tensors(config, forward)
+        return sum(each.elements * each.width * length * (1 if each.per_position else 2) for each in saved)
+
+    assert dict(kept) == {name: planned(part) for name, part in block_parts(config, 0).items()}
 
 
 def test_a_pattern_is_repeated_over_the_layers():

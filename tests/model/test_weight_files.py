@@ -126,12 +126,23 @@ def test_pickled_weights_are_read_as_tensors_alone(tmp_path, monkeypatch):
     assert "lightning-llm import" in refusal(folder)
     read = open_huggingface(folder, open_pickled)
     assert torch.equal(read.rows("head.weight", 3, 9), random_weights(CONFIG)["head.weight"][3:9])
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)  # as before torch 1.6
+    read = open_huggingface(folder, open_pickled)
+    assert torch.equal(read.rows("head.weight", 3, 9), random_weights(CONFIG)["head.weight"][3:9])
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    for cut in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        (folder / "pytorch_model.bin").write_bytes(whole[:cut])
+        with pytest.raises(ConfigError, match=r"can(not)? be read.*(again|whole)"):
+            open_huggingface(folder, open_pickled)
+    torch.save({"a": _Runs()}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(ConfigError, match=r"names \w+\.system, which is no data; nothing of it has run"):
+        open_huggingface(folder, open_pickled)
     for content in ({"a": _Runs()}, ["no dict"], {"a": "text"}):
         torch.save(content, folder / "pytorch_model.bin")
-        with pytest.raises(ConfigError, match=r"no tensor|holds no tensors"):
+        with pytest.raises(ConfigError, match=r"\.system, which is no data|holds no tensors"):
             open_huggingface(folder, open_pickled)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Runs()))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="holds no data that can be read"):
         open_huggingface(folder, open_pickled)
     assert not (tmp_path / "ran").exists()
 
@@ -189,3 +200,8 @@ KEYS = [
 def test_any_value_in_config_json_is_read_or_refused(key, value):
     with suppress(ConfigError):  # any other exception fails the test
         assert model_config_of({**huggingface_config(CONFIG), key: value}, "x").num_layers > 0
+
+
+def test_a_config_whose_shape_makes_no_model_is_refused_whatever_the_tensors(tmp_path):
+    folder = write_huggingface(tmp_path / "hf", CONFIG.model_copy(update={"num_heads": 2, "num_kv_heads": 6}))
+    assert "config.json: makes no model: model.num_kv_heads: model.num_heads=2 is no multiple of 6" in refusal(folder)

@@ -19,7 +19,8 @@ from lightning_llm.precision.native.capability import (
     installed_library,
     version_tuple,
 )
-from lightning_llm.precision.native.decide import MULTIPLES, casts_of, decide, express, native_recipe
+from lightning_llm.precision.native.decide import MULTIPLES, decide
+from lightning_llm.precision.native.express import casts_of, express, native_recipe
 
 NATIVE = {  # by recipe, the devices that Transformer Engine 2.20's own checks admit
     "fp8_delayed": {"sm_89", "sm_90", "sm_100", "sm_120"},

@@ -12,6 +12,7 @@ from lightning_llm.__main__ import _parser, main
 from lightning_llm.config.compose import compose_config, compose_sweep
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.data.tokenizer import write_bytes_tokenizer
+from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.sweep.run import NOT_CHECKED
 
@@ -55,6 +56,11 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
         return
     if arguments.verb not in ("train", "plan"):  # others than config take folders of runs, which are not there
         assert main(words) == (0 if arguments.verb == "config" else 2)
+        return
+    if any(word.startswith("branch_from=") for word in words):  # nothing but their trunks, which are not there
+        with pytest.raises(ConfigError) as refused:
+            _ = compose_sweep(arguments.overrides) if arguments.multirun else compose_config(arguments.overrides)
+        assert {problem.key for problem in refused.value.problems} == {"branch_from"}
         return
     if arguments.multirun:
         configs = [config for _, config in compose_sweep(arguments.overrides)]

@@ -24,10 +24,9 @@ class Limits:
     def widened(self, times: float, measured: list[dict[str, float]]) -> "Limits":
         """Return these limits, or `times` the greatest of `measured` by kind, whichever is larger.
 
-        Where a measured run had another first loss, its first gradients are among `gradient`, and count for `first`.
+        Of a measured run with another first loss, the first gradients are among `gradient`, and not in `first`.
         """
         greatest = {field.name: max(each[field.name] for each in measured) for field in fields(self)}
-        greatest["first"] = max(greatest["first"], greatest["gradient"])
         return Limits(**{name: max(getattr(self, name), times * value) for name, value in greatest.items()})
 
 

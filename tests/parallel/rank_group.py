@@ -6,6 +6,7 @@ group.
 
 import copy
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -94,6 +95,7 @@ class RankGroup:
 
 
 def _serve(rank: int, world: int, meeting: str | None, pipe: Any) -> None:
+    gc.freeze()  # half a million objects of what was imported, which garbage collection looks through again and again
     import torch
     import torch.distributed as dist
 
@@ -108,12 +110,15 @@ def _serve(rank: int, world: int, meeting: str | None, pipe: Any) -> None:
     else:
         wait = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=wait)
+    from lightning.fabric.utilities import registry
+
     from lightning_llm.callbacks import run_folder
     from lightning_llm.parallel import layout
 
     # Each run of a rank's life has the groups of the one before it under the same axes: new ones cost threads and
     # connections, and DTensor's caches hold a mesh for every equal one to come, groups and all.
     layout.init_device_mesh = functools.cache(layout.init_device_mesh)
+    registry.entry_points = functools.cache(registry.entry_points)
     run_folder.draw_losses = lambda *_: None  # half a second per run, and looked at elsewhere
     while True:
         try:

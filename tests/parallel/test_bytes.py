@@ -18,6 +18,7 @@ from traced_run import run_with
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.optim import ParameterShard
+from lightning_llm.dry_run.counting import SentBytes
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.optim.optimizer import role_of
@@ -25,58 +26,40 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.parallel.activation import expensive_ops
 from lightning_llm.parallel.fully_shard import sharded_modules
 from lightning_llm.parallel.tree import TreeSum
+from lightning_llm.plan.activations import selective_bytes_per_token
 from lightning_llm.plan.degrees import resolve_degrees
-from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank, selective_bytes_per_token, tree_buffers
+from lightning_llm.plan.memory import memory_bytes, peak_memory_pp_rank
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
-from lightning_llm.plan.units import units_of
+from lightning_llm.plan.units import tree_buffers, units_of
 
 RANKS, TURNS = 4, 4
 HELD = ("parameters", "gradients", "optimizer", "unsharded_gradients", "tree_gradients", "gathered")
-KINDS = {
-    "_allgather_base": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "alltoall_base": "all_to_all",
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "send": "send",
-}
-FUNCTIONAL = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
-class Sent(TorchDispatchMode):
-    """Counts bytes a rank sends to others, per kind of collective, as a ring would; keeps the largest gradients."""
+class SentHere(SentBytes):
+    """What the dry run counts with, on real ranks; keeps the largest thing that was reduced, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self.largest_reduced = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        library, name = function.name().split(".")[0].split("::")
-        if library == "c10d" and name != "recv_":
-            self._count(KINDS[name.removesuffix("_")], args, next(map(_group, _objects(args))))
-        elif library == "_c10d_functional" and name != "wait_tensor":
-            group = torch.distributed.distributed_c10d._resolve_process_group(args[-1])
-            self._count(FUNCTIONAL.get(name, name), [*args, result], group)
-        return result
+    largest_reduced = 0
 
     def _count(self, kind: str, tensors: Any, group: dist.ProcessGroup) -> None:
-        large, ranks = max((t.nbytes for t in _tensors(tensors)), default=0), group.size()
-        if large <= 64:  # the step's counts and flags are no gradients or weights
-            return
-        self.bytes[kind] += large if kind == "send" else large * (ranks - 1) // ranks * (1 + (kind == "all_reduce"))
-        if kind != "all_gather":
+        super()._count(kind, tensors, group)
+        large = max((tensor.nbytes for tensor in _tensors(tensors)), default=0)
+        if large > self.small_bytes and kind != "all_gather":
             self.largest_reduced = max(self.largest_reduced, large)
 
 
-def _objects(args: Any) -> Any:
-    return (each for each in args if isinstance(each, torch.ScriptObject))
+class Sent(TorchDispatchMode):
+    """Counts bytes a rank sends to others, per kind of collective."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = SentHere(small_bytes=64)  # the step's counts and flags are no gradients or weights
 
-def _group(script_object: Any) -> dist.ProcessGroup:
-    return dist.ProcessGroup.unbox(script_object)
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.counted.see(function, args, result)
+        return result
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -152,7 +135,8 @@ def _bytes(tensors: Any) -> int:
 def measured(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
     measure = Measure()
     run_with(config, measure)
-    return dict(measure.sent.bytes), dict(measure.held), measure.sent.largest_reduced
+    sent = measure.sent.counted
+    return sent.by_kind(sent.bytes), dict(measure.held), sent.largest_reduced
 
 
 def words_of(layout: str, reduction: str, precision: str, *more: str) -> list[str]:
@@ -230,7 +214,7 @@ def test_bytes_of_a_pipelines_heaviest_stage(layout, world, precision, more, ran
     words = words_of(layout, "tree", precision, f"trainer.devices={world}", "model.num_layers=4", *more)
     config = compose_config(small_run(tmp_path, *words, "data.global_batch_size=4", "data.sequence_length=64"))
     degrees = resolve_degrees(config.parallel, world)
-    rank = peak_memory_pp_rank(config, degrees) * world // degrees.pp
+    rank = peak_memory_pp_rank(plan_of(config)) * world // degrees.pp
     sent, held, _ = ranks(world).call(measured_on, config, rank)
     assert sent == {kind: size for kind, size in bytes_sent(plan_of(config)).items() if size}
     plan = memory_bytes(plan_of(config))

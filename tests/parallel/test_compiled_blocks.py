@@ -3,6 +3,7 @@
 What the graphs compute is compared in test_model_parallel.py (test_compiled_blocks_train_as_one_rank_does).
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -20,14 +21,16 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
 
-LAYERS, TOKENS = 12, 32  # more blocks than the 8 recompilations that torch allows one function
+LAYERS, TOKENS = 12 if "LAYOUT_STEPS" in os.environ else 4, 32
+"""In `make test-full` more blocks than the 8 recompilations that torch allows one function; of four blocks, too, each
+graph beside those of their kinds is seen."""
 LLAMA: dict[str, Any] = {}
 GLA = {"layers": ("gla",)}
 GPT = {"norm": "layernorm", "bias": True, "position": "learned", "activation": "gelu", "tie_embeddings": True}
 
 
 def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str, int]:
-    """Return how many `graphs` and `breaks` 12 blocks make in a forward and backward pass, and how often one `ran`."""
+    """Return how many `graphs` and `breaks` all blocks make in a forward and backward pass, and how often one `ran`."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
     config = ModelConfig(name="tiny", num_layers=LAYERS, max_sequence_length=TOKENS, **sizes, **shape)
     layout, device = layout_here(parallel), torch.device("cpu")

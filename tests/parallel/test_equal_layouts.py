@@ -5,7 +5,7 @@ test_model_parallel.py have the others).
 """
 
 import pytest
-from layout_matrix import DATA_PARALLEL, PRECISIONS, Case, cases_on, covering, degrees_of, length_of
+from layout_matrix import DATA_PARALLEL, PRECISIONS, Case, cases_on, covering, degrees_of, layers_of, length_of
 
 ALONE = [
     Case(layout, 1, 4, precision) for layout in DATA_PARALLEL if degrees_of(layout, 1) for precision in ("fp32", "bf16")
@@ -29,7 +29,7 @@ FULL = [case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS)
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_layout_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
-    to_the_bits(case, "model.num_layers=3", *length_of(case.precision))
+    to_the_bits(case, layers_of(case.precision), *length_of(case.precision))
 
 
 HYBRIDS = [

@@ -139,6 +139,6 @@ def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision,
     """Tensor parallelism changes the order of sums within a micro-batch; a cast then may fall the other way."""
     casts = [] if precision in ("fp32", "bf16") else ["precision.compute_dtype=fp32"]  # differences are casts' alone
     model = [*(word for word in more if word.startswith("model.")), *SHARED, *casts]
-    config = matrix_run(layout, world, 4, precision, *CLOSE, *more, *SHARED, *casts)
-    ours = ranks(world).call(traced_run, config)
-    assert exceeded(off(ours, alone(4, precision, *CLOSE, *model)), limits_of(precision)) == []
+    run = CLOSE if any("stages" in word for word in more) else [*CLOSE, "model.num_layers=3"]  # uneven over two stages
+    ours = ranks(world).call(traced_run, matrix_run(layout, world, 4, precision, *run, *more, *SHARED, *casts))
+    assert exceeded(off(ours, alone(4, precision, *run, *model)), limits_of(precision)) == []

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from curve_limits import SHIPPED, exceeded, off
+from slow_weights import SlowWeights
 from traced_run import layout_here, traced_run
 
 from lightning_llm.config.compose import compose_config
@@ -60,6 +61,38 @@ def test_a_run_moves_between_cut_and_data_parallel_layouts(precision, chain, tol
         assert [one[2], one[5]] == [
             None if v is None else pytest.approx(v, rel=tolerance) for v in (other[2], other[5])
         ]
+
+
+def slowly_traced_run(config: Any) -> dict[str, Any]:
+    """Train with slow weights in place of the synchronous algorithm, which has no state."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(config.chosen_algorithm), "build", lambda self, parameters, layout: SlowWeights(parameters, 3)
+        )
+        return traced_run(config)
+
+
+def test_an_algorithms_state_moves_between_layouts(run):
+    """Its tensors and its number are saved between two moves; data-parallel layouts go on with the bits of one rank."""
+    words = ["precision.casts=eager", "checkpoint.every_steps=2"]
+    words += ["schedule.total_steps=8", "trainer.validate_every_steps=null", "data.micro_batch_size=1"]
+
+    def updates(traced: dict[str, Any]) -> list[tuple[Any, ...]]:
+        return [record for record in traced["curve"] if record[2] is not None]  # each leg ends with a validation
+
+    alone = updates(run("alone", "single", 1, *words, "trainer.max_steps=6", function=slowly_traced_run))
+    without = updates(run("without", "single", 1, *words, "trainer.max_steps=6"))
+    assert without[:3] == alone[:3]
+    assert without[3][2] != alone[3][2]
+    for (layout, world), steps in zip([("zero3", 2), ("ddp", 4), ("single", 1)], (2, 4, 6), strict=True):
+        more = [f"trainer.max_steps={steps}", "resume=auto"]
+        parts = run("parts", layout, world, *words, *more, function=slowly_traced_run)
+    assert updates(parts) == alone
+    run("cut", "zero3", 2, *words, "trainer.max_steps=2", function=slowly_traced_run)
+    more = ["trainer.max_steps=6", "resume=auto"]
+    cut = updates(run("cut", "fsdp_tp", 4, *words, *more, function=slowly_traced_run))
+    assert cut[:2] == alone[:2]
+    assert [one[2] for one in cut] == pytest.approx([one[2] for one in alone], rel=2e-6)
 
 
 class InfinityOn(pl.Callback):

@@ -69,3 +69,20 @@ def test_killed_twice_and_resumed_under_other_layouts(precision, chain, ranks, w
     assert json.loads((Path(config.run.dir) / "summary.json").read_text())["resumed_from_step"] == 4
     whole["gradients"] = parts["gradients"] = []  # those of a run's own first steps
     assert difference(whole, parts) is None
+
+
+def test_a_branch_that_changes_the_layout_alone_is_its_trunk_s_continuation(ranks, words, tmp_path):
+    """From sharded to one rank and back: the same bits as the trunk's own last steps, which it leaves alone."""
+    reference = compose_config(words(tmp_path / "trunk", "zero3", 2, "fp8_delayed"))
+    whole: Trace = ranks(2).call(traced_run, reference)
+    trunk = Path(reference.run.dir)
+    before = {path: path.stat().st_mtime_ns for path in trunk.rglob("*")}
+    whole["curve"], whole["gradients"] = [entry for entry in whole["curve"] if entry[0] > 4], []
+    for layout, world in (("single", 1), ("fsdp_pp", 4)):
+        place = [f"run.root={tmp_path}", f"run.dir={tmp_path / layout}"]
+        changed = [f"parallel={layout}", f"trainer.devices={world}"]
+        config = compose_config([f"branch_from={trunk / 'checkpoints' / 'step=4'}", *place, *changed])
+        branch: Trace = ranks(world).call(traced_run, config)
+        branch["gradients"] = []
+        assert difference(whole, branch) is None
+    assert {path: path.stat().st_mtime_ns for path in trunk.rglob("*")} == before

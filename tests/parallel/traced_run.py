@@ -18,8 +18,9 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.degrees import resolve_degrees
 from lightning_llm.run.agreement import decide_together
 from lightning_llm.run.build import build_module, build_trainer
+from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
-from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning
+from lightning_llm.run.rank import open_layout, quiet_lightning
 from lightning_llm.train.datamodule import CorpusDataModule
 
 Trace = dict[str, Any]

@@ -152,9 +152,9 @@ def test_paths_that_hold_nothing_to_probe(run_folder, tmp_path, capsys):
     lost = tmp_path / "a" / "lost" / "step=4"
     shutil.copytree(run_folder / "checkpoints" / "step=4", lost)
     for path, part in {
-        tmp_path / "nowhere": "does not exist. Give a run's folder",
+        tmp_path / "nowhere": "does not exist. Give a folder that `import` made",
         run_folder / "config.yaml": "is a file",
-        bare: "holds no weights. Give a run",
+        bare: "holds no weights. Give a folder",
         weightless: "holds no checkpoint, so no weights",
         lost: "belongs to no run",
     }.items():

@@ -14,7 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.commands import resume_command
 from lightning_llm.integrity import seal, unseal
 from lightning_llm.record.files import damaged_record, summary_of, write_json
-from lightning_llm.run import rank as run_module
+from lightning_llm.run import first_files
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.checkpoint.manifest import newest_verified, open_checkpoint
 from lightning_llm.train.checkpoint.ownership import RunIdentity
@@ -286,7 +286,7 @@ def test_a_full_disk_before_the_first_step_is_one_problem_and_leaves_nothing(
         file.write_text("recipe: ")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(run_module, "write_config", write_some_of_it)
+    monkeypatch.setattr(first_files, "write_config", write_some_of_it)
     if there:
         (tmp_path / "run").mkdir()
     assert main(["train", *small_run(tmp_path)]) == 2

@@ -2,10 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
+from lightning_llm.config.schema.cluster import ClusterConfig
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, OptimConfig, ScheduleConfig
@@ -47,11 +48,24 @@ class Config(Group):
     resume: str | None = Field(
         None, description="auto: go on where run.dir's newest whole checkpoint is; a path: from that checkpoint or run"
     )
+    branch_from: str | None = Field(
+        None, description="a run or one of its checkpoints/step=N: go on from there as a run of its own, keys changed"
+    )
     world: RankCount | None = Field(None, description="ranks in all, for plan; null: trainer.devices")
     hardware: Hardware | None = Field(
         None,
         description="the device `plan` judges native casts and memory by; null: this machine's. `train` looks itself",
     )
+
+    # The file of cluster=none is empty.
+    cluster: Annotated[ClusterConfig | None, BeforeValidator(lambda given: given or None)] = Field(
+        None, description="the machines that `plan` times a step on; null (cluster=none): none, and no times"
+    )
+
+    @property
+    def planned_hardware(self) -> Hardware | None:
+        """The device that is planned for: `hardware`, or else the cluster's; None: this machine's."""
+        return self.hardware or (self.cluster.hardware if self.cluster else None)
 
     @property
     def chosen_algorithm(self) -> AlgorithmConfig:
@@ -62,6 +76,7 @@ class Config(Group):
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "LauncherConfig",

@@ -104,6 +104,13 @@ class MixtureConfig(Group):
         """Return what is wrong with it at `key` for sources of these `weights`, none of them only watched."""
         raise NotImplementedError
 
+    def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the names of the sources that some sample may come from, of those of these `weights`: all of them.
+
+        A mixture that leaves some out in every run says so here: they are no part of what a run learns from.
+        """
+        return tuple(weights)
+
     def identity(self) -> Any:
         """Return what tells its samples from those of the weights alone, as JSON data; None: nothing does."""
         return self.model_dump()
@@ -175,13 +182,18 @@ class DataConfig(Group):
 
     @property
     def trained_weights(self) -> dict[str, float]:
-        """The weights of the sources that are trained on, by name."""
+        """The weights of all sources but those that are only watched, by name; 0 for what is held out to be scored."""
         return {name: source.weight for name, source in self.sources.items() if source.role is None}
 
     @property
     def chosen_mixture(self) -> MixtureConfig:
         """The mixture, `static` where none is given."""
         return self.mixture or MIXTURES.default("static")
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The names of the sources that are learned from: neither only watched, nor of weight 0 from first to last."""
+        return self.chosen_mixture.drawn(self.trained_weights)
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """A config without its wrong keys, so that rules which do not read these can be checked in the same go."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -42,7 +43,10 @@ def _group_of(field: FieldInfo, values: Any) -> Any:
     """Return the class of what `field` holds: of a registry's kinds the one that `values` name, if they do."""
     registry = next((each for each in field.metadata if isinstance(each, Registry)), None)
     name = values.get(registry.key) if registry is not None and isinstance(values, Mapping) else None
-    return registry[name] if registry is not None and isinstance(name, str) and name in registry else field.annotation
+    if registry is not None and isinstance(name, str) and name in registry:
+        return registry[name]
+    optional = [each for each in get_args(field.annotation) if each is not NoneType]  # of "X | None", X
+    return optional[0] if values and len(optional) == 1 else field.annotation
 
 
 def _without(group: type[AnyGroup], values: Mapping[str, Any], left_out: Collection[str]) -> AnyGroup:

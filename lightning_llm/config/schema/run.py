@@ -6,7 +6,9 @@ from pydantic import Field, model_validator
 
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
 
-Hardware = Literal["cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200", "gh200", "b200", "gb200", "rtx5090"]
+Hardware = Literal[
+    "cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200", "gh200", "b200", "gb200", "rtx5090", "mi250x"
+]  # fmt: skip
 """Devices that a run can be planned for."""
 
 

@@ -68,6 +68,10 @@ class PhasedMixture(MixtureConfig):
                 text = "is 0 in every phase. Leave the source out, or only watch it: role=validation."
                 yield Problem(f"{key}.phases.{next(iter(self.phases))}.weights.{source}", text)
 
+    def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
+        phases = self.phases.values()
+        return tuple(name for name, own in weights.items() if any(phase.weights.get(name, own) for phase in phases))
+
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
         from lightning_llm.data.mixture.phases import Phases
 

@@ -19,6 +19,9 @@ class StaticMixture(MixtureConfig):
             yield Problem(f"data.sources.{next(iter(weights))}.weight", "is 0, as all are: give one source a weight.")
         yield from weight_problems(weights, {name: f"data.sources.{name}.weight" for name in weights})
 
+    def drawn(self, weights: Mapping[str, float]) -> tuple[str, ...]:
+        return tuple(name for name, weight in weights.items() if weight)
+
     def identity(self) -> None:
         return None
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lightning_llm.config.schema.block import FEED_FORWARDS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import FeedForward, LinearSpec, SavedActivations, Size, hidden
+from lightning_llm.model.spec import FeedForward, ForwardPass, LinearSpec, MemoryPass, SavedTensor, Size, hidden
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,16 +22,27 @@ class DenseSpec(FeedForward):
         down = LinearSpec("down_proj", "row", hidden(model), inner, model.bias, depth_scaled=("gpt2", "llama"))
         return [*([gate] if self.gated else []), up, down]
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return the 19 s b h of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), of F = 4 D without a gate.
-
-        16 lie within, the input is 2, a mask of dropout, which is not here, 1. F and the gate are not counted yet.
-        """
-        each = width * model.hidden_size
-        return SavedActivations(within=8 * each, gathered=each, outside=each // 2)
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return the input, what the activation function and the product with it take, and `down_proj`'s input."""
+        inner, width = model.ffn_hidden_size, forward.width
+        first = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        kept = [SavedTensor("input", model.hidden_size, width, "gathered", linears=first)]
+        kept += [SavedTensor(f"{first[0]}'s output", inner, width)]
+        if self.gated:
+            kept += [SavedTensor("activated gate", inner, width), SavedTensor("up_proj's output", inner, width)]
+        return [*kept, SavedTensor("down_proj's input", inner, width, linears=("down_proj",))]
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         return {"model.ffn_hidden_size": (model.ffn_hidden_size, "its columns are shared out evenly")}
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return the activation: of one tensor or, gated, times another."""
+        inner = width * model.ffn_hidden_size
+        if not self.gated:
+            return [MemoryPass(2 * inner, 3 * inner)]
+        if compiled:
+            return [MemoryPass(3 * inner, 5 * inner)]
+        return [MemoryPass(2 * inner, 3 * inner), MemoryPass(3 * inner, 6 * inner)]
 
 
 @FEED_FORWARDS.register

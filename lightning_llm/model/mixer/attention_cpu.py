@@ -14,13 +14,14 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
+
 ROWS = 64
-LONGEST_TOKENS = 512
 
 
 def is_faster_here(q: Tensor) -> bool:
     """Return whether `short_attention` beats torch's kernel for queries `q` `[B, T, H, K]`."""
-    return q.device.type == "cpu" and q.shape[1] <= LONGEST_TOKENS
+    return q.device.type == "cpu" and q.shape[1] <= SHORT_KERNEL_TOKENS
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,10 +12,14 @@ from lightning_llm.config.schema.base import PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.spec import LinearSpec, Mixer, SavedActivations, Size, hidden
+from lightning_llm.model.spec import ForwardPass, LinearSpec, MemoryPass, Mixer, SavedTensor, Size, hidden
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+SHORT_KERNEL_TOKENS = 512
+"""Longest sequences that `model.mixer.attention_cpu` takes, where its kernel is the faster one."""
 
 
 class AttentionSpec(Mixer):
@@ -39,25 +43,54 @@ class AttentionSpec(Mixer):
         seen = min(sequence_length, self.window or sequence_length)
         return 12 * model.num_heads * model.attention_head_dim * seen
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return the 11 s b h of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), which leave out the scores.
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return the input of q, k and v, what the kernel keeps, and its output, which `o_proj` takes.
 
-        Of these q, k, v and the input of `o_proj` are 8, the input 2, and a mask of dropout, which is not here, 1.
+        Queries and keys are kept as positions turned them, not before. Of torch's kernels, which also keep one fp32
+        log-sum-exp per head and a mask in the compute dtype for every block; `attention_cpu` keeps neither.
         """
-        each = width * model.hidden_size
-        return SavedActivations(within=4 * each, gathered=each, outside=each // 2)
+        query, width = model.num_heads * model.attention_head_dim, forward.width
+        kept = [
+            SavedTensor("input", model.hidden_size, width, "gathered", linears=("q_proj", "k_proj", "v_proj")),
+            SavedTensor("queries", query, width),
+            SavedTensor("keys and values", self.kept_keys(model, forward), width),
+            SavedTensor("mixed values", query, width, linears=("o_proj",), also=True),
+        ]
+        if self.uses_short_kernel(forward):
+            return kept
+        kept.append(SavedTensor("log-sum-exp", model.num_heads, 4))
+        if self.is_masked(forward):
+            kept.append(mask_of(forward, width))
+        return kept
+
+    def kept_keys(self, model: ModelConfig, forward: ForwardPass) -> int:
+        """Return the elements of keys and values for each token computed: ranks that share a sequence keep all of it.
+
+        They are kept for all heads as CUDA's attention with a mask takes them: `model.mixer.attention.for_all_heads`.
+        """
+        heads = model.num_heads if forward.on_gpu and self.is_masked(forward) else model.num_kv_heads
+        return 2 * heads * model.attention_head_dim * forward.context_ranks
+
+    def uses_short_kernel(self, forward: ForwardPass) -> bool:
+        """Return whether `attention_cpu.short_attention` runs."""
+        return not forward.on_gpu and forward.context_ranks == 1 and forward.sequence_length <= SHORT_KERNEL_TOKENS
+
+    def keeps_shared_mask(self, forward: ForwardPass) -> bool:
+        """Return whether the kernel keeps the mask that the model makes once for all blocks."""
+        return self.uses_short_kernel(forward)
+
+    def is_masked(self, forward: ForwardPass) -> bool:
+        """Return whether attention is not plainly causal over whole sequences."""
+        hides = self.window is not None and self.window < forward.sequence_length
+        return hides or forward.documents or forward.context_ranks > 1
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
         """Return those of torch's kernels: the mixed values, and one fp32 log-sum-exp per head."""
         return width * model.num_heads * model.attention_head_dim + 4 * model.num_heads
 
-    def context_elements(self, model: ModelConfig) -> tuple[int, int]:
-        """Return keys and values, which are kept for all heads, as CUDA's attention with a mask takes them.
-
-        See `model.mixer.attention.for_all_heads`.
-        """
-        width = model.attention_head_dim
-        return 2 * model.num_kv_heads * width, 2 * model.num_heads * width
+    def context_elements(self, model: ModelConfig) -> int:
+        """Return those of keys and values."""
+        return 2 * model.num_kv_heads * model.attention_head_dim
 
     def window_tokens(self, model: ModelConfig) -> int | None:
         return self.window
@@ -67,6 +100,17 @@ class AttentionSpec(Mixer):
             "model.num_heads": (model.num_heads, "each rank takes whole heads"),
             "model.num_kv_heads": (model.num_kv_heads, "each rank takes whole key/value heads, which are not copied"),
         }
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return rotary positions of queries and keys.
+
+        `rope._rotate` casts to fp32, multiplies and adds halves (6 operators), joins them, and casts back.
+        """
+        if model.position != "rope":
+            return []
+        turned, wide = (model.num_heads + model.num_kv_heads) * model.attention_head_dim, 4  # fp32
+        each = 2 * width if compiled else 2 * (width + wide) + (2 + 3) * wide + 2 * wide
+        return [MemoryPass(turned * each, turned * each, 2 if compiled else 18)]
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         if model.head_dim is None and model.hidden_size % model.num_heads:
@@ -101,3 +145,8 @@ def head_elements(model: ModelConfig, heads: Literal["num_heads", "num_kv_heads"
     """Return the size that so many heads have together."""
     count, width = getattr(model, heads), model.attention_head_dim
     return Size(count * width, "model.head_dim", count, f"model.{heads}={count} x head_dim={width}")
+
+
+def mask_of(forward: ForwardPass, width: int) -> SavedTensor:
+    """Return a mask of `width` bytes for each pair of a token and a key, of each sequence where documents differ."""
+    return SavedTensor("mask", forward.sequence_length, width, "gathered", per_position=not forward.documents)

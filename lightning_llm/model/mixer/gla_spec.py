@@ -12,7 +12,17 @@ from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.spec import LinearSpec, Mixer, ParameterSpec, SavedActivations, Size, hidden, norm_of
+from lightning_llm.model.spec import (
+    ForwardPass,
+    LinearSpec,
+    MemoryPass,
+    Mixer,
+    ParameterSpec,
+    SavedTensor,
+    Size,
+    hidden,
+    norm_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,15 +70,24 @@ class GLA(Mixer):
         """Return those of the recurrence, k^T v and q S: 12 H K V. What chunks compute twice over does not count."""
         return 12 * self.key_dim(model) * self.value_dim(model) // self.num_heads
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return what autograd keeps, of fp32 decays three tensors: logits, logsigmoid's own, logarithms.
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return what the kernel, the norm of each head's values and the gate keep; of decays fp32 tensors.
 
-        Further q, k, v, the mixed values and their norm, the gate before and after its SiLU, `o_proj`'s input; of the
-        whole input and what `gk_down_proj` makes of it each rank has all.
+        Those are the gate's logits, what logsigmoid makes for itself (on a CPU alone), and the logarithms.
         """
-        key, value = self.key_dim(model), self.value_dim(model)
-        within = width * (2 * key + 6 * value) + 3 * 4 * key
-        return SavedActivations(within=within, gathered=width * (model.hidden_size + self.gate_low_rank_dim))
+        key, value, width = self.key_dim(model), self.value_dim(model), forward.width
+        normed = norm_of(model).saved_for(value // self.num_heads, forward)
+        entering = ("q_proj", "k_proj", "v_proj", "gk_down_proj", "g_proj")
+        return [
+            SavedTensor("input", model.hidden_size, width, "gathered", linears=entering),
+            SavedTensor("gk_up_proj's input", self.gate_low_rank_dim, width, "gathered", linears=("gk_up_proj",)),
+            SavedTensor("decays", (2 if forward.on_gpu else 3) * key, max(width, 4)),
+            SavedTensor("queries and keys", 2 * key, width),
+            SavedTensor("values", value, width),
+            *(each._replace(elements=self.num_heads * each.elements, split="within") for each in normed),
+            SavedTensor("g_proj's output, gate and normed values", 3 * value, width),
+            SavedTensor("o_proj's input", value, width, linears=("o_proj",)),
+        ]
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
         """Return the mixed values."""
@@ -76,6 +95,14 @@ class GLA(Mixer):
 
     def divisions(self, model: ModelConfig) -> dict[str, tuple[int, str]]:
         return {"num_heads of gla": (self.num_heads, "each rank takes whole heads")}
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return the decays, in fp32, and the norm and gate of what heads mixed."""
+        key, value, wide = self.key_dim(model), width * self.value_dim(model), 4
+        if compiled:
+            return [MemoryPass((width + wide) * key, (2 * width + wide) * key), MemoryPass(3 * value, 6 * value)]
+        decays = MemoryPass((width + 5 * wide) * key, (width + 6 * wide) * key, 3)
+        return [decays, MemoryPass((2 + 2 + 3) * value, (3 + 3 + 6) * value, 3)]
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         for key in ("expand_k", "expand_v"):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.spec import ParameterSpec, SavedActivations, norm_of
+from lightning_llm.model.spec import ForwardPass, MemoryPass, ParameterSpec, SavedTensor, norm_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,11 +21,19 @@ class QKNormAttention(AttentionSpec):
         each = norm_of(model).parameters_for(model, model.attention_head_dim, "per_head")
         return [made._replace(name=f"{norm}.{made.name}") for norm in ("q_norm", "k_norm") for made in each]
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return attention's, and the inputs of both norms."""
-        whole = super().saved_activations(model, width, sequence_length)
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return attention's, and those of both norms, one vector per head."""
+        heads, each = model.num_heads + model.num_kv_heads, norm_of(model).saved_for(model.attention_head_dim, forward)
+        normed = [
+            saved._replace(name=f"heads' {saved.name}", elements=heads * saved.elements, split="within")
+            for saved in each
+        ]
+        return super().saved_tensors(model, forward) + normed
+
+    def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
+        """Return attention's, and both norms'."""
         normed = width * (model.num_heads + model.num_kv_heads) * model.attention_head_dim
-        return whole._replace(within=whole.within + normed)
+        return [MemoryPass(2 * normed, 3 * normed, 2), *super().memory_passes(model, width, compiled)]
 
     def build(self, model: ModelConfig) -> "nn.Module":
         from lightning_llm.model.mixer.qk_norm_attention import QKNormAttention as Module

@@ -7,8 +7,8 @@ from pydantic import Field
 from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.spec import SavedActivations
+from lightning_llm.model.mixer.attention_spec import AttentionSpec, mask_of
+from lightning_llm.model.spec import ForwardPass, SavedTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,11 +27,26 @@ class SoftCappedAttention(AttentionSpec):
         None, description="scores are q k over its square root; null: the elements per head"
     )
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return attention's, and of each score the capped one and its probability in fp32, and rounded."""
-        whole = super().saved_activations(model, width, sequence_length)
-        scores = model.num_heads * sequence_length * (8 + (width if width < 4 else 0))
-        return whole._replace(within=whole.within + scores)
+    def saved_tensors(self, model: ModelConfig, forward: ForwardPass) -> list[SavedTensor]:
+        """Return what plain operations keep: of each score the tanh and the probability in fp32, and rounded; a mask.
+
+        Keys and values are kept for all heads, as they are multiplied.
+        """
+        query, width = model.num_heads * model.attention_head_dim, forward.width
+        scores = model.num_heads * forward.sequence_length
+        return [
+            SavedTensor("input", model.hidden_size, width, "gathered", linears=("q_proj", "k_proj", "v_proj")),
+            SavedTensor("queries", query, width),
+            SavedTensor("keys and values", 2 * query * forward.context_ranks, width),
+            SavedTensor("tanh of scores", scores, 4),
+            SavedTensor("probabilities", scores, 4),
+            *([SavedTensor("rounded probabilities", scores, width)] if width < 4 else []),
+            mask_of(forward, 1),
+            SavedTensor("mixed values", query, width, linears=("o_proj",)),
+        ]
+
+    def keeps_shared_mask(self, forward: ForwardPass) -> bool:
+        return False
 
     def kernel_outputs(self, model: ModelConfig, width: int, sequence_length: int) -> int:
         """Return those of two matrix products: the scores and the mixed values."""

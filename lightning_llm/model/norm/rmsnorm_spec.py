@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_llm.config.schema.block import NORMS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import Norm
+from lightning_llm.model.spec import ForwardPass, Norm, SavedTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,22 @@ class RMSNorm(Norm):
     def vectors(self, model: ModelConfig) -> dict[str, float]:
         return {"weight": 1.0}
 
+    def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
+        return saved_by_rms_norm(size, forward, forward.width)
+
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
         from lightning_llm.model.norm.rmsnorm import RMSNorm as Module
 
         return Module(size, model.norm_eps)
+
+
+def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
+    """Return what torch's RMSNorm keeps of a vector of `size` elements of `width` bytes.
+
+    CUDA's kernel keeps the input and the root of its mean square; on a CPU operations keep both fp32 products.
+    """
+    wide = max(width, 4)
+    root = SavedTensor("inverse root mean square", 1, wide, "outside")
+    if forward.on_gpu:
+        return [SavedTensor("input", size, width, "outside"), root]
+    return [SavedTensor("input", size, wide, "outside"), root, SavedTensor("normed", size, wide, "outside")]

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_llm.config.schema.block import NORMS
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import Norm, SavedActivations
+from lightning_llm.model.norm.rmsnorm_spec import saved_by_rms_norm
+from lightning_llm.model.spec import ForwardPass, Norm, SavedTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,9 +20,9 @@ class RMSNormZeroCentered(Norm):
     def vectors(self, model: ModelConfig) -> dict[str, float]:
         return {"weight": 0.0}
 
-    def saved_activations(self, model: ModelConfig, width: int, sequence_length: int) -> SavedActivations:
-        """Return its input, which is made fp32."""
-        return SavedActivations(outside=max(width, 4) * model.hidden_size)
+    def saved_for(self, size: int, forward: ForwardPass) -> list[SavedTensor]:
+        """Return RMSNorm's of an input that is made fp32."""
+        return saved_by_rms_norm(size, forward, max(forward.width, 4))
 
     def build_for(self, model: ModelConfig, size: int) -> "nn.Module":
         from lightning_llm.model.norm.rmsnorm_zero_centered import RMSNormZeroCentered as Module

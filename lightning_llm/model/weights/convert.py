@@ -1,19 +1,18 @@
 """Weights under our names, or under Hugging Face's: what is to be written of each tensor, made when its file is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.interop.families import architecture
 from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.initial import InitialWeights
-from lightning_llm.model.weights.tensors import VOCABULARY, Stored, stored_as
+from lightning_llm.model.weights.tensors import VOCABULARY, Stored, parameter_shapes, stored_as
 from lightning_llm.model.weights.write import ToWrite
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def as_ours(weights: Weights) -> list[ToWrite]:
@@ -65,9 +64,13 @@ class _Joined:
 def state_dict_of(weights: Weights, config: ModelConfig | None = None) -> Mapping[str, Tensor]:
     """Return all parameters as a `Decoder` of `config` loads them: fp32, with zeros as rows of padding, on the CPU."""
     config = config or weights.config
-    initial = InitialWeights(weights, config)
+    return whole_state(InitialWeights(weights, config), config)
+
+
+def whole_state(initial: Callable[[str, int, int], Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return all parameters of a `Decoder` of `config` from slices of them, see `InitialWeights`: fp32, on the CPU."""
     state = {}
-    for name, shape in weights.shapes.items():
+    for name, shape in parameter_shapes(config).items():
         rows = config.padded_vocab_size if name in VOCABULARY else shape[0]
         state[name] = initial(name, 0, rows * prod(shape[1:])).view(rows, *shape[1:])
     return state

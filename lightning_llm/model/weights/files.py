@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.errors import ConfigError, Problem, gathered
+from lightning_llm.integrity import unpickling_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,10 @@ class TensorFiles:
 
 @dataclass(frozen=True)
 class PickledFiles(TensorFiles):
-    """The same from pytorch_model.bin, by torch's reader of tensors alone (`weights_only`); mapped, not read, until."""
+    """The same from pytorch_model.bin, by torch's reader of tensors alone (`weights_only`).
+
+    Mapped, and not read until a part is; a file of torch before 1.6 is read whole, and stays in memory.
+    """
 
     tensors: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -86,14 +90,12 @@ def open_files(folder: Path, single: str = SINGLE) -> TensorFiles:
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
     for file in files:
-        try:
+        with gathered(problems):
             found = dict(_header(file))
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        for name in found.keys() & entries.keys():
-            problems.append(Problem(str(file), f"has {name}, which {entries[name].file.name} has, too. Remove one."))
-        entries |= found
+            for name in found.keys() & entries.keys():
+                text = f"has {name}, which {entries[name].file.name} has, too. Remove one."
+                problems.append(Problem(str(file), text))
+            entries |= found
     if listed is not None and not problems:
         lost = [name for name, file in listed.items() if name not in entries or entries[name].file.name != file]
         if lost:
@@ -121,12 +123,13 @@ def open_pickled(folder: Path) -> PickledFiles:
             problems.append(Problem(str(file), _missing(file)))
             continue
         try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError:
-            text = "names something that is no tensor, and nothing in a folder of weights is run: nothing of it has."
+            # Before torch 1.6 it wrote no zip file, and mapped is one alone: such files are read whole.
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        except pickle.UnpicklingError as error:
+            text = f"{unpickling_problem(error)}. Take weights that hold tensors alone, and are whole."
             problems.append(Problem(str(file), text))
             continue
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        except Exception as error:  # whatever torch's reader comes upon in damaged bytes
             problems.append(Problem(str(file), f"cannot be read: {(str(error).splitlines() or [''])[0]}. {AGAIN}"))
             continue
         if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
@@ -141,6 +144,13 @@ def open_pickled(folder: Path) -> PickledFiles:
 
 
 AGAIN = "Download or copy it again."
+ZIP = b"PK\x03\x04"
+"""How a zip file begins, by which torch tells it, too: a damaged one as well, whose end zipfile would look at."""
+
+
+def _is_zip(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(ZIP)) == ZIP
 
 
 def _files_of(folder: Path, single: str) -> list[Path]:

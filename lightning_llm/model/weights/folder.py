@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from lightning_llm.config.from_weights import end_tokens_of
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
+from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.integrity import FileContent, content_problem, digest_of_file, parse_object, size_problem, unseal
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture_named, model_config_of
+from lightning_llm.model.spec import shape_problems
 from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
 from lightning_llm.model.weights.tensors import Stored, parameter_shapes, stored_as
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MANIFEST = "weights.json"
-"""Of an imported folder: `{"format": 1, "source", "architecture", "model", "files": {name: {"bytes", "digest"}}}`."""
 FORMAT = 1
-CONFIG = "config.json"
-TOKENIZER = "tokenizer.json"
+"""Of the manifest of an imported folder:
+`{"format", "source", "architecture", "model", "end_tokens", "files": {name: {"bytes", "digest"}}}`."""
 SHOWN_SHAPES = 6
 """How many tensors of another shape are named."""
 
@@ -41,6 +42,8 @@ class Weights(ABC):
     config: ModelConfig
     architecture: str | None
     """The class of transformers that they are of, None where there is none."""
+    end_tokens: tuple[int, ...] = ()
+    """The ids that the model writes at its end, where files beside the weights name any."""
 
     @abstractmethod
     def rows(self, name: str, first: int, last: int) -> "Tensor":
@@ -56,6 +59,13 @@ class Weights(ABC):
     @abstractmethod
     def files(self) -> dict[Path, FileContent | None]:
         """Return the files that hold the weights, with what was written to each, where that is known."""
+
+    @abstractmethod
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Look at what has not been looked at, of several ranks each at its share.
+
+        Raises ConfigError where a file does not hold what was written.
+        """
 
     @property
     def tokenizer(self) -> Path | None:
@@ -107,8 +117,10 @@ class FolderWeights(Weights):
         stored: Mapping[str, Stored],
         written: Mapping[str, FileContent] | None = None,
     ):
+        """Raises ConfigError where the folder's files do not say which tokens end a text as they should."""
         self.path, self.kind, self.config, self.architecture = path, kind, config, architecture
         self.tensors, self.stored, self.written = files, dict(stored), dict(written or {})
+        self.end_tokens = end_tokens_of(path)
 
     def rows(self, name: str, first: int, last: int) -> "Tensor":
         where = self.stored[name]
@@ -117,6 +129,10 @@ class FolderWeights(Weights):
 
     def dtype(self, name: str) -> str:
         return DTYPES[self.tensors.entries[self.stored[name].name].dtype]
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        if self.written:
+            self.digests(rank, world)
 
     def files(self) -> dict[Path, FileContent | None]:
         return {file: self.written.get(file.name) for file in self.tensors.files}
@@ -131,15 +147,14 @@ def open_huggingface(path: Path, open_tensors: Callable[[Path], TensorFiles] = o
     problems: list[Problem] = []
     config, family, files = None, None, None
     try:
-        values = _read_object(path / CONFIG)
+        values = _read_object(path / HUGGINGFACE)
         family = architecture_named(values)
         config = model_config_of(values, path.name)
+        problems += [Problem(str(path / HUGGINGFACE), f"makes no model: {each}") for each in shape_problems(config)]
     except ConfigError as error:
         problems += [Problem(_under(path, each.key), each.text) for each in error.problems]
-    try:
+    with gathered(problems):
         files = open_tensors(path)
-    except ConfigError as error:
-        problems += error.problems
     if problems or config is None or family is None or files is None:
         raise ConfigError(problems)
     stored = _with_their_names(files, stored_as(config, family), family)
@@ -161,7 +176,7 @@ def open_imported(path: Path) -> FolderWeights:
         named = values.get("architecture")
     except (KeyError, TypeError, ValueError, AttributeError, ValidationError) as error:
         text = f"is of another version ({type(error).__name__}). Import the weights again."
-        raise ConfigError(Problem(str(path / MANIFEST), text)) from error
+        raise ConfigError(Problem(str(path / IMPORTED), text)) from error
     problems = [
         Problem(str(path / name), f"{what}. Import the weights again.")
         for name, each in written.items()
@@ -180,7 +195,7 @@ def open_imported(path: Path) -> FolderWeights:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what the manifest of an imported folder says. Raises ConfigError where it is not as it was written."""
-    file = path / MANIFEST
+    file = path / IMPORTED
     try:
         values = unseal(file.read_bytes())
         if values.get("format") != FORMAT:
@@ -195,13 +210,13 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         return parse_object(file.read_bytes())
     except OSError as error:
-        raise ConfigError(Problem(CONFIG, f"cannot be read ({error.strerror}).")) from error
+        raise ConfigError(Problem(HUGGINGFACE, f"cannot be read ({error.strerror}).")) from error
     except ValueError as error:
-        raise ConfigError(Problem(CONFIG, f"{error}. Download or copy it again.")) from error
+        raise ConfigError(Problem(HUGGINGFACE, f"{error}. Download or copy it again.")) from error
 
 
 def _under(path: Path, key: str) -> str:
-    return f"{path}/{key}" if key.startswith(CONFIG) else key
+    return f"{path}/{key}" if key.startswith(HUGGINGFACE) else key
 
 
 def _with_their_names(files: TensorFiles, stored: Mapping[str, Stored], family: Architecture) -> dict[str, Stored]:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock, Timeout
+
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import sync_to_disk
 from lightning_llm.model.weights.files import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -97,39 +100,97 @@ def output_problems(output: Path, source: Path, force: bool, needed_bytes: int =
     return []
 
 
+def undo_killed(output: Path) -> list[str]:
+    """Take back what a command left that was killed while it wrote `output`; return lines that say what was found.
+
+    Between the two moves that replace a folder nothing has its name: what was there before gets it back.
+
+    Raises:
+        ConfigError: another command is writing `output` right now, or it cannot be written.
+    """
+    partial, old = _beside(output)
+    if not partial.is_dir() and not old.is_dir():
+        return []
+    try:
+        with _locked(output):
+            return list(_undone(output, partial, old))
+    except OSError as error:
+        raise _refused(output, error) from error
+
+
+def _undone(output: Path, partial: Path, old: Path) -> Iterator[str]:
+    if old.is_dir() and not os.path.lexists(output):
+        os.rename(old, output)
+        yield f"note         {output} was being replaced when a command was killed: what it held is put back"
+    elif old.is_dir():
+        shutil.rmtree(old, ignore_errors=True)
+        yield f"note         {old} was replaced, and left undeleted by a killed command: it is deleted"
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+        yield f"note         {partial} was left half-written by a killed command, and is deleted"
+
+
+def _beside(output: Path) -> tuple[Path, Path]:
+    """Return where a folder is written, and where the one that it replaces waits to be deleted."""
+    return output.parent / f".{output.name}.partial", output.parent / f".{output.name}.replaced"
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Keep other commands from writing `output`. A killed process' lock is nobody's, and its file is taken over.
+
+    Raises:
+        ConfigError: another process has it.
+        OSError: its file cannot be made.
+    """
+    file = output.parent / f".{output.name}.lock"
+    lock = FileLock(file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        text = f"{output} is being written right now, by another command. Wait for it, or choose another."
+        raise ConfigError(Problem("--output", text)) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held: later it may be the next one's
+        lock.release()
+
+
 @contextmanager
 def whole_folder(output: Path) -> Iterator[Path]:
     """Give a folder beside `output` to write into; it takes that name, in one move, when the block has ended well.
 
-    What was there before under the name is deleted then, and only then. A killed process leaves `.NAME.partial` behind,
-    which the next one deletes.
+    What was there before under the name is moved away then, and deleted once the new one has the name. What a killed
+    process leaves beside it, `undo_killed` takes back.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or another command is writing it.
     """
-    partial, old = output.with_name(f".{output.name}.partial"), output.with_name(f".{output.name}.replaced")
+    partial, old = _beside(output)
     try:
-        for left in (partial, old):
-            shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            _sync(path)
-        if output.exists():
-            os.rename(output, old)
-        os.rename(partial, output)
-        shutil.rmtree(old, ignore_errors=True)
-        _sync(output.parent)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(output):
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                yield partial
+                for path in [*partial.iterdir(), partial]:
+                    sync_to_disk(path)
+                if output.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    os.rename(output, old)
+                os.rename(partial, output)
+                sync_to_disk(output.parent)
+                shutil.rmtree(old, ignore_errors=True)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                if old.is_dir() and not os.path.lexists(output):
+                    os.rename(old, output)
     except OSError as error:
-        text = f"{output} cannot be written ({error.strerror or error}). Make room, or choose another."
-        raise ConfigError(Problem("--output", text)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise _refused(output, error) from error
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _refused(output: Path, error: OSError) -> ConfigError:
+    text = f"{output} cannot be written ({error.strerror or error}). Make room, or choose another."
+    return ConfigError(Problem("--output", text))

@@ -54,6 +54,8 @@ HARDWARE = {
     **dict.fromkeys(("h100", "h200", "gh200"), DEVICES["sm_90"]),
     **dict.fromkeys(("b200", "gb200"), DEVICES["sm_100"]),
     **dict.fromkeys(("rtx5090",), DEVICES["sm_120"]),
+    # ROCm's torch calls gfx90a compute capability 9.0; Transformer Engine for CUDA does not run there.
+    "mi250x": Capability("gfx90a", (9, 0), problem="gfx90a has no FP8 unit, and no CUDA"),
 }
 """What `hardware=NAME` plans for, with CUDA and Transformer Engine in place
 (compute capabilities: https://developer.nvidia.com/cuda-gpus)."""

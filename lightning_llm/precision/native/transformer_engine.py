@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.linear import ROLES, LinearPlan, observe_casts
 from lightning_llm.precision.module import QuantisedLinear
-from lightning_llm.precision.native.decide import MULTIPLES, NativeRecipe, express
+from lightning_llm.precision.native.decide import MULTIPLES
+from lightning_llm.precision.native.express import NativeRecipe, express
 
 ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 """Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""

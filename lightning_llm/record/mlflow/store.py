@@ -11,6 +11,7 @@ from lightning_llm.config.workspace import checkout
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import has_died
 from lightning_llm.record.provenance import has_ended
+from lightning_llm.slow_imports import slow_imports
 
 LARGEST_VALUE = {"params": 6000, "tags": 8000}  # mlflow.utils.validation; beyond it mlflow cuts without a word
 STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -38,7 +39,8 @@ def own_process(module: str) -> tuple[list[str], dict[str, str]]:
 def _client(uri: str) -> Any:
     for key, value in PATIENCE.items():
         os.environ.setdefault(key, value)
-    from mlflow import MlflowClient
+    with slow_imports():
+        from mlflow import MlflowClient
 
     return MlflowClient(uri)
 

@@ -104,6 +104,7 @@ def writer_job(config: Config, run_dir: Path, facts: Mapping[str, Any]) -> dict[
         **{f"version.{package}": version for package, version in facts["versions"].items()},
         "data_hash": facts.get("data_hash"),
         "precision.runs": facts.get("precision", {}).get("runs"),
+        **{f"branch.{key}": value for key, value in facts.get("branch", {}).items()},
         **config.logger.tags,
     }
     parameters = {"parameters": _as_text(facts["parameters"])} if "parameters" in facts else {}

@@ -25,6 +25,7 @@ from typing import Any
 from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
 from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, open_store, truncate
+from lightning_llm.slow_imports import take_process
 
 RUN_ID_FILE = "mlflow_run_id"
 FIRST_METRICS = {"loss", "val_loss"}
@@ -233,4 +234,5 @@ def _read_inbox(inbox: "queue.Queue[dict[str, Any]]") -> None:
 
 
 if __name__ == "__main__":
+    take_process()
     main()

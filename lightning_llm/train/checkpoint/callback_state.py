@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import unpickling_problem
 from lightning_llm.train.checkpoint.manifest import Damage, DamagedError
-from lightning_llm.train.checkpoint.tensor_storage import unpickling_problem
 
 FILE = "callbacks.pt"
 MODEL_KEYS = "model_state_keys"

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import SEAL, FileContent, content_problem, parse_object, seal, size_problem, unseal
+from lightning_llm.integrity import (
+    SEAL,
+    FileContent,
+    content_problem,
+    digest_of_file,
+    parse_object,
+    seal,
+    size_problem,
+    unseal,
+)
 
 VERSION = 3
 UNSEALED = 2
@@ -83,6 +92,15 @@ class Checkpoint:
         """The folder of the run that it lies in."""
         above = self.folder.parent
         return above.parent.parent if above.name in ASIDE else above.parent
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits over the whole state: its manifest's, which has every file's; of older ones, over the files."""
+        manifest = digest_of_file(self.folder / MANIFEST)
+        if self.version != UNSEALED:
+            return manifest
+        files = "".join(digest_of_file(self.folder / name) for name in sorted(self.files))
+        return str(FileContent.of(f"{manifest}{files}".encode()).digest)
 
     @property
     def events(self) -> int:

@@ -1,12 +1,8 @@
 """Write a run's whole state, and read it back under any layout. The layout of its files: `manifest.py`."""
 
 import json
-import os
-import pickle
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,18 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from lightning_llm.errors import AgreedError, ConfigError, Problem, StorageError
-from lightning_llm.integrity import FileContent
+from lightning_llm.integrity import FileContent, sync_to_disk
 from lightning_llm.precision.loss_scale import LossScale
 from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
 from lightning_llm.train.checkpoint.callback_state import CallbackState, collect, read_callbacks, restore_callbacks
+from lightning_llm.train.checkpoint.failures import UNREADABLE, on_all_ranks, torchs_failures, without_its_warnings
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     PRECISION,
@@ -38,22 +33,13 @@ from lightning_llm.train.checkpoint.manifest import (
 )
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import replace
-from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors, unpickling_problem
+from lightning_llm.train.checkpoint.tensor_storage import TensorWriter, open_tensors
 from lightning_llm.train.health.spikes import SpikeState
 from lightning_llm.train.module import LanguageModule
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    SafetensorError,
-    DamagedError,
-    pickle.UnpicklingError,
-)
-"""What comes of reading what is not as it was written, where nothing was there to verify it by."""
+OPTIONS = "param_groups."
+"""Before the names of an optimizer's options in its flat state: one for each parameter and option."""
 
 
 def save(
@@ -72,7 +58,7 @@ def save(
     first = not dist.is_initialized() or dist.get_rank() == 0
     failed = f"the state of step {step} was not saved"
     try:
-        with _on_all_ranks(failed, OSError):
+        with on_all_ranks(failed, OSError):
             if first:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -82,7 +68,7 @@ def save(
         callbacks = collect(module.trainer)
         encoded_callbacks = callbacks.encode()
         writer = TensorWriter(partial / TENSORS)
-        with _torchs_failures(failed, OSError), _without_its_warnings():
+        with torchs_failures(failed, OSError), without_its_warnings():
             dcp.save(
                 {
                     "model": _parameters(model),
@@ -96,7 +82,7 @@ def save(
         layout = module.trainer.strategy.layout
         scalars = _union(layout.gather_over_stages(scalars))
         delayed = _union(layout.gather_over_stages({k: v.cpu() for k, v in module.quantisation.state(model).items()}))
-        with _on_all_ranks(failed, OSError):
+        with on_all_ranks(failed, OSError):
             if first:
                 content = {
                     PRECISION: safetensors_bytes({name: tensor.contiguous() for name, tensor in delayed.items()}),
@@ -105,7 +91,7 @@ def save(
                 }
                 _write_rest(partial, step, content, writer.files, run, config_hash)
                 replace(folder / f"step={step}", partial, run)
-                _sync(folder)
+                sync_to_disk(folder)
     except StorageError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)  # what it took of a full disk is given back
@@ -148,29 +134,35 @@ def _write_rest(
     manifest = sealed_manifest(step, {**origin, "torch": torch.__version__}, files)
     for name, each in {**content, MANIFEST: manifest}.items():
         (partial / name).write_bytes(each)
-        _sync(partial / name)
+        sync_to_disk(partial / name)
     for path in (partial / TENSORS, partial):
-        _sync(path)
+        sync_to_disk(path)
 
 
-def restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
+def restore(
+    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, own_options: bool = False
+) -> None:
     """Load the checkpoint into all that trains, in place. Collective.
+
+    `own_options`: the optimizer's parameter groups keep their options (weight decay, betas, ...), as they were made.
 
     Raises:
         ConfigError: on every rank, where it could not be loaded on one; or a parameter is missing, unknown or of
             another shape.
     """
     try:
-        _restore(checkpoint, module, optimizer)
+        _restore(checkpoint, module, optimizer, own_options)
     except StorageError as error:
         text = f"{error}. Nothing was changed: resume from another of the run's checkpoints by its path."
         raise AgreedError(Problem("resume", text)) from error
 
 
-def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer) -> None:
+def _restore(
+    checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.optim.Optimizer, own_options: bool
+) -> None:
     model, progress = module.model, checkpoint.progress
     step, failed = checkpoint.step, f"{checkpoint.folder} could not be loaded"
-    with _on_all_ranks(failed, *UNREADABLE):
+    with on_all_ranks(failed, *UNREADABLE):
         reader = open_tensors(checkpoint)
         saved_callbacks = read_callbacks(checkpoint.folder / CALLBACKS)
     stored = reader.metadata.state_dict_metadata
@@ -186,17 +178,19 @@ def _restore(checkpoint: Checkpoint, module: LanguageModule, optimizer: torch.op
     kept = [name.removeprefix("callbacks.") for name in stored if name.startswith("callbacks.")]
     callbacks = collect(module.trainer) if kept else CallbackState({}, {})  # whose tensors are those to load into
     averages = {name: tensor for name, tensor in callbacks.tensors.items() if name in kept}
-    with torch.no_grad(), _torchs_failures(failed, Exception), _without_its_warnings():
+    with torch.no_grad(), torchs_failures(failed, Exception), without_its_warnings():
         dcp.load(
             {"model": own, "optimizer": tensors, **_algorithm_state(module), "callbacks": averages},
             storage_reader=reader,
             no_dist=not dist.is_initialized(),
         )
     scalars = {name: value for name, value in progress["optimizer"].items() if name in state}  # this stage's
+    if own_options:
+        scalars |= {name: value for name, value in state.items() if name.startswith(OPTIONS)}
     loaded: dict[str, Any] = {**tensors, **scalars}
     set_optimizer_state_dict(model, optimizer, loaded, options=FLAT)
     module.quantisation.begin_step(model, step)
-    with _on_all_ranks(failed, *UNREADABLE):
+    with on_all_ranks(failed, *UNREADABLE):
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
         module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
@@ -218,7 +212,7 @@ def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor
     checkpoint = where if isinstance(where, Checkpoint) else verified(where)
     failed = f"{checkpoint.folder} could not be loaded"
     try:
-        with _torchs_failures(failed, Exception), _without_its_warnings():
+        with torchs_failures(failed, Exception), without_its_warnings():
             reader = open_tensors(checkpoint)
             stored: dict[str, Any] = dict(reader.metadata.state_dict_metadata)
             tensors = {
@@ -230,69 +224,6 @@ def read_tensors(where: Checkpoint | Path, prefix: str = "") -> dict[str, Tensor
     except (StorageError, DamagedError) as error:
         raise ConfigError(Problem(str(checkpoint.folder), f"could not be loaded: {error}.")) from error
     return tensors
-
-
-@contextmanager
-def _on_all_ranks(failed: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Run a block without a collective; where it fails with one of `kinds` on one rank, raise StorageError on all.
-
-    Collective.
-    """
-    problem, cause = None, None
-    try:
-        yield
-    except kinds as error:
-        problem, cause = _in_words(error), error
-    found = [problem]
-    if dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, problem)
-    if any(found):
-        raise StorageError(_of_ranks(failed, {rank: text for rank, text in enumerate(found) if text})) from cause
-
-
-@contextmanager
-def _torchs_failures(failed: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what torch raises on every rank, where `kinds` are all its causes, into a StorageError."""
-    try:
-        yield
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if signals := [cause for cause in causes if not isinstance(cause, Exception)]:
-            raise signals[0] from error
-        if not all(isinstance(cause, kinds) for cause in causes):
-            raise
-        problems = {rank: _in_words(cause) for rank, (cause, _) in error.failures.items()}
-        raise StorageError(_of_ranks(failed, problems)) from error
-
-
-def _of_ranks(failed: str, problems: Mapping[int, str]) -> str:
-    """Return one line: what failed, and why; which rank only where there are several."""
-    (rank, text), *others = problems.items()
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    more = f", and {len(others)} other rank(s)" if others else ""
-    return f"{failed}: {f'rank {rank}{more}: ' if several else ''}{text}"
-
-
-def _in_words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f" ({error.filename})" if error.filename else "")
-    if isinstance(error, pickle.UnpicklingError):
-        return f"a tensor {unpickling_problem(error)}"
-    text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, OSError | DamagedError) else f"{type(error).__name__}: {text}"[:300]
-
-
-@contextmanager
-def _without_its_warnings() -> Iterator[None]:
-    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal.
-
-    And what it says of a pickle that it then refuses.
-    """
-    with warnings.catch_warnings():
-        for message in ("torch.distributed is disabled", "Detected pickle protocol"):
-            warnings.filterwarnings("ignore", message=message)
-        yield
 
 
 def _union(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -326,11 +257,3 @@ def _differences(stored: Mapping[str, Any], own: Mapping[str, torch.Size], folde
         if name in kept and kept[name].size != own[name]
     ]
     return problems
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ it is told to when it is opened, so we neither write it nor (but for `unsealed.p
 
 import json
 import os
-import pickle
 import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -168,12 +167,6 @@ def open_tensors(checkpoint: Checkpoint) -> TensorReader:
         return TensorReader(folder, metadata_from_json(values, files))
     except (OSError, ValueError) as error:
         raise DamagedError(Damage(checkpoint.folder, prefix + described, str(error))) from error
-
-
-def unpickling_problem(error: pickle.UnpicklingError) -> str:
-    """Return what `torch.load(weights_only=True)` refused, as the rest of a sentence, less its advice to trust it."""
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    return f"names {named[1]}, which is no data; nothing of it has run" if named else "holds no data that can be read"
 
 
 def metadata_to_json(metadata: Metadata) -> dict[str, Any]:

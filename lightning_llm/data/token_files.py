@@ -1,0 +1,93 @@
+"""The files of a split's tokens: written document by document, and mapped."""
+
+import os
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FLUSH_BYTES = 8 << 20
+
+
+class TokenWriter:
+    """Writes one split of one source: its documents' tokens end to end, and where each begins.
+
+    What waits in memory is `FLUSH_BYTES` of tokens at most and one document, however long the split is.
+    """
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], end_of_document: int):
+        self.folder, self.split, self.dtype = folder, split, dtype
+        self.end = np.array([end_of_document], dtype)
+        self.tokens = self.documents = 0
+        self._starts: list[int] = []  # of the documents that wait
+        self._pending: list[np.ndarray] = []
+        self._pending_tokens = 0
+        self._digest = blake2b(digest_size=16)
+        self._file = (folder / f"{split}.bin").open("wb")
+        self._starts_file = (folder / f"{split}.starts").open("wb")
+
+    def add(self, document: np.ndarray) -> None:
+        """Append one document's token ids and the end-of-document token."""
+        self._starts.append(self.tokens)
+        self._pending += [document.astype(self.dtype), self.end]
+        self.tokens += len(document) + 1
+        self.documents += 1
+        self._pending_tokens += len(document) + 1
+        if self._pending_tokens * self.dtype.itemsize >= FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            content = np.concatenate(self._pending).astype(self.dtype.newbyteorder("<")).tobytes()
+            self._digest.update(content)
+            self._file.write(content)
+            self._starts_file.write(np.array(self._starts, "<i8").tobytes())
+        self._pending, self._pending_tokens, self._starts = [], 0, []
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left to the disk and return the split's manifest entry."""
+        self._flush()
+        for file in (self._file, self._starts_file):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {"tokens": self.tokens, "documents": self.documents, "digest": self._digest.hexdigest()}
+
+
+@dataclass
+class TokenStream:
+    """One split of one source, memory-mapped: `tokens` uint16 or uint32 [tokens], `starts` int64 [documents].
+
+    `starts` holds the position of each document's first token; the documents lie end to end, each closed by the
+    end-of-document token. Pickles as its path, so that a loader process maps the file itself.
+    """
+
+    folder: Path
+    split: str
+    dtype: str
+    digest: str
+    tokens: np.ndarray = field(init=False, repr=False)
+    starts: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = map_array(self.folder / f"{self.split}.bin", np.dtype(self.dtype))
+        self.starts = map_array(self.folder / f"{self.split}.starts", np.dtype("<i8"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStream, (self.folder, self.split, self.dtype, self.digest)
+
+    def document_ids(self, start: int, length: int) -> np.ndarray:
+        """Return int64 [length]: for each position from `start`, its document, counted from 0 in this window."""
+        first, last = np.searchsorted(self.starts, (start, start + length - 1), side="right")
+        ids = np.zeros(length, np.int64)  # [length]
+        ids[self.starts[first:last] - start] = 1
+        return ids.cumsum()
+
+
+def map_array(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return a file's content as a one-dimensional array, read as it is asked for."""
+    if file.stat().st_size == 0:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(file, dtype, mode="r"))  # a plain view: slicing a memmap object is several times slower

@@ -1,0 +1,184 @@
+"""What one rank does in a step, counted as its operations run: bytes held, bytes sent, collectives, waits of the host.
+
+For fake tensors (`torch._subclasses.FakeTensorMode`). They have no numbers: where the host asks for one that does not
+follow from constants, it gets 1.0, 0 or False, and a lone integer that another rank sends is 1: a vote in favour.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.torch_private import private
+
+_KINDS = {
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+_FUNCTIONAL = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+class SentBytes:
+    """Bytes that this rank sends to others, as a ring would, and how often, by (kind of collective, ranks)."""
+
+    def __init__(self, small_bytes: int) -> None:
+        self.small_bytes = small_bytes
+        self.bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    @staticmethod
+    def by_kind(counted: Counter[tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+        """Return `bytes` or `calls` by kind of collective, over all sets of ranks."""
+        kinds: Counter[str] = Counter()
+        for (kind, _), number in counted.items():
+            kinds[kind] += number
+        return dict(kinds)
+
+    def see(self, function: Any, args: Any, result: Any) -> None:
+        """Count `function`, an operator that has returned `result`, where it is a collective."""
+        library, name = function.name().split(".")[0].split("::")
+        if library == "c10d" and name not in ("recv_", "barrier"):
+            kind = _KINDS.get(name.removesuffix("_"))
+            if kind is None:  # of lists of tensors: as objects travel
+                text = f"ranks tell each other what they alone know ({function.name()}), and one rank is run here."
+                raise ConfigError(Problem("--dry-run", text))
+            scripts = (each for each in args if isinstance(each, torch.ScriptObject))
+            self._count(kind, args, dist.ProcessGroup.unbox(next(scripts)))
+        elif library == "_c10d_functional" and name != "wait_tensor":
+            group = private(dist.distributed_c10d, "_resolve_process_group")(args[-1])
+            self._count(_FUNCTIONAL.get(name, name), [*args, result], group)
+
+    def _count(self, kind: str, tensors: Any, group: dist.ProcessGroup) -> None:
+        large, ranks = max((t.nbytes for t in tree_leaves(tensors) if isinstance(t, Tensor)), default=0), group.size()
+        if large <= self.small_bytes:
+            return
+        key = kind, tuple(dist.get_process_group_ranks(group))
+        self.calls[key] += 1
+        self.bytes[key] += large if kind == "send" else large * (ranks - 1) // ranks * (1 + (kind == "all_reduce"))
+
+
+class HeldBytes:
+    """Bytes of all storages that operations have made and nobody has given back yet, and their peak.
+
+    The meta device holds nothing.
+    """
+
+    def __init__(self) -> None:
+        self.now_bytes = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def see(self, tensors: Any) -> None:
+        """Count the storages of what an operation has returned."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = 0
+                    finalize(storage, self._drop, storage._cdata)
+                    self._resize(storage._cdata, storage.nbytes())
+
+    def _resize(self, number: int, size: int) -> None:
+        self.now_bytes += size - self._sizes[number]
+        self._sizes[number] = size
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _drop(self, number: int) -> None:
+        self.now_bytes -= self._sizes.pop(number)
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[None]:
+        """Follow storages that are emptied and filled again, as FSDP2 does with what it gathers."""
+        whole = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            done = whole(storage, size)
+            if storage._cdata in self._sizes:
+                self._resize(storage._cdata, size)
+            return done
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = whole  # type: ignore[method-assign]
+
+
+class Counting(TorchDispatchMode):
+    """Counts every operation within it: entered after a FakeTensorMode, which then runs them, or for real ones."""
+
+    def __init__(self, small_bytes: int) -> None:
+        """`small_bytes`: a collective of no more than that carries counts, norms or flags, and is left out."""
+        super().__init__()
+        self.held, self.sent = HeldBytes(), SentBytes(small_bytes)
+        self.operations = self.host_waits = 0
+        self._finding_shapes = False
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Count from here on: operations, what FSDP2 empties and fills, and not what DTensor makes to find shapes."""
+        finder, name = private(_sharding_prop, "ShardingPropagator"), "_propagate_tensor_meta_non_cached"
+        whole = private(finder, name)
+
+        def find_shapes(*args: Any, **kwargs: Any) -> Any:
+            self._finding_shapes = True
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                self._finding_shapes = False
+
+        setattr(finder, name, find_shapes)
+        try:
+            with self, self.held.following_resizes():
+                yield
+        finally:
+            setattr(finder, name, whole)
+
+    def begin(self) -> None:
+        """Count anew from here on, but for what is held."""
+        self.sent, self.operations, self.host_waits = SentBytes(self.sent.small_bytes), 0, 0
+        self.held.peak_bytes = self.held.now_bytes
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it takes itself apart into operations on what this rank has
+        if function is torch.ops.aten._local_scalar_dense.default:
+            self.host_waits += 1
+            return _number(args[0]) if isinstance(args[0], FakeTensor) else function(*args)
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.c10d.recv_.default:
+            _vote(args[0])
+        if function.namespace != "prim" and not self._finding_shapes:
+            self.operations += 1
+            self.sent.see(function, args, result)
+            self.held.see(result)
+        return result
+
+
+def _number(tensor: FakeTensor) -> bool | int | float:
+    if tensor.constant is not None:
+        with unset_fake_temporarily():
+            known: bool | int | float = tensor.constant.item()
+        return known
+    return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
+
+
+def _vote(tensors: list[Tensor]) -> None:
+    """Give a lone integer that was received a value: torch's pipelines ask each other whether shapes are known."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) and tensor.numel() == 1 and not tensor.dtype.is_floating_point:
+            with unset_fake_temporarily():
+                tensor.constant = torch.ones(tensor.shape, dtype=tensor.dtype)

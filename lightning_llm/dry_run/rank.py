@@ -1,0 +1,129 @@
+"""One fake rank's training step: the code that trains, on tensors without data and a process group without others."""
+
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_llm.config.schema import Config
+from lightning_llm.data.corpus import Batch
+from lightning_llm.dry_run.counting import Counting
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.optim.optimizer import initialise_state
+from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.materialise import InitialSlice, materialise
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.train.health.spike_policy import SpikePolicy
+from lightning_llm.train.loss_scaler import LossScaler
+from lightning_llm.train.parallel_model import ParallelModel
+from lightning_llm.train.quantisation import Quantisation
+from lightning_llm.train.state import TrainState
+from lightning_llm.train.step import TrainStep
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """What one rank held, sent and did in one step. Bytes, but for `calls`, `operations` and `host_waits`."""
+
+    rank: int
+    pp_rank: int
+    parameters_bytes: int
+    gradients_bytes: int
+    """Between reduction and update: the sum in progress."""
+    optimizer_bytes: int
+    peak_bytes: int
+    """Of all that lives at once, from the start of the step to its end."""
+    sent_bytes: dict[str, int]
+    """By kind of collective, as a ring sends."""
+    calls: dict[str, int]
+    """Collectives by kind."""
+    between: list[tuple[str, tuple[int, ...], int]] = field(repr=False)
+    """(kind, ranks, bytes sent) of every kind of collective among every set of ranks."""
+    operations: int
+    host_waits: int
+    """How often the host waited for a number."""
+    cpu_seconds: float
+
+
+def dry_rank(plan: Plan, rank: int) -> RankCounts:
+    """Return what global `rank` of `plan` does in its first step. Joins a fake process group: once in a process.
+
+    Casts are kernels that allocate what they return and nothing else, and blocks are not compiled.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
+        layout = Layout.of(plan.config.parallel, plan.degrees, CPU)
+    return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankCounts:
+    """Return what this rank of `layout` does in the first step of `plan`, in `fake` or, where it is None, for real."""
+    started = time.process_time()
+    config, within = plan.config, fake or nullcontext()
+    micro_batch_losses = 4 * config.data.global_batch_size // config.data.micro_batch_size
+    counting = Counting(max(64, micro_batch_losses))
+
+    def fill(stage: Decoder, seed: int, device: torch.device, initial: InitialSlice | None) -> None:
+        with within, counting.following():
+            if fake is None:
+                materialise(stage, seed, device, initial)
+            else:
+                stage.to_empty(device=device)
+
+    quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
+    parallel = ParallelModel.of(config, layout, CPU, quantisation, fill=fill)
+    gradients: list[int] = []
+
+    def measure_gradients(loss: Tensor) -> None:
+        gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
+
+    with within, counting.following():
+        scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
+        state = TrainState(config.data.global_batch_size * config.data.sequence_length)
+        quantisation.watch_overflow(parallel.model)
+        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients])
+        initialise_state(step.optimizer)
+        batch = _batch(config, plan.micro_batches)
+        parallel.model.train()
+        counting.begin()
+        step(batch)
+    return RankCounts(
+        rank=layout.rank,
+        pp_rank=layout.coordinates.pp,
+        parameters_bytes=_bytes(list(parallel.model.parameters())),
+        gradients_bytes=gradients[0],
+        optimizer_bytes=_bytes([*_moments(step.optimizer), *step.algorithm.tensors().values()]),
+        peak_bytes=counting.held.peak_bytes,
+        sent_bytes=counting.sent.by_kind(counting.sent.bytes),
+        calls=counting.sent.by_kind(counting.sent.calls),
+        between=[(kind, ranks, size) for (kind, ranks), size in counting.sent.bytes.items()],
+        operations=counting.operations,
+        host_waits=counting.host_waits,
+        cpu_seconds=time.process_time() - started,
+    )
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = optimizer.state.values()
+    return [value for each in states for key, value in each.items() if isinstance(value, Tensor) and key != "step"]
+
+
+def _batch(config: Config, micro_batches: int) -> Batch:
+    shape = micro_batches, config.data.micro_batch_size, config.data.sequence_length
+    documents = torch.zeros(shape, dtype=torch.int64) if config.data.document_mask else None
+    return Batch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), documents)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(local(tensor.detach()).nbytes for tensor in tensors)

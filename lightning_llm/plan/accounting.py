@@ -1,0 +1,40 @@
+"""Whose way of training memory is counted for: this trainer's, or another's, to hold its published figures against."""
+
+from typing import NamedTuple
+
+
+class Accounting(NamedTuple):
+    """What another trainer does otherwise, as far as memory shows it.
+
+    `every_product`: of a block's matrix products selective checkpointing keeps the output of the first, and of every
+    so many after it. `fp32_logits`: the loss is taken of all logits at once in fp32. `one_root`: FSDP2's root is
+    embedding, norm and head together, in the compute dtype. `gathers_context`: a rank keeps the keys of all
+    context-parallel ranks. `keeps_outputs`: a pipeline's last stage keeps the logits of all micro-batches until the
+    step ends. `buffers`: 16-bit weights and fp32 gradients lie in buffers, masters beside them in the optimizer.
+    `receives_in_flight`: a pipeline's stage has no buffers for micro-batches that are not in flight, and gives its
+    outputs away.
+    """
+
+    name: str
+    every_product: int = 1
+    fp32_logits: bool = False
+    one_root: bool = False
+    gathers_context: bool = True
+    keeps_outputs: bool = False
+    buffers: bool = False
+    receives_in_flight: bool = False
+
+
+OURS = Accounting("lightning_llm")
+ACCOUNTINGS = {
+    "lightning_llm": OURS,
+    # torchtitan at 9dec370 (2024-12-26): parallelisms/parallelize_llama.py (_custom_policy; apply_fsdp), train.py
+    # (loss_fn; max_reserved), torch's pipelining of then (output_chunks) and context parallelism (a ring).
+    "torchtitan": Accounting(
+        "torchtitan", every_product=2, fp32_logits=True, one_root=True, gathers_context=False, keeps_outputs=True
+    ),
+    # Megatron-LM at d98e8a6: bf16 weights, fp32 gradients: 18 bytes per parameter, 6 + 12/d with the distributed
+    # optimizer (docs of megatron.core.optimizer.distrib_optimizer); core/pipeline_parallel/schedules.py.
+    "megatron": Accounting("megatron", buffers=True, receives_in_flight=True),
+}
+"""What `plan --accounting NAME` takes. The last but ours price a trainer that is not this one."""

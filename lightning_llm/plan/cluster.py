@@ -1,0 +1,83 @@
+"""What cannot be between a cluster's keys, and between them and the rest. Imports no torch."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from lightning_llm.config.schema import ClusterConfig, Config
+from lightning_llm.config.schema.partial import Rule
+from lightning_llm.errors import Problem
+from lightning_llm.hardware import planned_peak_flops
+
+_MEMORY = "cluster.memory_gb_per_second"
+ClusterRule = Callable[[Config, ClusterConfig], Iterator[Problem]]
+
+
+def cluster_rules(config: Config) -> list[Rule]:
+    """Return the rules of `cluster`, one for each pair of figures, so that one wrong figure silences no other rule."""
+    figures = _memory_problems, _link_problems, _package_problems, _package_memory_problems
+    rules = (_device_problems, _node_problems, *figures)
+    return [partial(_found, rule, config) for rule in rules]
+
+
+def _found(rule: ClusterRule, config: Config) -> list[Problem]:
+    return list(rule(config, config.cluster)) if config.cluster else []
+
+
+def _device_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    if config.hardware not in (None, cluster.hardware):
+        text = (
+            f"is {config.hardware}, and cluster={cluster.name} has {cluster.hardware}. Set it to null, or to "
+            f"{cluster.hardware}, or take another cluster."
+        )
+        yield Problem("hardware", text)
+    compute, measured = config.precision.compute_dtype, cluster.peak_tflops
+    if measured is not None and compute not in measured:
+        text = f"has no {compute}, in which the run computes: give it, 10^12 FLOP/s, or null for the data sheet's."
+        yield Problem("cluster.peak_tflops", text)
+    elif measured is None and planned_peak_flops(cluster.hardware, compute) is None:
+        text = f"has no {compute}, and no table has that peak of {cluster.hardware}: give it, 10^12 FLOP/s."
+        yield Problem("cluster.peak_tflops", text)
+
+
+def _node_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    devices, there = config.trainer.devices, cluster.devices_per_node
+    if devices > there:
+        text = (
+            f"is {devices}, and a machine of cluster={cluster.name} has {there}. Set it to that, and world={devices}."
+        )
+        yield Problem("trainer.devices", text)
+
+
+def _memory_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    within, memory = cluster.within_node.gb_per_second, cluster.memory_gb_per_second
+    if within > memory:
+        text = f"is {within:g}, above {_MEMORY}={memory:g}, from which it is read. Are these Gb/s?"
+        yield Problem("cluster.within_node.gb_per_second", text)
+
+
+def _link_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    within, between = cluster.within_node.gb_per_second, cluster.between_nodes.gb_per_second
+    if between > within:
+        text = f"is {between:g}, above cluster.within_node.gb_per_second={within:g}. Are these Gb/s, or all devices'?"
+        yield Problem("cluster.between_nodes.gb_per_second", text)
+
+
+def _package_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    devices, package = cluster.devices_per_package, cluster.within_package
+    if cluster.devices_per_node % devices:
+        text = f"is {devices}, and does not divide cluster.devices_per_node={cluster.devices_per_node}."
+        yield Problem("cluster.devices_per_package", text)
+    if (devices > 1) != (package is not None):
+        text = f"is {devices}, and cluster.within_package is {'null' if package is None else 'given'}. Give both."
+        yield Problem("cluster.devices_per_package", text)
+    within = cluster.within_node.gb_per_second
+    if package is not None and package.gb_per_second < within:
+        text = f"is {package.gb_per_second:g}, below cluster.within_node.gb_per_second={within:g}. Leave it out."
+        yield Problem("cluster.within_package.gb_per_second", text)
+
+
+def _package_memory_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    package, memory = cluster.within_package, cluster.memory_gb_per_second
+    if package is not None and package.gb_per_second > memory:
+        text = f"is {package.gb_per_second:g}, above {_MEMORY}={memory:g}, from which it is read. Are these Gb/s?"
+        yield Problem("cluster.within_package.gb_per_second", text)

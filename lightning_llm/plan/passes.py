@@ -1,0 +1,136 @@
+"""Bytes that come and go with the forward and backward passes of a step. Imports no torch."""
+
+from typing import NamedTuple
+
+from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.accounting import Accounting
+from lightning_llm.plan.activations import (
+    block_bytes,
+    boundary_bytes,
+    on_gpu,
+    stage_bytes,
+    tokens_of,
+)
+from lightning_llm.plan.buffers import compute_copy_bytes
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.schedule import passes_of
+from lightning_llm.plan.stages import StagePart, units_at
+from lightning_llm.plan.units import reduces_once, uses_fsdp
+
+Kinds = dict[str, int]
+
+
+class Stage(NamedTuple):
+    """Bytes of one stage of a rank."""
+
+    kept: int
+    """By blocks and what lies around them, of each micro-batch in flight."""
+    given: int
+    """As outputs to the next stage, of each micro-batch in flight."""
+    received: int
+    """In buffers, of all micro-batches."""
+    copies: int
+    """Of weights that are cast on use, for each micro-batch in flight."""
+    recast: int
+    """Of weights that are cast again, of one block at a time."""
+    logits: int
+    """Of each micro-batch in flight."""
+    loss: int
+    """Beside the logits, while the loss or its gradient is taken."""
+    backward: int
+    """Of a block's backward pass, beside what is kept."""
+    unsharded: int
+    """Of gradients that wait for the step's last micro-batch."""
+
+    @classmethod
+    def of(cls, plan: Plan, part: StagePart, accounting: Accounting) -> "Stage":
+        """Return those of the stage `part`."""
+        config, degrees = plan.config, plan.degrees
+        units = units_at(config.model, [part], degrees.tp)
+        blocks = [block_bytes(plan, index, accounting) for index in part.layers]
+        once = reduces_once(config.parallel, degrees) and plan.micro_batches > 1 and not accounting.buffers
+        kept_logits, loss = _logits_bytes(plan, accounting) if part.last else (0, 0)
+        copies, recast = (0, 0) if accounting.buffers else compute_copy_bytes(plan, part, units)
+        boundary = boundary_bytes(config, degrees)
+        buffers = plan.micro_batches * boundary * (2 - part.first - part.last)
+        reduced = max(unit.shard(1) for unit in units.blocks) if uses_fsdp(config.parallel, degrees) else 0
+        return cls(
+            kept=sum(each.kept for each in blocks) + stage_bytes(plan, part, accounting),
+            given=0 if part.last or accounting.receives_in_flight else boundary,
+            received=0 if accounting.receives_in_flight else buffers,
+            copies=copies,
+            recast=recast,
+            logits=kept_logits,
+            loss=loss,
+            backward=max(each.backward for each in blocks) + DTYPE_BYTES[config.precision.compute_dtype] * reduced,
+            unsharded=DTYPE_BYTES[config.precision.main_grad_dtype] * units.shard(1) if once else 0,
+        )
+
+
+def coming_and_going(
+    plan: Plan, parts: list[StagePart], pp_rank: int, accounting: Accounting
+) -> tuple[Kinds, Kinds, str]:
+    """Return the largest of each kind that comes and goes, what there is of each at the peak, and when that is.
+
+    The passes are those of the schedule, in its order. A stage's gradients wait from its first backward pass to its
+    last; logits and what the loss needs are given back before the first block's backward pass.
+    """
+    stages = [Stage.of(plan, part, accounting) for part in parts]
+    held, waits = [0] * len(stages), [0] * len(stages)
+    largest: Kinds = {}
+    peak: tuple[Kinds, str] = ({}, "")
+
+    def look(moment: str, backward: int = 0, logits: int = 0) -> None:
+        nonlocal peak
+        found = _kinds(stages, held, waits) | {"backward": backward}
+        found["logits"] += logits
+        for kind, size in found.items():
+            largest[kind] = max(largest.get(kind, 0), size)
+        if sum(found.values()) > sum(peak[0].values()):
+            peak = found, moment
+
+    last = plan.micro_batches - 1
+    for each in passes_of(plan.config.parallel, plan.degrees.pp, pp_rank, plan.micro_batches):
+        at = each.stage // plan.degrees.pp
+        stage = stages[at]
+        if each.forward:
+            held[at] += 1
+        if stage.loss:
+            look("the loss of a micro-batch", logits=stage.loss)
+        if not each.forward:
+            waits[at] = stage.unsharded
+            look("a block's backward pass", stage.backward, 0 if accounting.keeps_outputs else -stage.logits)
+            held[at] -= 1
+            waits[at] = 0 if each.micro_batch == last else stage.unsharded
+    return largest, *peak
+
+
+def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
+    found = dict.fromkeys(("compute_copies", "pipeline_buffers", "activations", "logits"), 0)
+    for stage, count in zip(stages, held, strict=True):
+        found["compute_copies"] += stage.recast + stage.copies * count
+        found["pipeline_buffers"] += stage.received + stage.given * count
+        found["activations"] += stage.kept * count
+        found["logits"] += stage.logits * count
+    return {"unsharded_gradients": sum(waits)} | found
+
+
+def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
+    """Return the bytes of a micro-batch's logits as they are kept, and what the loss has beside them at most.
+
+    That is their gradient and the fp32 of a chunk twice, or three times where the vocabulary is shared. torch's own
+    cross entropy over all logits in fp32 has the logarithms, their gradient and its product with the softmax; where
+    DTensor shares the vocabulary, also the exponentials (`torch.distributed.tensor.parallel.loss`).
+    """
+    config, degrees = plan.config, plan.degrees
+    logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
+    width = DTYPE_BYTES[config.precision.compute_dtype]
+    if accounting.fp32_logits:
+        wide = 4 * logits * (4 if degrees.tp > 1 else 3)
+        if degrees.pp == 1:
+            return 0, wide
+        return width * logits, wide
+    chunk = min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
+    return logits * width * (1 + capped), logits * width + 8 * chunk

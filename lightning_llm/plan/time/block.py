@@ -1,0 +1,206 @@
+"""Seconds of a block's passes on one micro-batch, by roofline. Imports no torch.
+
+Letters: M tokens of a micro-batch that a rank computes, its tensor-parallel group together; D hidden_size.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer, block_parts, for_layers, mixer_of
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.activations import tokens_of
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.time.cost import Cost, Passes
+from lightning_llm.plan.time.device import Device
+from lightning_llm.plan.time.formats import Formats
+from lightning_llm.plan.time.links import Links
+from lightning_llm.plan.units import micro_batches_per_rank, reduces_once, uses_fsdp
+
+BACKWARD_OF_ATTENTION = 2.5
+"""Matrix products of attention's backward pass over those of its forward pass, 5 over 2: the scores are made again
+(Dao et al. 2022, arXiv 2205.14135, algorithm 4)."""
+SCORE_BYTES_ON_CPU = (22, 40)
+"""What `model.mixer.attention_cpu` moves of each score, forward and backward: masked, softmax, cast, in fp32."""
+
+
+class Operations:
+    """Costs of operations on a rank of a layout, all for one micro-batch."""
+
+    def __init__(self, config: Config, degrees: Degrees, device: Device, links: Links, formats: Formats):
+        self.config, self.degrees, self.device, self.links, self.formats = config, degrees, device, links, formats
+        self.width = DTYPE_BYTES[config.precision.compute_dtype]
+        self.tokens = tokens_of(config, degrees)
+        self.compiled = config.parallel.compile
+        # Whole gradients are added up over micro-batches where no FSDP reduces them after each.
+        self._adds_up = micro_batches_per_rank(config, degrees) > 1 and (
+            not uses_fsdp(config.parallel, degrees) or reduces_once(config.parallel, degrees)
+        )
+        self._gemms: dict[tuple[int, int, int, str], float] = {}
+        self._blocks: dict[tuple[str, tuple[int, ...]], Passes] = {}
+        self._linears = _linears_of_blocks(config.model)
+
+    def memory(self, moved: float, operators: float = 1) -> Cost:
+        """Return the cost of moving so many bytes."""
+        return Cost({"memory_bound": self.device.bytes_seconds(moved, operators)})
+
+    def collective(self, part: str, kind: str, axes: str, sent_bytes: int, times: int = 1) -> Cost:
+        """Return the cost of `times` collectives that nothing hides, of so many bytes in all."""
+        if not sent_bytes:
+            return Cost()
+        seconds = self.links.seconds(kind, axes, sent_bytes, times)
+        return Cost({part: seconds}, Counter({(kind, axes): sent_bytes}))
+
+    def gemm(self, rows: int, columns: int, summed: int, number_format: str) -> float:
+        """Return `Device.gemm_seconds`, computed once for each shape."""
+        shape = rows, columns, summed, number_format
+        if shape not in self._gemms:
+            self._gemms[shape] = self.device.gemm_seconds(*shape)
+        return self._gemms[shape]
+
+    def linear(self, name: str, spec: LinearSpec) -> Passes:
+        """Return the GEMMs of a linear with its casts, its weight's included where no FSDP makes them."""
+        tp = self.degrees.tp
+        outputs = spec.outputs.length // (tp if spec.role in ("column", "vocabulary") else 1)
+        inputs = spec.inputs.length // (tp if spec.role == "row" else 1)
+        made, rows = self.formats.of(name), self.tokens
+        seconds = {
+            gemm: self.gemm(*shape, made.gemms[gemm])
+            for gemm, shape in {
+                "fprop": (rows, outputs, inputs),
+                "dgrad": (rows, inputs, outputs),
+                "wgrad": (outputs, inputs, rows),
+            }.items()
+        }
+        elements = {"x": rows * inputs, "w": outputs * inputs, "dy": rows * outputs}
+        cast = {operand: moved * elements[operand] for operand, moved in made.cast_bytes.items()}
+        forward = Cost({"gemm": seconds["fprop"]})
+        backward = Cost({"gemm": seconds["dgrad"] + seconds["wgrad"]})
+        forward += self.memory(cast.get("x", 0) + cast.get("w", 0), len(cast.keys() - {"dy"}))
+        backward += self.memory(cast.get("dy", 0) + (self.width * rows * outputs if spec.bias else 0), len(cast) > 0)
+        weights = self.weight_casts(elements["w"])
+        gradient = DTYPE_BYTES[self.config.precision.main_grad_dtype]
+        backward += self.memory(3 * gradient * elements["w"] if self._adds_up else 0, self._adds_up)
+        return Passes(forward + weights.forward, backward + weights.backward, forward + weights.forward)
+
+    def weight_casts(self, elements: int) -> Passes:
+        """Return the cast of a master weight on use, and of its gradient; FSDP makes both where it gathers weights."""
+        recipe = self.config.precision
+        master = DTYPE_BYTES[recipe.master_dtype]
+        if recipe.compute_dtype == recipe.master_dtype or uses_fsdp(self.config.parallel, self.degrees):
+            return Passes()
+        cost = self.memory((master + self.width) * elements)
+        return Passes(cost, cost, cost)
+
+    def passes_of(self, passes: Iterable[MemoryPass]) -> Passes:
+        """Return what a part moves of memory."""
+        total = Passes()
+        for each in passes:
+            shared = self.degrees.tp if not each.outside or self.config.parallel.sequence_parallel else 1
+            tokens = self.tokens / shared
+            forward = self.memory(each.forward * tokens, each.operators)
+            total += Passes(forward, self.memory(each.backward * tokens, each.operators), forward)
+        return total
+
+    def kernel(self, mixer: Mixer) -> Passes:
+        """Return what a mixer computes beside its linears, in its kernel.
+
+        Attention does the causal half of the scores, of a mask all (torch's kernels look at no mask before they
+        multiply); with context parallelism there is always one.
+        """
+        config, model, length = self.config, self.config.model, self.config.data.sequence_length
+        on_cpu, recipe = self.device.cluster.hardware == "cpu", config.precision
+        each = mixer.flops_per_token(model, length) / 3 / self.degrees.tp
+        masked, ratio, number_format = False, 2.0, recipe.compute_dtype
+        if not mixer.recurrent:
+            window = min(mixer.window_tokens(model) or length, length)
+            masked = not on_cpu and (self.degrees.cp > 1 or config.data.document_mask or window < length)
+            each *= (1 if masked else 0.5) * length / window
+            ratio, number_format = BACKWARD_OF_ATTENTION, "fp32" if on_cpu else recipe.compute_dtype
+        peak = self.device.peak(number_format) or self.device.peak(recipe.compute_dtype)
+        if peak is None:
+            raise ValueError(f"{self.device.cluster.hardware} multiplies no {recipe.compute_dtype}")
+        scores = each / (4 * model.attention_head_dim) if on_cpu and not mixer.recurrent else 0
+        costs = []
+        for times, moved in zip((1.0, ratio), SCORE_BYTES_ON_CPU, strict=True):
+            seconds = self.tokens * each * times / peak + self.device.bytes_seconds(moved * scores * self.tokens)
+            costs.append(Cost({"attention": seconds}))
+        return Passes(costs[0], costs[1], costs[0])
+
+    def block(self, index: int) -> Passes:
+        """Return the passes of block `index`, made once for all that are alike."""
+        formats = tuple(id(self.formats.of(name)) for name in self._linears[index])
+        key = self.config.model.layer_name(index), formats
+        if key not in self._blocks:
+            self._blocks[key] = block_passes(self, index)
+        return self._blocks[key]
+
+
+def block_passes(operations: Operations, index: int) -> Passes:
+    """Return the passes of block `index`; `again`: of the forward pass, what the chosen checkpointing repeats."""
+    config, model, width = operations.config, operations.config.model, operations.width
+    gemms, rest = Passes(), Passes()
+    for part_name, part in block_parts(model, index).items():
+        linears = part.linears(model)
+        for linear in linears:
+            gemms += operations.linear(f"layers.{index}.{part_name}.{linear.name}", linear)
+        rest += operations.passes_of(part.memory_passes(model, width, operations.compiled))
+        summed = sum(linear.role in ("column", "duplicate") for linear in linears) - 1  # gradients of one x
+        if summed > 0:
+            moved = (summed + 2 if operations.compiled else 3 * summed) * width * model.hidden_size
+            rest.backward += operations.memory(moved * operations.tokens, 1 if operations.compiled else summed)
+    sums = (2 if operations.compiled else 3) * width * model.hidden_size
+    rest += operations.passes_of([MemoryPass(sums, sums, outside=True)] * 2)  # residuals
+    mixer = mixer_of(model, index)
+    kernel, sent = operations.kernel(mixer), _collectives(operations, mixer, index)
+    again = rest.again + sent.again
+    if config.parallel.activation_checkpoint == "full":
+        again += gemms.again + kernel.again
+    return Passes(
+        gemms.forward + rest.forward + kernel.forward + sent.forward,
+        gemms.backward + rest.backward + kernel.backward + sent.backward,
+        again,
+    )
+
+
+def _collectives(operations: Operations, mixer: Mixer, index: int) -> Passes:
+    """Return what a block sends over its tensor- and context-parallel groups; bytes as `plan.traffic` counts them.
+
+    Nothing hides them: each is waited for where it is called (`parallel.collectives`). Tokens that are gathered or
+    scattered are copied, too, since ranks' parts lie side by side.
+    """
+    config, degrees, model, width = operations.config, operations.degrees, operations.config.model, operations.width
+    found = Passes()
+    if (tp := degrees.tp) > 1:
+        hidden = operations.tokens * model.hidden_size
+        once = (tp - 1) * width * hidden // tp
+        if config.parallel.sequence_parallel:
+            gather = operations.collective("tensor_parallel", "all_gather", "tp", once)
+            gather += operations.memory(2 * width * hidden)
+            scatter = operations.collective("tensor_parallel", "reduce_scatter", "tp", once)
+            scatter += operations.memory(2 * width * hidden)
+            both = gather * 2 + scatter * 2
+            found += Passes(both, both, gather * 2 + scatter)
+        else:
+            reduced = operations.collective("tensor_parallel", "all_reduce", "tp", 2 * once)
+            found += Passes(reduced * 2, reduced * 2, reduced)
+        given = width * operations.tokens * _duplicated_outputs(operations, index)
+        found.backward += operations.collective("tensor_parallel", "all_reduce", "tp", 2 * given * (tp - 1) // tp)
+    if degrees.cp > 1:
+        sent = width * operations.tokens * (degrees.cp - 1) * (mixer.context_elements(model) // degrees.tp)
+        gather = operations.collective("context_parallel", "all_gather", "cp", sent)
+        found += Passes(gather, operations.collective("context_parallel", "reduce_scatter", "cp", sent), gather)
+    return found
+
+
+def _linears_of_blocks(model: ModelConfig) -> list[list[str]]:
+    layers = range(model.num_layers)
+    names = for_layers(model, layers, lambda index: [linear.name for linear in block_linears(model, index)])
+    return [[f"layers.{index}.{name}" for name in names[index]] for index in layers]
+
+
+def _duplicated_outputs(operations: Operations, index: int) -> int:
+    model = operations.config.model
+    linears = (linear for part in block_parts(model, index).values() for linear in part.linears(model))
+    return sum(linear.outputs.length for linear in linears if linear.role == "duplicate")

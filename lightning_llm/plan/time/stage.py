@@ -1,0 +1,243 @@
+"""Seconds of a pipeline stage's passes: its blocks, its ends, and what FSDP leaves unhidden. Imports no torch."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_llm.model.spec import LinearSpec, Size, hidden, norm_of
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.activations import recomputed_layers
+from lightning_llm.plan.stages import StagePart, units_at
+from lightning_llm.plan.time.block import Operations
+from lightning_llm.plan.time.cost import Cost, Passes
+from lightning_llm.plan.traffic import SHARDS
+from lightning_llm.plan.units import Unit, reduces_once, shard_ranks, sums_in_tree, uses_fsdp
+
+LOSS_BYTES = (14, 20)
+"""Bytes of `model.loss` per logit beside the logits' own dtype's, forward and backward: cast to fp32, log-softmax of it
+(4 + 4, 4 + 2); softmax (2 + 4), minus one at the label, times, and cast back (8 + 6)."""
+VOCABULARY_LOSS_BYTES = (30, 36)
+"""The same of `parallel.vocabulary`: amax (2), cast (6), minus (8), exponential (8), sum and gather (6); cast (6),
+minus (8), exponential (8), times (8), cast back (6)."""
+
+
+@dataclass
+class Item:
+    """What FSDP2 gathers and reduces as one, or a part of a stage without parameters of its own."""
+
+    passes: Passes
+    gather: float = 0.0
+    """Seconds of the all-gather before its forward pass, and, for blocks, before its backward pass."""
+    reduction: float = 0.0
+    """Seconds of the reduction after its backward pass."""
+    gathered_again: bool = False
+    copies: Passes = field(default_factory=Passes)
+    """What FSDP2 copies where it gathers (forward) and where it reduces (backward)."""
+
+
+@dataclass
+class StageTimes:
+    """Costs of passes; in a step's first and last micro-batch FSDP may gather, and reduce, what it otherwise keeps."""
+
+    first_forward: Cost
+    forward: Cost
+    backward: Cost
+    last_backward: Cost
+
+
+def stage_times(operations: Operations, part: StagePart, replicas_reduction: float = 0.0) -> StageTimes:
+    """Return the costs of a stage's passes over one micro-batch.
+
+    `replicas_reduction`: seconds of all-reduces over replicas that FSDP2 makes in the last backward pass.
+    """
+    config, items = operations.config, _items(operations, part)
+    zero_stage, overlap = config.parallel.zero_stage, operations.device.cluster.overlap
+    sharded = uses_fsdp(config.parallel, operations.degrees)
+    every, each_reduction = zero_stage == 3, zero_stage >= 2
+    once = reduces_once(config.parallel, operations.degrees)  # else FSDP reduces after each, if only with itself
+    shards = sum(item.reduction for item in items)
+    tail = 0.5 if sums_in_tree(config.parallel) else 0.0  # read after every second micro-batch: `GradientSync`
+
+    def forward(gathers: bool) -> Cost:
+        cost = _sum(item.passes.forward for item in items)
+        if gathers and sharded:
+            cost += _sum(item.copies.forward for item in items)
+            timeline = [(item.gather, item.passes.forward.total) for item in items]
+            cost.spend("gathers", exposed_forward(timeline, overlap))
+            cost += _sent_gathers(operations, part)
+        return cost
+
+    def backward(reduces: bool, last: bool) -> Cost:
+        cost = _sum(item.passes.backward for item in items)
+        timeline = []
+        for item in reversed(items):
+            gather = item.gather if every and item.gathered_again else 0.0
+            reduction = item.reduction if reduces else 0.0
+            if last and replicas_reduction:
+                reduction += replicas_reduction * (item.reduction / shards if shards else 1 / len(items))
+            timeline.append((gather, item.passes.backward.total, reduction))
+        if sharded:
+            if every:
+                cost += _sum(item.copies.forward for item in items if item.gathered_again)
+            if reduces or not once:
+                cost += _sum(item.copies.backward for item in items)
+            gathers, reductions = exposed_backward(timeline, overlap, 1.0 if last else tail)
+            cost.spend("gathers", gathers)
+            cost.spend("reductions", reductions)
+            cost += _sent_backward(operations, part, every, reduces)
+        return cost
+
+    return StageTimes(
+        first_forward=forward(gathers=True),
+        forward=forward(gathers=every),
+        backward=backward(reduces=each_reduction, last=False),
+        last_backward=backward(reduces=True, last=True),
+    )
+
+
+def exposed_forward(timeline: list[tuple[float, float]], overlap: bool) -> float:
+    """Return the seconds in which computation waits for (all-gather, computation) pairs in their order.
+
+    FSDP2 issues the next all-gather as soon as it has queued a group's computation, so it begins when that does, on a
+    stream of its own (torch.distributed.fsdp, "implicit prefetching").
+    """
+    if not overlap:
+        return sum(gather for gather, _ in timeline)
+    computed, link, begun = 0.0, 0.0, 0.0
+    for gather, seconds in timeline:
+        link = max(link, begun) + gather
+        begun = max(computed, link)
+        computed = begun + seconds
+    return computed - sum(seconds for _, seconds in timeline)
+
+
+def exposed_backward(timeline: list[tuple[float, float, float]], overlap: bool, tail: float) -> tuple[float, float]:
+    """Return the seconds in which computation waits for gathers, and for what is still under way when it is done.
+
+    Of (all-gather, computation, reduction) in the order of the backward pass. The next group is gathered when a group
+    begins, reduced is it when it ends, both over one link, one after the other. `tail`: which part of what is still
+    being reduced at the end is waited for.
+    """
+    if not overlap:
+        return sum(each[0] for each in timeline), sum(each[2] for each in timeline)
+    computed, waited, link = 0.0, 0.0, timeline[0][0] if timeline else 0.0
+    ready = link
+    for index, (_, seconds, reduction) in enumerate(timeline):
+        begun = max(computed, ready)
+        waited += begun - computed
+        if index + 1 < len(timeline):
+            ahead = timeline[index + 1][0]
+            link = ready = max(link, begun) + ahead if ahead else link
+            ready = ready if ahead else 0.0
+        computed = begun + seconds
+        if reduction:
+            link = max(link, computed) + reduction
+    return waited, tail * max(0.0, link - computed)
+
+
+def _items(operations: Operations, part: StagePart) -> list[Item]:
+    config, degrees = operations.config, operations.degrees
+    units = units_at(config.model, [part], degrees.tp)
+    again = set(recomputed_layers(config, [part]))
+    items = [_item(operations, Passes(), units.root)]
+    if part.first:
+        items.append(_item(operations, _embedding(operations), units.embedding))
+    for index, unit in zip(part.layers, units.blocks, strict=True):
+        passes = operations.block(index)
+        if index in again:
+            passes = Passes(passes.forward, passes.backward + passes.again)
+        item = _item(operations, passes, unit)
+        item.gathered_again = True
+        items.append(item)
+    if part.last:
+        items.append(_item(operations, _head(operations), units.head))
+    return items
+
+
+def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
+    """Return a group of FSDP2 with what it gathers and reduces, of which copies are made: in and out of buffers."""
+    config, degrees = operations.config, operations.degrees
+    if not uses_fsdp(config.parallel, degrees) or not unit.parameters:
+        return Item(passes)
+    ranks, recipe, axes = shard_ranks(config.parallel, degrees), config.precision, SHARDS
+    shard = unit.shard(ranks)
+    width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+    gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
+    gather = operations.links.seconds("all_gather", axes, width * shard * (ranks - 1))
+    kind = "all_to_all" if sums_in_tree(config.parallel) else "reduce_scatter"
+    reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
+    copied_in = operations.memory((master + width) * shard + 2 * width * shard * ranks, 2)
+    copied_out = operations.memory((width + gradient) * shard * ranks + 3 * gradient * shard, 2)
+    if kind == "all_to_all":  # and the sum of what was received
+        copied_out += operations.memory(3 * gradient * shard * (ranks - 1), max(1, ranks.bit_length() - 1))
+    return Item(passes, gather, reduction, copies=Passes(copied_in, copied_out))
+
+
+def _embedding(operations: Operations) -> Passes:
+    """Return the look-up of rows and their cast, and of their gradient a zeroed table to which rows are added."""
+    config, degrees, model = operations.config, operations.degrees, operations.config.model
+    master = DTYPE_BYTES[config.precision.master_dtype]
+    hidden_elements = operations.tokens * model.hidden_size
+    table = master * model.padded_vocab_size // degrees.tp * model.hidden_size
+    passes = Passes(
+        operations.memory((3 * master + operations.width) * hidden_elements, 2),
+        operations.memory(table + (operations.width + 3 * master) * hidden_elements, 3),
+    )
+    if (tp := degrees.tp) > 1:
+        sent = (tp - 1) * master * hidden_elements // tp
+        passes += _entered(operations, sent, backwards=True)
+    return passes
+
+
+def _head(operations: Operations) -> Passes:
+    """Return the last norm, the head and the loss."""
+    degrees, model = operations.degrees, operations.config.model
+    tokens, tp, width = operations.tokens, degrees.tp, operations.width
+    rows = Size(model.padded_vocab_size, "model.vocab_size", 1, "model.vocab_size")
+    passes = operations.passes_of(norm_of(model).memory_passes(model, width, operations.compiled))
+    passes += operations.linear("head", LinearSpec("head", "vocabulary", rows, hidden(model), bias=False))
+    logits = tokens * model.padded_vocab_size // tp
+    forward, backward = VOCABULARY_LOSS_BYTES if tp > 1 else LOSS_BYTES
+    if model.logit_cap:  # over the cap, tanh, times the cap
+        forward, backward = forward + 6 * width, backward + 9 * width
+    passes += Passes(operations.memory(forward * logits, 3), operations.memory(backward * logits, 4))
+    if tp > 1:
+        passes += _entered(operations, (tp - 1) * width * tokens * model.hidden_size // tp, backwards=False)
+        three = 2 * (3 * 4 * tokens) * (tp - 1) // tp
+        passes.forward += operations.collective("tensor_parallel", "all_reduce", "tp", three, 2)
+    return passes
+
+
+def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
+    """Return what crosses a tensor-parallel group where hidden states are gathered, or, `backwards`, scattered."""
+    if operations.config.parallel.sequence_parallel:
+        gather = operations.collective("tensor_parallel", "all_gather", "tp", sent)
+        scatter = operations.collective("tensor_parallel", "reduce_scatter", "tp", sent)
+        return Passes(scatter, gather) if backwards else Passes(gather, scatter)
+    reduced = operations.collective("tensor_parallel", "all_reduce", "tp", 2 * sent)
+    return Passes(reduced, Cost()) if backwards else Passes(Cost(), reduced)
+
+
+def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
+    units = units_at(operations.config.model, [part], operations.degrees.tp)
+    gathered = sum(_gathered(operations, unit) for unit in units.each())
+    return Cost(sent=Counter({("all_gather", SHARDS): gathered}))
+
+
+def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
+    config, degrees = operations.config, operations.degrees
+    units, ranks = units_at(config.model, [part], degrees.tp), shard_ranks(config.parallel, degrees)
+    kind = "all_to_all" if sums_in_tree(config.parallel) else "reduce_scatter"
+    gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
+    sent = Counter({("all_gather", SHARDS): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
+    sent[kind, SHARDS] += gradient * units.shard(ranks) * (ranks - 1) if reduces else 0
+    return Cost(sent=sent)
+
+
+def _gathered(operations: Operations, unit: Unit) -> int:
+    recipe, ranks = operations.config.precision, shard_ranks(operations.config.parallel, operations.degrees)
+    return DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype] * unit.shard(ranks) * (ranks - 1)
+
+
+def _sum(costs: Iterable[Cost]) -> Cost:
+    return sum(costs, start=Cost())

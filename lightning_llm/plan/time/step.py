@@ -1,0 +1,183 @@
+"""Seconds of an optimizer step on the plan's cluster: stages, their schedule, and what follows. Imports no torch."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from lightning_llm.config.schema import ClusterConfig
+from lightning_llm.config.schema.optim import ParameterShard
+from lightning_llm.model.flops import flops_per_token
+from lightning_llm.model.linear_names import linear_names
+from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.plan.activations import boundary_bytes
+from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
+from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.schedule import Pass, passes_of
+from lightning_llm.plan.stages import parts_of, units_at
+from lightning_llm.plan.time.block import Operations
+from lightning_llm.plan.time.cost import Cost
+from lightning_llm.plan.time.device import Device
+from lightning_llm.plan.time.formats import Formats
+from lightning_llm.plan.time.links import Links
+from lightning_llm.plan.time.stage import StageTimes, stage_times
+from lightning_llm.plan.time.waiting import finish_times
+from lightning_llm.plan.traffic import sent_at
+from lightning_llm.plan.units import shard_ranks, sums_in_tree, uses_fsdp
+
+ROUNDING = 1e-9
+"""Of a step: less is no part of it, but what sums of floats leave."""
+CLIPPING_READS = 3
+"""How often gradients are read or written beside the update: their norm, and times the clipping factor."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of one optimizer step.
+
+    `seconds` by part (`cost.PARTS`) are those of the rank that works longest, its waiting as `bubble`; their sum is
+    the step. `bubble_fraction` is the part of a step in which ranks wait for stages, all ranks' mean.
+    """
+
+    seconds: dict[str, float]
+    bubble_fraction: float
+    model_flops: float
+    tokens: int
+    world: int
+    peak_flops: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens / self.world / self.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices could do in that time, at the compute dtype's peak."""
+        return self.model_flops / (self.world * self.peak_flops * self.total)
+
+
+class StepTimer:
+    """Times one step of `plan` on its cluster; `formats` then knows what was assumed."""
+
+    def __init__(self, plan: Plan, cluster: ClusterConfig):
+        config, degrees = plan.config, plan.degrees
+        self.plan, self.config, self.degrees = plan, config, degrees
+        self.device = Device(cluster)
+        self.links = Links(cluster, degrees, ranks_per_node(config))
+        self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
+        self.operations = Operations(config, degrees, self.device, self.links, self.formats)
+        self._parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
+        self._sent = [sent_at(config, degrees, pp_rank) for pp_rank in range(degrees.pp)]
+
+    @cached_property
+    def time(self) -> StepTime:
+        """The step's time."""
+        pp, ranks = self.degrees.pp, range(self.degrees.pp)
+        seconds_of = {kind: cost.total for kind, cost in self._costs.items()}
+        stages = sum(map(len, self._parts))
+        ends = finish_times(self._orders, stages, lambda each: seconds_of[self._kind(each)], self._send_seconds())
+        after = [self._after(pp_rank) for pp_rank in ranks]
+        # The norm of all gradients lets nobody update before the last has them.
+        reduced = max(end + cost.total for end, cost in zip(ends, after, strict=True))
+        updates = [self._update(pp_rank) for pp_rank in ranks]
+        step = reduced + max(updates)
+        spent = [self.passes[pp_rank].total + after[pp_rank].total + updates[pp_rank] for pp_rank in ranks]
+        busiest = max(ranks, key=spent.__getitem__)
+        whole = self.passes[busiest] + after[busiest]
+        whole.spend("optimizer", updates[busiest])
+        whole.spend("bubble", step - spent[busiest])
+        tokens = self.config.data.global_batch_size * self.config.data.sequence_length
+        return StepTime(
+            seconds={part: value for part, value in whole.seconds.items() if value > ROUNDING * step},
+            bubble_fraction=max(0.0, sum(step - each for each in spent) / (pp * step)),
+            model_flops=float(flops_per_token(self.config.model, self.config.data.sequence_length)) * tokens,
+            tokens=tokens,
+            world=self.degrees.world,
+            peak_flops=self.device.peak(self.config.precision.compute_dtype) or 0.0,
+        )
+
+    @cached_property
+    def passes(self) -> list[Cost]:
+        """What the passes of a step cost the ranks at each place of the pipeline."""
+        found = []
+        for order in self._orders:
+            counts = Counter(map(self._kind, order))
+            found.append(sum((self._costs[kind] * times for kind, times in counts.items()), start=Cost()))
+        return found
+
+    @cached_property
+    def _orders(self) -> list[list[Pass]]:
+        parallel, pp = self.config.parallel, self.degrees.pp
+        return [passes_of(parallel, pp, pp_rank, self.plan.micro_batches) for pp_rank in range(pp)]
+
+    @cached_property
+    def _costs(self) -> dict[Pass, Cost]:
+        """What each kind of pass costs."""
+        stages: dict[int, StageTimes] = {}
+        for pp_rank, parts in enumerate(self._parts):
+            replicas = self._replicas(pp_rank)
+            stages |= {part.index: stage_times(self.operations, part, replicas) for part in parts}
+        last = self.plan.micro_batches - 1
+        kinds = {self._kind(Pass(*each)) for each in product((True, False), stages, (0, min(1, last), last))}
+        return {kind: _cost(stages[kind.stage], kind, self.plan.micro_batches) for kind in kinds}
+
+    def shards(self, pp_rank: int) -> list[ParameterShard]:
+        """Return what the ranks at `pp_rank` of the pipeline hold of every parameter."""
+        units = units_at(self.config.model, self._parts[pp_rank], self.degrees.tp)
+        return list(units.shards(shard_ranks(self.config.parallel, self.degrees)))
+
+    def _kind(self, each: Pass) -> Pass:
+        """Return the pass that costs as much: the first, the second or the last micro-batch's through its stage."""
+        last = self.plan.micro_batches - 1
+        place = 0 if each.micro_batch == 0 and each.forward else last if each.micro_batch == last else min(1, last)
+        return each._replace(micro_batch=place)
+
+    def _send_seconds(self) -> float:
+        return self.links.seconds("send", "pp", boundary_bytes(self.config, self.degrees))
+
+    def _replicas(self, pp_rank: int) -> float:
+        """Return the seconds of FSDP2's all-reduces over replicas in a stage's last backward pass; 0: the tree sums."""
+        if sums_in_tree(self.config.parallel) or not uses_fsdp(self.config.parallel, self.degrees):
+            return 0.0
+        key = "all_reduce", "dp_replicate"
+        parts = self._parts[pp_rank]
+        groups = sum(len(part.layers) for part in parts) + 2
+        return self.links.seconds(*key, self._sent[pp_rank][key], groups) / len(parts)
+
+    def _after(self, pp_rank: int) -> Cost:
+        """Return what is sent after the last backward pass: all of `plan.traffic`'s bytes that passes have not sent.
+
+        Sums over replicas in the tree's order, gradients of what tensor- and context-parallel ranks hold alike, tied
+        embeddings, matrices that the optimizer takes whole; none of it beside computation (`GradientSync.finish`).
+        """
+        cost = Cost()
+        for (kind, axes), total in self._sent[pp_rank].items():
+            rest = total - self.passes[pp_rank].sent[kind, axes]
+            if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
+                stages = sum(2 - part.first - part.last for part in self._parts[pp_rank])
+                rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
+            if (kind, axes) == ("all_reduce", "dp_replicate") and not sums_in_tree(self.config.parallel):
+                continue  # `_replicas`
+            times = -(-rest // REPLICA_BUCKET_BYTES)
+            cost.spend("reductions", self.links.seconds(kind, axes, max(rest, 0), times))
+        return cost
+
+    def _update(self, pp_rank: int) -> float:
+        """Return the seconds of clipping and of the update, whose state is read and written once."""
+        config = self.config
+        state = state_bytes(self.shards(pp_rank), config.optim, config.chosen_algorithm, config.precision)
+        moved = 2 * (state.parameters + state.optimizer) + (1 + CLIPPING_READS) * state.gradients
+        return self.device.bytes_seconds(moved, 3)
+
+
+def _cost(times: StageTimes, each: Pass, micro_batches: int) -> Cost:
+    if each.forward:
+        return times.first_forward if each.micro_batch == 0 else times.forward
+    return times.last_backward if each.micro_batch == micro_batches - 1 else times.backward

@@ -1,0 +1,85 @@
+"""The ranks of a training run on this machine: starting them, and what is said of the run when one fails."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.config.commands import how_to_go_on
+from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.config.file import in_memory
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import CallbackFailedError
+from lightning_llm.record.files import mark_failed, summary_of
+from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
+from lightning_llm.run.launch import failure_line, launch_ranks, message_of, say_refused
+from lightning_llm.run.start import lock_run
+from lightning_llm.slow_imports import slow_imports
+
+SAVE_SECONDS = 120
+"""How long ranks may take to save after a signal, before they are killed."""
+
+
+def crowd_note(config: Config, cores: int) -> str | None:
+    """Return what to say of more ranks than CPU cores, which is allowed; None where ranks do not share cores.
+
+    Ranks on CUDA find out by themselves whether there are enough devices.
+    """
+    if config.trainer.accelerator == "cuda" or config.trainer.devices <= cores:
+        return None
+    return f"note   {config.trainer.devices} ranks on {cores} CPU cores: on CPU they take turns, to the same bits"
+
+
+def start_ranks(config: Config, quiet: bool = False) -> int:
+    """Run `trainer.devices` ranks on this machine by torch.distributed.run's agent; return the run's exit code.
+
+    See `launch_ranks`. `quiet`: nobody sees what they print.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    folder, trainer = Path(config.run.dir), config.trainer
+    lock_run(folder).release()  # signs of life there are another process's while it holds this
+    clear_beats(folder)  # ranks may fail before they do so, and an earlier start's silence is not theirs
+    try:
+        with in_memory(config) as file:  # the run's folder holds it as config.yaml
+            words = "train", "--config", str(file), *config_dir_arguments()
+            launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=SAVE_SECONDS, quiet=quiet)
+    except SignalException as stop:
+        if (detail := summary_of(folder)) and detail["status"] == "running":
+            print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
+            mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+            print(how_to_go_on(folder), file=sys.stderr)
+            return 1
+        return 128 + int(stop.sigval)
+    except ChildFailedError as error:
+        return _first_failure(error, folder, config.parallel.timeout_seconds)
+    return 0
+
+
+def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
+    """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
+    rank, failure = error.get_first_failure()
+    say_refused(rank, failure)  # what is wrong with the data, say, is found by the rank that reads them first
+    if failure.exitcode in (130, 143) and summary_of(folder).get("status") == "failed":
+        return 1  # the agent ended it, of several that failed in the same second, and rank 0 has said why
+    if failure.exitcode in (2, 130, 143):
+        return int(failure.exitcode)  # rank 0 has said why otherwise
+    if not isinstance(failure.message, dict) and failure.exitcode > 0:
+        known = summary_of(folder)
+        if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say
+            return int(failure.exitcode)
+    known_detail = summary_of(folder).get("detail", "")
+    if all(text.startswith(CallbackFailedError.__name__) for text in (message_of(failure), known_detail)):
+        return 1  # it failed on rank 0 too, which has said so
+    detail = failure_line(rank, failure)
+    if silent := silent_ranks(folder, timeout_seconds):
+        detail = str(summary_of(folder).get("detail", ""))
+        if detail.startswith(f"rank {silent[0].rank} ("):
+            return 1  # a rank that waited has said so
+        detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
+    print(f"error: {detail}", file=sys.stderr)
+    mark_failed(folder, detail)
+    if hint := how_to_go_on(folder):
+        print(hint, file=sys.stderr)
+    return 1

@@ -1,0 +1,91 @@
+"""What goes wrong where a checkpoint is written or read, told alike by every rank."""
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_llm.errors import StorageError
+from lightning_llm.integrity import unpickling_problem
+from lightning_llm.train.checkpoint.manifest import (
+    DamagedError,
+)
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    SafetensorError,
+    DamagedError,
+    pickle.UnpicklingError,
+)
+"""What comes of reading what is not as it was written, where nothing was there to verify it by."""
+
+
+@contextmanager
+def on_all_ranks(failed: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Run a block without a collective; where it fails with one of `kinds` on one rank, raise StorageError on all.
+
+    Collective.
+    """
+    problem, cause = None, None
+    try:
+        yield
+    except kinds as error:
+        problem, cause = _in_words(error), error
+    found = [problem]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, problem)
+    if any(found):
+        raise StorageError(_of_ranks(failed, {rank: text for rank, text in enumerate(found) if text})) from cause
+
+
+@contextmanager
+def torchs_failures(failed: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what torch raises on every rank, where `kinds` are all its causes, into a StorageError."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if signals := [cause for cause in causes if not isinstance(cause, Exception)]:
+            raise signals[0] from error
+        if not all(isinstance(cause, kinds) for cause in causes):
+            raise
+        problems = {rank: _in_words(cause) for rank, (cause, _) in error.failures.items()}
+        raise StorageError(_of_ranks(failed, problems)) from error
+
+
+def _of_ranks(failed: str, problems: Mapping[int, str]) -> str:
+    """Return one line: what failed, and why; which rank only where there are several."""
+    (rank, text), *others = problems.items()
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    more = f", and {len(others)} other rank(s)" if others else ""
+    return f"{failed}: {f'rank {rank}{more}: ' if several else ''}{text}"
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
+    if isinstance(error, pickle.UnpicklingError):
+        return f"a tensor {unpickling_problem(error)}"
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, OSError | DamagedError) else f"{type(error).__name__}: {text}"[:300]
+
+
+@contextmanager
+def without_its_warnings() -> Iterator[None]:
+    """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal.
+
+    And what it says of a pickle that it then refuses.
+    """
+    with warnings.catch_warnings():
+        for message in ("torch.distributed is disabled", "Detected pickle protocol"):
+            warnings.filterwarnings("ignore", message=message)
+        yield

@@ -1,0 +1,270 @@
+"""The verbs of the command line, each declared once: its name, its help, its arguments, and the function behind it.
+
+A verb's module is named and not imported: it is when the verb is called.
+"""
+
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
+from lightning_llm.verb import completion
+
+WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
+OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
+EXIT_CODES = (
+    "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
+    "130/143 stopped by a signal with state saved"
+)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: `function` is "module:name" of what takes the parsed arguments and returns the exit code.
+
+    `add_arguments` declares what it takes, `--json` aside, which `prints_data` adds. `composes`: it reads a config from
+    overrides, or from a file; `explains_overrides`: its help says what they look like.
+    """
+
+    function: str
+    help: str
+    add_arguments: Callable[[ArgumentParser], None]
+    prints_data: bool = False
+    composes: bool = False
+    explains_overrides: bool = False
+
+    @property
+    def epilog(self) -> str:
+        """What stands below its help."""
+        return OVERRIDES + EXIT_CODES if self.composes or self.explains_overrides else EXIT_CODES
+
+    def declare(self, parser: ArgumentParser) -> None:
+        """Add all its arguments to `parser`."""
+        self.add_arguments(parser)
+        if self.prints_data:
+            parser.add_argument("--json", action="store_true", help="print data instead of text")
+
+
+def _train(parser: ArgumentParser) -> None:
+    _add_composition(parser)
+    _add_config_dir(parser)
+    _add_multirun(parser)
+
+
+def _plan(parser: ArgumentParser) -> None:
+    _add_composition(parser)
+    _add_config_dir(parser)
+    text = "every precision recipe on every kind of GPU: native or emulated"
+    parser.add_argument("--matrix", action="store_true", help=text)
+    text = "take one step of every rank that differs, on tensors without data: bytes and collectives, counted"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    whose = "whose way of training memory is counted for, to hold another's published figures against"
+    parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
+    _add_multirun(parser)
+
+
+def _config(parser: ArgumentParser) -> None:
+    _add_composition(parser)
+    what = parser.add_mutually_exclusive_group()
+    group: Any = what.add_argument(
+        "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
+    )
+    group.completer = completion.complete_group
+    what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
+    _add_config_dir(parser)
+
+
+def _import(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
+    add("--revision", metavar="REVISION", help="of a name on the hub: a commit, branch or tag (the newest)")
+    _add_weights_output(parser)
+
+
+def _export(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the tensors (fp32, as runs keep them)")
+    _add_weights_output(parser)
+
+
+def _probe(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help=WEIGHTS)
+    add("overrides", nargs="*", help="precision=NAME[,NAME...]|all, precision.KEY=..., data=...")
+    add("--text", type=Path, metavar="FILE", help="documents for a Hugging Face folder: .txt, .jsonl")
+    add("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
+    add("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
+    add("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
+    _add_device(parser)
+
+
+def _evaluate(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", nargs="?", type=Path, metavar="PATH", help=WEIGHTS)
+    add("overrides", nargs="*", help="ranks to share it: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N")
+    add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
+    add("--tasks-only", action="store_true", help="no validation losses")
+    add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
+    add("--limit", type=int, metavar="N", help="the first N samples of each task")
+    add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
+    add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
+    add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
+    _add_device(parser)
+    add("--output", type=Path, metavar="FILE", help="where to write instead of the run's evaluation/")
+    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
+
+
+def _generate(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("path", type=Path, metavar="PATH", help=WEIGHTS)
+    add("--prompt", metavar="TEXT", help='the text to go on with; "" begins a document')
+    add("--chat", action="store_true", help="go on with each line of the input, and what was said before")
+    add("--max-new-tokens", type=int, metavar="N", help="at most (200, or what the context has room for)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0: the likeliest token (0.8)")
+    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens; 0: all (50)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest of together P (1: all)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--end-of-document", metavar="TOKEN", help="ends a document (what the weights' files say, or a usual name)")
+    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="of activations (the run's precision.compute_dtype)")
+    _add_device(parser)
+
+
+def _compare(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    runs = "folders of runs or above runs, experiments, SWEEP or SWEEP/N, MLflow ids; none: the last sweep"
+    add("runs", nargs="*", metavar="RUN", help=runs)
+    add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
+    add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
+    add("--choose-by", metavar="SEEDS", help="seeds that choose with --best-of, and are not judged (the lowest)")
+    add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
+    add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
+    add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
+    add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
+    add("--output", type=Path, metavar="DIR", help=output)
+
+
+def _diff(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder, SWEEP/N or MLflow id")
+    parser.add_argument("other", metavar="RUN", help="another")
+    parser.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
+
+
+def _conformance(parser: ArgumentParser) -> None:
+    vectors = "vectors: manifest.json and the .npz files it names"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=vectors)
+    parser.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
+
+
+def _sync(parser: ArgumentParser) -> None:
+    folders = "folders of runs or above runs, experiments, SWEEP or SWEEP/N; none: every run of the outputs folder"
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help=folders)
+    text = "another MLflow than the one each run was logged to"
+    parser.add_argument("--tracking-uri", metavar="URI", help=text)
+
+
+def _completion(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=completion.SHELLS, help='bash: eval "$(lightning-llm completion bash)"')
+
+
+def _add_composition(parser: ArgumentParser) -> None:
+    overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
+    overrides.completer = completion.complete_override
+    parser.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
+
+
+def _add_config_dir(parser: ArgumentParser) -> None:
+    text = "further config groups, DIR/recipe/mine.yaml, and callbacks, DIR/callbacks/mine.py"
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help=text)
+
+
+def _add_multirun(parser: ArgumentParser) -> None:
+    parser.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
+
+
+def _add_weights_output(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--output", required=True, metavar="DIR", help="the folder to make; there whole, or not at all")
+    add("--force", action="store_true", help="replace DIR if it holds weights already")
+    add("--no-parity", action="store_true", help="leave out the comparison of logits with transformers")
+
+
+def _add_device(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+VERBS = {
+    "train": Verb(
+        "lightning_llm.verb.train:train", "train one run; -m makes it a sweep over a=1,2", _train, composes=True
+    ),
+    "plan": Verb(
+        "lightning_llm.verb.plan:plan",
+        "print what a run, or with -m a sweep, would do, without running it",
+        _plan,
+        composes=True,
+        prints_data=True,
+    ),
+    "config": Verb(
+        "lightning_llm.verb.config:config",
+        "print the composed config, or what a group offers",
+        _config,
+        composes=True,
+        prints_data=True,
+    ),
+    "import": Verb(
+        "lightning_llm.verb.import_weights:import_weights",
+        "make a folder that model.init_from takes of a Hugging Face model",
+        _import,
+    ),
+    "export": Verb(
+        "lightning_llm.verb.export:export", "make a folder that transformers loads of a run, with a model card", _export
+    ),
+    "probe": Verb(
+        "lightning_llm.probe.verb:probe",
+        "what precision recipes do to the gradients of a checkpoint",
+        _probe,
+        prints_data=True,
+        explains_overrides=True,
+    ),
+    "evaluate": Verb(
+        "lightning_llm.verb.evaluate:evaluate",
+        "validation losses and lm-eval tasks of weights that are there",
+        _evaluate,
+        prints_data=True,
+    ),
+    "generate": Verb(
+        "lightning_llm.verb.generate:generate",
+        "text from a run, a checkpoint or a Hugging Face folder",
+        _generate,
+        prints_data=True,
+    ),
+    "compare": Verb(
+        "lightning_llm.compare.command:compare",
+        "the verdict over runs: lossless, lossy or inconclusive",
+        _compare,
+        prints_data=True,
+    ),
+    "diff": Verb(
+        "lightning_llm.compare.command:diff",
+        "what two runs' configs, versions and data differ in",
+        _diff,
+        prints_data=True,
+    ),
+    "conformance": Verb(
+        "lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors", _conformance
+    ),
+    "sync": Verb(
+        "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync
+    ),
+    "recipes": Verb(
+        "lightning_llm.verb.recipes:recipes", "list the shipped recipes", _add_config_dir, prints_data=True
+    ),
+    "completion": Verb(
+        "lightning_llm.verb.completion:completion", "print the script that completes words in a shell", _completion
+    ),
+}

@@ -1,0 +1,94 @@
+"""Cluster files: shipped ones have sources, impossible ones are refused with all that is wrong."""
+
+import re
+from importlib import resources
+
+import pytest
+import yaml
+
+from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.identity import config_hash
+from lightning_llm.config.schema import ClusterConfig
+from lightning_llm.hardware import COMPUTE_UNITS, MEMORY_GIB, planned_peak_flops
+from lightning_llm.plan.resolve import plan_of
+
+FILES = {
+    file.name.removesuffix(".yaml"): file for file in (resources.files("lightning_llm.conf") / "cluster").iterdir()
+}
+DESCRIBED = sorted(FILES.keys() - {"none"})
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_every_figure_has_its_source(name):
+    text = FILES[name].read_text(encoding="utf-8")
+    cluster = ClusterConfig.model_validate(yaml.safe_load(text))
+    assert cluster.name == name
+    assert cluster.hardware in MEMORY_GIB
+    assert cluster.hardware in COMPUTE_UNITS
+    assert planned_peak_flops(cluster.hardware, "bf16")
+    figures = [line for line in text.splitlines() if re.search(r"(gb_per_second|microseconds): ", line)]
+    assert len(figures) >= 6
+    assert not [line for line in figures if "#" not in line]
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys):
+    words = ["cluster=h100_dgx", "hardware=b200", "cluster.memory_gb_per_second=-1", "cluster.devices_per_package=3"]
+    words += ["cluster.between_nodes.gb_per_second=500", "cluster.start_microseconds=1e9"]
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "cluster.memory_gb_per_second: is -1, must be greater than 0",
+        "cluster.start_microseconds: is 1000000000.0, must be less than or equal to 1000000",
+        "hardware: is b200, and cluster=h100_dgx has h100",
+        "cluster.between_nodes.gb_per_second: is 500, above cluster.within_node.gb_per_second=450",
+        "cluster.devices_per_package: is 3, and does not divide cluster.devices_per_node=8",
+    ):
+        assert text in said, text
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster.within_node.gb_per_second=3600"], "above cluster.memory_gb_per_second=3350, from which it is read"),
+        (["cluster.peak_tflops={fp8: 1000}"], "cluster.peak_tflops: has no bf16, in which the run computes: give it"),
+        (
+            ["cluster.devices_per_package=2", "cluster.within_package={gb_per_second: 1e5, latency_microseconds: 1}"],
+            "cluster.within_package.gb_per_second: is 100000, above cluster.memory_gb_per_second=3350",
+        ),
+        (
+            ["trainer.devices=16", "parallel=zero3", "data.global_batch_size=16", "data.micro_batch_size=1"],
+            "trainer.devices: is 16, and a machine of cluster=h100_dgx has 8. Set it to that, and world=16.",
+        ),
+        (["cluster.devices_per_package=2"], "cluster.within_package is null. Give both"),
+        (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no table has that peak of cpu"),
+        (["cluster.within_package={gb_per_second: 1, latency_microseconds: 1}"], "is 1, below cluster.within_node"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, said, capsys):
+    assert main(["plan", "cluster=h100_dgx", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_measured_cluster_is_taken_from_the_users_folder(tmp_path, capsys):
+    assert main(["plan", "cluster=measured"]) == 2
+    assert "`make bench ARGS=machine` measures this machine" in capsys.readouterr().err
+    (tmp_path / "cluster").mkdir()
+    text = FILES["h100_dgx"].read_text(encoding="utf-8").replace("hardware: h100", "hardware: cpu")
+    (tmp_path / "cluster" / "measured.yaml").write_text(text.replace("h100_dgx", "measured") + "peak_tflops: {bf16: 1}")
+    words = ["--config-dir", str(tmp_path), "plan", "cluster=measured"]
+    assert main([words[2], *words[:2], *words[3:]]) == 0
+    assert "cpu at measured peaks (bf16 1 TFLOP/s)" in capsys.readouterr().out
+
+
+def test_no_run_depends_on_the_cluster_it_was_planned_for():
+    words = ["parallel=zero3", "world=8", "trainer.devices=1", "data.global_batch_size=16", "data.micro_batch_size=1"]
+    alone = plan_of(compose_config(words))
+    for name in DESCRIBED:
+        planned = plan_of(compose_config([*words, f"cluster={name}"]))
+        assert planned.config.parallel == alone.config.parallel, name  # reduction=auto, above all
+        assert config_hash(planned.config) == config_hash(alone.config), name
+    assert plan_of(
+        compose_config([*words, "cluster=h100_dgx", "cluster.devices_per_node=1"])
+    ).config.parallel.reduction == (alone.config.parallel.reduction)

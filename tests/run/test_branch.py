@@ -1,0 +1,247 @@
+"""What a branch is composed of, what it refuses, and where its data go on. 15 seconds."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_config, compose_sweep, load_config
+from lightning_llm.config.schema.strict import Reading
+from lightning_llm.data.addressing import SampleOrder
+from lightning_llm.errors import ConfigError
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.mlflow.tracker import writer_job
+from lightning_llm.run.branch import first_step
+from lightning_llm.run.trunk import settled
+from lightning_llm.train.checkpoint.manifest import TENSORS
+
+
+@pytest.fixture(scope="module")
+def trunk(small_run, tmp_path_factory):
+    """The folder of a run of four steps, all with checkpoints, of two sources with the same text."""
+    folder = tmp_path_factory.mktemp("trunk")
+    words = small_run(folder, "trainer.max_steps=4", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "seed=3")
+    path = next(word for word in words if word.startswith("data.sources.jsonl.path=")).partition("=")[2]
+    other = ["loader: jsonl", f"path: {path}", "weight: 0.0"]
+    assert main(["train", *words, f"data.sources.other={{{', '.join(other)}}}"]) == 0
+    return folder / "run"
+
+
+def step(trunk, number):
+    return trunk / "checkpoints" / f"step={number}"
+
+
+def refused(capsys, *words):
+    """The lines of what `plan` refuses, and that `train` refuses the same."""
+    said = []
+    for verb in ("plan", "train"):
+        assert main([verb, *map(str, words)]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_it_is_the_trunk_s_config_and_the_words(trunk, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    config = compose_config([f"branch_from={trunk}", "precision=mxfp8", "trainer.max_steps=7", "logger.offline=false"])
+    was = load_config(trunk / "config.yaml", [])
+    assert (config.precision.name, config.trainer.max_steps, config.logger.offline) == ("mxfp8", 7, False)
+    same = {"precision", "trainer", "run", "logger", "branch_from"}
+    assert config.model_dump(exclude=same) == was.model_dump(exclude=same)
+    assert config.precision == compose_config(["precision=mxfp8"]).precision
+    assert (config.run.root, config.run.experiment) == (str(tmp_path), was.run.experiment)
+    assert config.run.name != was.run.name
+    assert config.branch_from == str(trunk)
+
+
+def test_other_data_keep_the_trunk_s_tokenizer_and_batches(trunk):
+    words = [f"branch_from={step(trunk, 2)}", "data=python", "data.micro_batch_size=1"]
+    config = settled(Reading(compose_config(words))).checked()
+    was = load_config(trunk / "config.yaml", []).data
+    assert list(config.data.sources) == ["code", "prose"]
+    assert (config.data.sequence_length, config.data.global_batch_size) == (was.sequence_length, was.global_batch_size)
+    assert (config.data.micro_batch_size, config.data.cache_dir) == (1, was.cache_dir)
+    tokenizer = config.data.tokenizer  # no other is trained on other text
+    assert (tokenizer.kind, tokenizer.path, tokenizer.vocab_size) == ("file", str(trunk / "tokenizer.json"), None)
+
+
+def test_recipes_for_branches_say_so(trunk, tmp_path, capsys):
+    (tmp_path / "recipe").mkdir()
+    base = "# @package _global_\ndefaults:\n- override /schedule: constant\n- _self_\nbranch_from: ???\n"
+    base += "optim:\n  beta2: 0.9\n"
+    (tmp_path / "recipe" / "late.yaml").write_text(base)
+    more = "# @package _global_\ndefaults:\n- late\n- _self_\nseed: 5\ncallbacks:\n  sample: null\n"
+    (tmp_path / "recipe" / "later.yaml").write_text(more)
+    config = compose_config(["recipe=later", f"branch_from={trunk}", "optim.beta1=0.8"], tmp_path)
+    assert (config.schedule.name, config.optim.beta2, config.optim.beta1, config.seed) == ("constant", 0.9, 0.8, 5)
+    assert (config.recipe, config.model.hidden_size) == ("later", 32)
+    with pytest.raises(ConfigError, match="branch_from: a value must be given"):
+        compose_config(["recipe=late"], tmp_path)
+    said = refused(capsys, "recipe=quickstart", f"branch_from={trunk}")
+    assert "recipe: is quickstart, a run from its first step" in said
+    assert "`branch_from: ???`" in said
+
+
+def test_all_that_must_be_the_trunk_s_is_named_at_once(trunk, tmp_path, capsys):
+    words = ["model.num_layers=3", "model.vocab_size=330", "optim=muon", "data.sequence_length=64"]
+    words += ["data.global_batch_size=8", "data.tokenizer.kind=bytes", "data.tokenizer.vocab_size=null"]
+    words += ["model.init_from=/nowhere", "trainer.max_steps=2", f"run.root={tmp_path}"]
+    said = refused(capsys, f"branch_from={step(trunk, 3)}", *words)
+    for part in (
+        f"model.num_layers: is 3, and 2 in the trunk {trunk}.",
+        f"model.vocab_size: is 330, and 320 in the trunk {trunk}",
+        "model.init_from: stands beside branch_from",
+        "optim.name: is 'muon', and 'adamw' in the trunk",
+        "data.sequence_length: is 64, and 32 in the trunk",
+        "data.global_batch_size: is 8, and 4 in the trunk",
+        f"data.tokenizer: is another than that of the trunk {trunk}",
+        f"trainer.max_steps: is 2, and {step(trunk, 3)} is at step 3: no step is left.",
+        f"go on from an earlier one: branch_from={step(trunk, 1)}.",
+    ):
+        assert part in said, part
+    assert "8 problems" in said or "9 problems" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_trunk_that_is_none_is_named(trunk, tmp_path, capsys):
+    said = refused(capsys, f"branch_from={trunk / 'checkpoints' / 'step=9'}")
+    assert "does not exist. There are those of step 1, 2, 3, 4." in said
+    for nothing, shown in (("", "''"), (f"[{trunk}]", f"['{trunk}']")):
+        assert f"branch_from: is {shown}. Give a run's folder" in refused(capsys, f"branch_from={nothing}")
+    said = refused(capsys, f"branch_from={tmp_path}")
+    assert f"{tmp_path} holds no run. Give a run's folder" in said
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(trunk / "config.yaml", begun)
+    assert f"{begun} has no checkpoint yet" in refused(capsys, f"branch_from={begun}")
+    assert f"trainer.max_steps: is 4, and {step(trunk, 4)} is at step 4" in refused(capsys, f"branch_from={trunk}")
+    assert "precision: there is no 'mxfp9'" in refused(capsys, f"branch_from={trunk}", "precision=mxfp9")
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(trunk, copy)
+    (tensors,) = (step(copy, 4) / TENSORS).glob("*.distcp")
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+    said = refused(capsys, f"branch_from={step(copy, 4)}", "trainer.max_steps=6")
+    assert str(tensors) in said
+    assert f"step=4 cannot be taken; the next older good one: branch_from={step(copy, 3)}." in said
+    assert main(["plan", "--json", f"branch_from={copy}", "trainer.max_steps=6", "precision=mxfp8"]) == 0
+    out, err = capsys.readouterr()
+    assert "passed over step=4, which is damaged" in err
+    about = json.loads(out)["branch"]
+    assert (about["step"], about["checkpoint"]) == (3, str(step(copy, 3)))
+    assert about["changed"]["precision.name"] == ["fp32", "mxfp8"]
+    for number in (1, 2, 3, 4):
+        (step(copy, number) / "manifest.json").write_text("{")
+    said = refused(capsys, f"branch_from={copy}")
+    assert "step=1/manifest.json" in said
+    assert f"branch_from: no checkpoint in {copy / 'checkpoints'} verifies" in said
+
+
+def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(trunk, copy)
+    (copy / "summary.json").write_text("{")
+    said = refused(capsys, f"branch_from={step(copy, 3)}")
+    assert f"branch_from: {copy / 'summary.json'} is damaged" in said
+    assert "remove that file to branch without what it says" in said
+    (copy / "summary.json").unlink()
+    assert main(["plan", f"branch_from={step(copy, 3)}"]) == 0
+    capsys.readouterr()
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    (copy / "config.yaml").write_text(yaml.safe_dump({**config, "data": 5}))
+    assert "data: is 5, must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
+
+
+def test_plan_says_what_a_branch_changes(trunk, capsys):
+    words = [f"branch_from={step(trunk, 2)}", "precision=mxfp8", "optim.learning_rate=1e-4", "parallel=zero3"]
+    assert main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"branch from step 2 of 4 to 4: {step(trunk, 2)}" in out
+    assert "optim.learning_rate 0.003 -> 0.0001" in out or "optim.learning_rate 0.001 -> 0.0001" in out
+    assert "parallel single -> zero3" in out
+    assert "note   the next update's learning rate is" in out
+
+
+def drawn(config, total):
+    """The windows that each source gives of the first `total` samples, in order."""
+    data = config.data
+    mixture = data.chosen_mixture.build(data.trained_weights, data.global_batch_size, config.trainer.max_steps)
+    order = SampleOrder(mixture, dict.fromkeys(mixture.names, 10_000), seed=0)
+    found = {name: [] for name in mixture.names}
+    for index in range(total):
+        address = order.locate(index)
+        found[mixture.names[address.source]].append(address.window)
+    return found
+
+
+def test_another_mix_goes_on_where_each_source_was_left(trunk):
+    """Annealing on more of a source: no window that the trunk has seen comes again, and none is left out."""
+    at, width = 3, 4
+    words = [f"branch_from={step(trunk, at)}", "data.sources.jsonl.weight=0.5", "data.sources.other.weight=0.5"]
+    branch = settled(Reading(compose_config([*words, "trainer.max_steps=9"]))).checked()
+    was = load_config(trunk / "config.yaml", [])
+    assert drawn(branch, at * width) == drawn(was, at * width)
+    later = drawn(branch, 9 * width)
+    assert {name: len(each) for name, each in later.items()} == {"jsonl": 12 + 12, "other": 12}
+    whole = drawn(was, 24)["jsonl"]
+    assert later["jsonl"] == whole  # the same windows in the same order, more slowly
+    again = settled(Reading(branch)).checked()
+    assert again == branch  # what is settled stays so
+
+
+def test_a_second_branch_appends_its_phase(trunk, tmp_path):
+    words = [f"branch_from={step(trunk, 2)}", "data.sources.other.weight=1.0", "data.sources.jsonl.weight=1.0"]
+    first = settled(Reading(compose_config([*words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"])))
+    assert main(["train", *words, f"run.root={tmp_path}", "run.experiment=x", "run.name=y"]) == 0
+    run = tmp_path / "x" / "y"
+    made = load_config(run / "config.yaml", [])
+    assert made.data.mixture == first.checked().data.mixture
+    assert list(made.data.mixture.phases) == ["trunk", "from_step_2"]
+    assert summary_of(run)["branch"]["changed"]["data.sources.other.weight"] == [0.0, 1.0]
+    tags = writer_job(made, run, summary_of(run))["tags"]
+    about = summary_of(run)["branch"]
+    assert (tags["branch.step"], tags["branch.run_id"]) == ("2", summary_of(trunk)["run_id"])
+    assert (tags["branch.digest"], json.loads(tags["branch.changed"])) == (about["digest"], about["changed"])
+    more = [f"branch_from={step(run, 4)}", "data.sources.jsonl.weight=0.0", "trainer.max_steps=8"]
+    assert main(["train", *more, f"run.dir={tmp_path / 'z'}", f"run.root={tmp_path}", "trainer.max_steps=5"]) == 0
+    roots = [summary_of(each)["branch"]["root_run_id"] for each in (run, tmp_path / "z")]
+    assert roots == [summary_of(trunk)["run_id"]] * 2
+    second = settled(Reading(compose_config(more))).checked()
+    assert list(second.data.mixture.phases) == ["trunk", "from_step_2", "from_step_4"]
+    assert drawn(second, 16) == drawn(made, 16)
+
+
+def test_a_mixture_that_is_given_stays_and_what_it_reads_twice_is_said(trunk, capsys):
+    given = "+data.mixture={kind: phases, phases: {all: {weights: {jsonl: 1.0, other: 1.0}}}}"
+    assert main(["plan", f"branch_from={step(trunk, 3)}", given, "data.sources.other.weight=1.0"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "note   data.sources.jsonl: the trunk has drawn 12 sequences of it, and this mixture counts 6 at step 3" in out
+    )
+
+
+def test_sweeps_take_several_trunks(trunk, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(trunk, copy)
+    both = f"branch_from={step(trunk, 2)},{step(copy, 3)}"
+    jobs = compose_sweep([both, "recipe=sweep/branches"])
+    assert len(jobs) == 8
+    assert {(config.branch_from, config.run.experiment) for _, config in jobs} == {
+        (str(step(each, number)), "branches") for each, number in ((trunk, 2), (copy, 3))
+    }
+    assert {config.precision.name for _, config in jobs} == {"bf16", "fp8_delayed", "mxfp8", "mxfp4_sr"}
+    assert {first_step(config) for _, config in jobs} == {2, 3}
+    words = ["plan", "-m", "--json", both, "recipe=sweep/branches", "precision=bf16,mxfp8", f"run.root={tmp_path}"]
+    assert main(words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [job["tokens"] for job in facts["jobs"]] == [2 * 128, 1 * 128] * 2 or [
+        job["tokens"] for job in facts["jobs"]
+    ] == [256, 256, 128, 128]
+    assert main(["plan", "-m", "recipe=sweep/branches"]) == 2
+    assert "branch_from: a value must be given" in capsys.readouterr().err
