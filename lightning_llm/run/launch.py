@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,14 @@ def launch_ranks(
     shutdown_seconds: int,
     quiet: bool = False,
     first_alone: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run `lightning-llm WORDS` as `count` ranks on this machine, until all have ended.
 
     The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all, which then
     have `shutdown_seconds`. `threads`: of each on the CPU; None: cores are shared out. `quiet`: nobody sees what they
-    print on the standard output. `first_alone`: nor anything that ranks but the first print.
+    print on the standard output. `first_alone`: nor anything that ranks but the first print. `environment`: of the
+    ranks, where this process has none of a variable.
 
     Raises:
         ChildFailedError: of torch.distributed.elastic, a rank failed.
@@ -59,36 +61,42 @@ def launch_ranks(
         shutdown_timeout=shutdown_seconds,
     )
     try:
-        with _for_ranks(threads or max(1, (os.cpu_count() or 1) // count)):
+        cores = threads or max(1, (os.cpu_count() or 1) // count)
+        with _for_ranks({"OMP_NUM_THREADS": str(cores), **(environment or {})}):
             elastic_launch(settings, sys.executable)("-m", "lightning_llm", *words)
     finally:
         shutil.rmtree(logs, ignore_errors=True)
 
 
 @contextmanager
-def _for_ranks(threads: int) -> Iterator[None]:
-    """Share the cores out among the ranks; take back what they and the agent change of this process, which may go on.
+def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set the ranks' environment; take back what they and the agent change of this process, which may go on.
 
     The agent makes every signal below a SignalException, and leaves it so.
     """
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
-    ours = "OMP_NUM_THREADS" not in os.environ
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    ours = environment.keys() - os.environ.keys()
+    os.environ.update({name: environment[name] for name in ours})
     try:
         yield
     finally:
-        if ours:
-            del os.environ["OMP_NUM_THREADS"]
+        for name in ours:
+            del os.environ[name]
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def say_refused(rank: int, failure: Any) -> None:
-    """Say what is wrong with an input where another rank than the first found it: rank 0 may not get to it."""
+def is_refused(rank: int, failure: Any) -> bool:
+    """Return whether an input is wrong, which is said here where another rank than the first found it.
+
+    Of what all ranks found, which rank 0 says, the first to write it down may end by the agent's signal, not with 2.
+    """
+    kind, _, text = message_of(failure).partition(": ")
+    if kind == AgreedError.__name__:
+        return True
     if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
-        kind, _, text = failure.message["message"].partition(": ")
-        if kind != AgreedError.__name__:
-            print(f"error: rank {rank}: {text}", file=sys.stderr)
+        print(f"error: rank {rank}: {text}", file=sys.stderr)
+    return bool(failure.exitcode == 2)
 
 
 def message_of(failure: Any) -> str:

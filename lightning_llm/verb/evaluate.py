@@ -18,10 +18,12 @@ from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
-from lightning_llm.run.launch import failure_line, launch_ranks, say_refused
+from lightning_llm.run.launch import failure_line, is_refused, launch_ranks
 
 STOP_SECONDS = 10
 """How long ranks may take to end after a signal: they have nothing to save."""
+GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -89,17 +91,24 @@ def _start_ranks(request: Request, words: Sequence[str]) -> None:
 
     trainer = request.subjects[0].config.trainer
     try:
-        launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS, first_alone=True)
+        launch_ranks(
+            trainer.devices,
+            words,
+            threads=trainer.threads,
+            shutdown_seconds=STOP_SECONDS,
+            first_alone=True,
+            environment=GIVE_MEMORY_BACK,
+        )
     except SignalException as stop:
         raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        say_refused(rank, failure)
-        if failure.exitcode != 2:
+        refused = is_refused(rank, failure)
+        if not refused:
             if isinstance(failure.message, dict):
                 print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
             print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
-        raise RanksFailedError(2 if failure.exitcode == 2 else 1, failure_line(rank, failure)) from error
+        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
 
 def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:

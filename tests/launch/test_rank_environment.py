@@ -74,8 +74,9 @@ def test_more_ranks_than_cores_are_said():
 def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
     """Rank 0 says what all find alike; of what one finds first, in the data say, it may not have heard."""
     told = "error: rank 2: data.sources: line 9 has no text\n"
-    for rank, kind, said in ((2, "ConfigError", told), (0, "ConfigError", ""), (2, "AgreedError", "")):
-        failure = SimpleNamespace(exitcode=2, message={"message": f"{kind}: data.sources: line 9 has no text"})
+    found = ((2, 2, "ConfigError", told), (0, 2, "ConfigError", ""), (2, 2, "AgreedError", ""))
+    for rank, code, kind, said in (*found, (2, -15, "AgreedError", "")):  # ended by the agent as it was about to
+        failure = SimpleNamespace(exitcode=code, message={"message": f"{kind}: data.sources: line 9 has no text"})
         error = SimpleNamespace(get_first_failure=lambda rank=rank, failure=failure: (rank, failure))
         assert _first_failure(error, tmp_path, 600.0) == 2
         assert capsys.readouterr().err == said
