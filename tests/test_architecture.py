@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "version"),
+    ("errors", "gemm", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "version"),
     ("registry",),
     ("config",),
     ("model", "precision", "data", "optim"),
@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LIBRARIES = {
     "torch": {
+        "gemm",
         "hardware",
         "model",
         "precision",

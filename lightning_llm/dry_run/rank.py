@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.counting import Counting
+from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.gradient_sync import local
@@ -88,7 +89,7 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
     def measure_gradients(loss: Tensor) -> None:
         gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
 
-    with within, counting.following():
+    with within, counting.following(), unwidened():
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)

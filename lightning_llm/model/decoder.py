@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.gemm import linear
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention import document_mask, window_mask
 from lightning_llm.model.rope import rope_tables
@@ -85,7 +85,7 @@ class TokenEmbedding(nn.Embedding):
 
     def project(self, x: Tensor) -> Tensor:
         """Return logits `[B, T, V]` of `x` `[B, T, D]`."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
 
 class Decoder(nn.Module):

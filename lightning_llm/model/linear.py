@@ -1,7 +1,8 @@
 """The one linear layer of every model: what `precision` swaps by name and `parallel` shards by role."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_llm.gemm import linear
 
 
 class Linear(nn.Linear):
@@ -13,4 +14,4 @@ class Linear(nn.Linear):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x weight^T + bias` as this layer computes it, for a shard of its weight."""
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

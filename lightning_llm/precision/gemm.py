@@ -5,7 +5,7 @@ Two kinds of scale come after it: tensor-level factors multiply the product, and
 a code fits no short format) multiply partial sums over one block each, as block-scaled FP8 kernels do.
 
 Factors multiply the fp32 sums on CUDA, whose 16-bit `mm` can return them. On a CPU it cannot, so there a factor that is
-no power of two rounds a second time, by half a unit in the last place at most: an fp32 GEMM would take twice the time.
+no power of two rounds a second time, by half a unit in the last place at most: the same on every CPU, see `gemm`.
 Partial sums need fp32 output, so there the codes go through an fp32 GEMM on either.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_llm.gemm import linear, product
 from lightning_llm.precision.inductor import Backend, run_by
 from lightning_llm.precision.operand import Operand
 
@@ -28,11 +29,14 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
         left, right = left.float(), right.float()
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
     if factor is None and bias is not None and not partial:
-        return torch.addmm(bias.to(left.dtype), left, right).to(dtype)
-    product = _sum_of_partials(a, b, left, right) if partial else left @ right if factor is None else _sums(left, right)
+        return linear(left, right.t(), bias.to(left.dtype)).to(dtype)
+    if partial:
+        sums = _sum_of_partials(a, b, left, right)
+    else:
+        sums = product(left, right) if factor is None else _sums(left, right)
     if factor is not None:
-        return _finish(backend)(product, factor, bias, dtype)
-    return (product if bias is None else product + bias.float()).to(dtype)
+        return _finish(backend)(sums, factor, bias, dtype)
+    return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
 def returns_fp32(device: torch.device) -> bool:
@@ -44,7 +48,7 @@ def _sums(left: Tensor, right: Tensor) -> Tensor:
     """Return left right, in fp32 where the device's kernels can, else in the operands' dtype."""
     if left.dtype != torch.float32 and returns_fp32(left.device):
         return torch.mm(left, right, out_dtype=torch.float32)
-    return left @ right
+    return product(left, right)
 
 
 def _sum_of_partials(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:

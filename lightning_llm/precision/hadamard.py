@@ -9,6 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lightning_llm.gemm import product
+
 
 @lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
 def _sylvester(size: int, device: torch.device) -> Tensor:
@@ -49,5 +51,5 @@ def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype) -> Tensor:
     dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32
     x, s = x.to(dtype), s.to(dtype)
     if axis == 1:
-        return (x.reshape(-1, size) @ s).reshape(rows, columns).to(round_to)
-    return torch.matmul(s.T, x.reshape(rows // size, size, columns)).reshape(rows, columns).to(round_to)
+        return product(x.reshape(-1, size), s).reshape(rows, columns).to(round_to)
+    return product(s.T, x.reshape(rows // size, size, columns)).reshape(rows, columns).to(round_to)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
+from lightning_llm.gemm import linear
 from lightning_llm.keyed_hash import StepKey, name_word
 from lightning_llm.precision import delayed, inductor
 from lightning_llm.precision.formats import FORMATS
@@ -65,7 +65,7 @@ class QuantisedLinear(nn.Linear):
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
             return quantised_linear(x, weight, bias, replace(self.plan, casts=HIGH_CASTS))
-        return F.linear(x, weight.to(x.dtype), bias)
+        return linear(x, weight.to(x.dtype), bias)
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

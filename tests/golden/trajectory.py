@@ -2,7 +2,8 @@
 
 Bits depend on the kernels that PyTorch chooses for the processor, so a recorded curve says which made it: the version
 of torch, the CPU capability, and a fingerprint of what plain torch operations give here, none of this project's code in
-them. Where these agree, the curve must agree to the last bit; where they do not, nothing can be said.
+them. Where these agree, the curve must agree to the last bit; where they do not, nothing can be said. Products are
+torch's own, also where runs take fp32's for them (`lightning_llm.gemm`).
 """
 
 import sys
@@ -21,6 +22,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parallel")]  # for `python 
 
 from traced_run import run_with  # noqa: E402
 
+from lightning_llm import gemm  # noqa: E402
 from lightning_llm.config.compose import compose_config  # noqa: E402
 
 SHIPPED = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
@@ -128,7 +130,7 @@ def trajectory(recipe: str, folder: Path, cache: Path) -> str:
         f"run.dir={folder / recipe}",
     ]
     norms, curve = _GradientNorms(), _Curve()
-    with patch("lightning_llm.callbacks.run_folder.draw_losses"):  # nobody looks at it
+    with patch("lightning_llm.callbacks.run_folder.draw_losses"), gemm.unwidened():  # nobody looks at the picture
         run_with(compose_config(words), norms, curve)
     lines = ["step  loss                grad_norm"]
     lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_llm.gemm import product
 from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
 
 ROWS = 64
@@ -39,7 +40,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
     `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. No gradients.
     """
     p = _probabilities(_by_head(q, k.shape[2]), _scaled_keys(k), mask)  # [BG, R b, t]
-    mixed = torch.bmm(p.to(v.dtype), _by_key(v)).unflatten(1, (-1, q.shape[1]))  # [BG, R, b, K]
+    mixed = product(p.to(v.dtype), _by_key(v)).unflatten(1, (-1, q.shape[1]))  # [BG, R, b, K]
     return _from_heads(mixed, q).contiguous()  # [B, b, H, K]
 
 
@@ -49,7 +50,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     mixed = []
     for start, stop in _row_blocks(q):
         p = _probabilities(queries[:, :, start:stop], scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
-        mixed.append(torch.bmm(p.to(v.dtype), values[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
+        mixed.append(product(p.to(v.dtype), values[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
     return _from_heads(torch.cat(mixed, dim=2), q).contiguous()  # [B, T, H, K]
 
 
@@ -65,9 +66,9 @@ def _backward(
         p = _probabilities(query, scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
         grad_p = torch.bmm(_wide(grad), values_t[:, :, :stop])  # [BG, R b, t]
         grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(q.dtype)  # [BG, R b, t]
-        grad_q.append(torch.bmm(grad_s, keys[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
-        grad_k[:, :stop] += torch.bmm(grad_s.transpose(1, 2), query.flatten(1, 2))
-        grad_v[:, :stop] += torch.bmm(p.to(q.dtype).transpose(1, 2), grad)
+        grad_q.append(product(grad_s, keys[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
+        grad_k[:, :stop] += product(grad_s.transpose(1, 2), query.flatten(1, 2))
+        grad_v[:, :stop] += product(p.to(q.dtype).transpose(1, 2), grad)
     scale = 1 / math.sqrt(q.shape[-1])
     dq = _from_heads(torch.cat(grad_q, dim=2), q) * scale  # [B, T, H, K]
     dk, dv = _from_keys((grad_k * scale).to(k.dtype), k), _from_keys(grad_v.to(v.dtype), v)  # [B, T, G, K]

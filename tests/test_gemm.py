@@ -1,0 +1,83 @@
+"""Products of bf16 numbers by way of fp32: against float64, against torch's own, and what is kept for backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_llm import gemm
+
+HALF_UNIT = 2.0**-8  # bf16 keeps 8 bits: rounding to nearest is off by half of 2^-7 at most
+FP32_SUM = 2.0**-22
+
+
+@pytest.fixture(autouse=True)
+def widened(monkeypatch):
+    """As on a CPU without bf16 products, whatever this one is."""
+    monkeypatch.setattr(gemm, "widens", True)
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounding(exact: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
+    """How far bf16 may be from `exact`, a sum of numbers of `magnitudes` in all: rounded once, sums in fp32."""
+    return HALF_UNIT * exact.abs() + FP32_SUM * magnitudes
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**16))
+def test_sums_are_rounded_once(rows, depth, columns, seed):
+    a, b = numbers(rows, depth, seed=seed), numbers(depth, columns, seed=seed + 1)
+    exact, magnitudes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    made = gemm.product(a, b)
+    assert made.dtype == torch.bfloat16
+    assert ((made.double() - exact).abs() <= rounding(exact, magnitudes) * 1.01).all()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_and_its_gradients_are_those_of_float64(bias):
+    x, w, dy = numbers(2, 24, 96, seed=0), numbers(80, 96, seed=1), numbers(2, 24, 80, seed=2)
+    b = numbers(80, seed=3) if bias else None
+    given_ = [each.clone().requires_grad_() for each in (x, w, b) if each is not None]
+    y = gemm.linear(*given_)
+    found = [y, *torch.autograd.grad(y, given_, dy)]
+    wide = [each.double().requires_grad_() for each in (x, w, b) if each is not None]
+    exact = F.linear(*wide)
+    wanted = [exact, *torch.autograd.grad(exact, wide, dy.double())]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.allclose(ours.double(), theirs, rtol=HALF_UNIT * 1.01, atol=1e-4)
+
+
+def test_no_copy_is_kept_for_the_backward_pass():
+    def kept(linear) -> list[tuple[torch.Size, torch.dtype]]:
+        found = []
+        x, w = numbers(4, 8, 32, seed=0).requires_grad_(), numbers(16, 32, seed=1).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            linear(x, w).sum().backward()
+        return sorted((each.dtype, each.numel()) for each in found)
+
+    assert kept(gemm.linear) == kept(F.linear)
+
+
+def test_what_needs_no_gradient_gets_none():
+    x, w = numbers(8, 32, seed=0), numbers(16, 32, seed=1).requires_grad_()
+    gemm.linear(x, w).sum().backward()
+    assert x.grad is None
+    assert torch.equal(w.grad, x.float().sum(0).expand(16, -1).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_other_numbers_are_left_to_torch(dtype):
+    x, w = numbers(8, 32, seed=0, dtype=dtype), numbers(16, 32, seed=1, dtype=dtype)
+    assert torch.equal(gemm.linear(x, w), F.linear(x, w))
+    assert torch.equal(gemm.product(x, w.t()), x @ w.t())
+
+
+def test_a_dry_run_counts_no_copies():
+    x, w = numbers(8, 32, seed=0), numbers(16, 32, seed=1)
+    with gemm.unwidened():
+        assert torch.equal(gemm.linear(x, w), F.linear(x, w))
+    assert gemm.widens
