@@ -25,6 +25,10 @@ widens = not _cpu_multiplies_bf16()
 """Whether bf16 products on the CPU are fp32's here."""
 
 
+CHUNK_ELEMENTS = 1 << 22
+"""Of an fp32 copy, 16 MB: logits over a large vocabulary are never there whole in fp32."""
+
+
 @contextmanager
 def unwidened() -> Iterator[None]:
     """Run the block as on a device that multiplies bf16 numbers: no fp32 copies of operands are made."""
@@ -52,23 +56,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """Keeps what `F.linear` keeps for the backward pass, not its fp32 copies."""
+    """Keeps what `F.linear` keeps for the backward pass, and of fp32 copies no more than `CHUNK_ELEMENTS` at once."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        wide, wide_bias = weight.float(), None if bias is None else bias.float()
+        parts = [F.linear(rows.float(), wide, wide_bias).to(x.dtype) for rows in _chunks(x, len(weight))]
+        return _joined(parts).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
-        wide = grad_output.float()  # [..., N]
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.matmul(wide, weight.float()).to(x.dtype)  # [..., K]
-        if ctx.needs_input_grad[1]:
-            rows = wide.flatten(0, -2).t()  # [N, M]
-            grad_weight = torch.matmul(rows, x.flatten(0, -2).float()).to(weight.dtype)  # [N, K]
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad_output.flatten(0, -2).sum(0)  # [N]
-        return grad_x, grad_weight, grad_bias
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        wide, parts, grad_weight = weight.float(), [], None
+        for rows, grads in zip(_chunks(x, len(weight)), _chunks(grad_output, x.shape[-1]), strict=True):
+            wide_grads = grads.float()  # [m, N]
+            if needs_x:
+                parts.append(torch.mm(wide_grads, wide).to(x.dtype))  # [m, K]
+            if needs_weight:
+                product = torch.mm(wide_grads.t(), rows.float())  # [N, K]
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+        return (
+            _joined(parts).view_as(x) if needs_x else None,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            grad_output.sum_to_size(len(weight)) if needs_bias else None,
+        )
+
+
+def _chunks(x: Tensor, other_width: int) -> tuple[Tensor, ...]:
+    """Return the rows of `x` `[..., K]`, so many at once that they, and as many of `other_width`, are not too many."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.split(max(1, CHUNK_ELEMENTS // max(x.shape[-1], other_width)))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -37,7 +37,9 @@ def test_sums_are_rounded_once(rows, depth, columns, seed):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_layer_and_its_gradients_are_those_of_float64(bias):
+@pytest.mark.parametrize("chunk_elements", [1 << 22, 1000])  # at once; ten rows, the last chunk with eight
+def test_a_linear_layer_and_its_gradients_are_those_of_float64(bias, chunk_elements, monkeypatch):
+    monkeypatch.setattr(gemm, "CHUNK_ELEMENTS", chunk_elements)
     x, w, dy = numbers(2, 24, 96, seed=0), numbers(80, 96, seed=1), numbers(2, 24, 80, seed=2)
     b = numbers(80, seed=3) if bias else None
     given_ = [each.clone().requires_grad_() for each in (x, w, b) if each is not None]
@@ -49,6 +51,12 @@ def test_a_linear_layer_and_its_gradients_are_those_of_float64(bias):
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.bfloat16
         assert torch.allclose(ours.double(), theirs, rtol=HALF_UNIT * 1.01, atol=1e-4)
+
+
+def test_one_row_is_a_linear_layers_too():
+    x, w = numbers(96, seed=0), numbers(80, 96, seed=1)
+    assert gemm.linear(x, w).shape == (80,)
+    assert torch.allclose(gemm.linear(x, w).double(), w.double() @ x.double(), rtol=HALF_UNIT * 1.01, atol=1e-4)
 
 
 def test_no_copy_is_kept_for_the_backward_pass():
