@@ -3,7 +3,9 @@
 import json
 import platform
 import sys
+from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from benchmarks import (
     trainer_overhead,
 )
 from benchmarks.rotation import Row
+from benchmarks.shape import LARGE, MIDDLE, SMALL
 
 BENCHMARKS = {
     "startup": startup.measure,
@@ -32,7 +35,10 @@ BENCHMARKS = {
     "trainer_overhead": trainer_overhead.measure,
     "tracking": tracking.measure,
     "parallel": parallel.measure,
-    "peers": peers.measure,
+    "peers": partial(peers.measure, MIDDLE),
+    "peers_2m": partial(peers.measure, SMALL),
+    "peers_60m": partial(peers.measure, LARGE),
+    "peers_1024": partial(peers.measure, replace(MIDDLE, length=1024, batch=2)),
     "plan_memory": plan_memory.measure,
     "precision": precision.measure,
     "health": health.measure,

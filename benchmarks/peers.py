@@ -1,34 +1,63 @@
-"""Tokens per second at one shape: our model, transformers' and litgpt's in a plain loop, and transformers' Trainer."""
+"""Training at one shape: our model and the peers' in the same plain loop, our `train` and transformers' Trainer."""
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
+from benchmarks.peer_models import MODELS, hugging_face
 from benchmarks.rotation import Row, interleaved_minima, stepping
-from benchmarks.shape import BATCH, FFN, HEADS, HIDDEN, LAYERS, LENGTH, VOCAB, config, plain_step, random_batch
+from benchmarks.shape import Shape, config, random_batch
+from benchmarks.trainer_overhead import trainer_steps
+from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.compile import compile_blocks
+from lightning_llm.run.rank import quiet_lightning
+
+Step = Callable[[], float]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+EAGER_TARGET, COMPILED_TARGET, TRAINER_TARGET = ">= 1.2", ">= 1.15", ">= 1.2"
+ROUNDS, STEPS = 5, 3
 
 
-def our_step(compiled: bool, dtype: torch.dtype) -> Any:
-    """Return a function that takes one step of our model in the same plain loop."""
-    model = Decoder(config().model, dtype)
+def our_step(shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
+    """Return a function that takes one step of our model in the plain loop: fp32 weights, cast on use."""
+    model = Decoder(config(shape=shape).model, dtype)
     initialise(model, 0)
     if compiled:
         compile_blocks(model.blocks)
+    tokens, labels = random_batch(shape)
+    return _step(model, lambda: next_token_loss_sum(model(tokens), labels) / labels.numel())
+
+
+def peer_step(model: nn.Module, shape: Shape, compiled: bool, dtype: torch.dtype) -> Step:
+    """Return a function that takes one step of a peer's in the loop that everyone writes: autocast, cross entropy."""
+    tokens, labels = random_batch(shape)
+    forward = torch.compile(model) if compiled else model
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = forward(tokens)
+            logits = out.logits if hasattr(out, "logits") else out
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    return _step(model, loss)
+
+
+def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens, labels = random_batch()
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        loss = next_token_loss_sum(model(tokens), labels) / labels.numel()
+        loss = loss_of()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -37,44 +66,23 @@ def our_step(compiled: bool, dtype: torch.dtype) -> Any:
     return step
 
 
-def hugging_face_model() -> nn.Module:
-    """Return transformers' Llama at the shape."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS, num_key_value_heads=HEADS, max_position_embeddings=LENGTH, use_cache=False,
-        )
-    )  # fmt: skip
+def peak_bytes(step: Step) -> int:
+    """Return the most bytes of tensors that are there at once in a step after the first, what was there before too."""
+    step()
+    with MemTracker() as tracker:
+        step()
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def litgpt_model() -> nn.Module | str:
-    """Return litgpt's Llama at the shape, or why there is none."""
-    try:
-        from litgpt.model import GPT, Config
-    except ModuleNotFoundError as error:
-        if error.name == "litgpt":
-            return "not measured: litgpt is not installed (pip install --no-deps litgpt)"
-        return f"not measured: litgpt needs {error.name} (pip install {error.name})"
-    return GPT(
-        Config(
-            n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_query_groups=HEADS, intermediate_size=FFN, vocab_size=VOCAB,
-            padded_vocab_size=VOCAB, block_size=LENGTH, rotary_percentage=1.0, parallel_residual=False, bias=False,
-            norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP",
-        )
-    )  # fmt: skip
-
-
-def hugging_face_trainer_steps() -> Iterator[None]:
-    """Yield after each step of transformers' Trainer in bf16."""
+def trainer_steps_of_transformers(shape: Shape, bf16: bool) -> Iterator[None]:
+    """Yield after each step of transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    tokens, _ = random_batch()
+    tokens, _ = random_batch(shape)
     data = [{"input_ids": row, "labels": row} for row in tokens] * 4000
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=BATCH, bf16=True, use_cpu=True, report_to=[], max_steps=4000,
-        logging_steps=10, save_strategy="no", optim="adamw_torch_fused", disable_tqdm=True,
+        tempfile.mkdtemp(), per_device_train_batch_size=shape.batch, bf16=bf16, use_cpu=True, report_to=[],
+        max_steps=4000, logging_steps=10, save_strategy="no", optim="adamw_torch_fused", disable_tqdm=True,
     )  # fmt: skip
     go: Queue[bool] = Queue()
     done: Queue[None] = Queue()
@@ -90,7 +98,7 @@ def hugging_face_trainer_steps() -> Iterator[None]:
         def on_log(self, *_: Any, **__: Any) -> None:
             """Keep quiet."""
 
-    trainer = Trainer(hugging_face_model(), arguments, train_dataset=data, callbacks=[Turnstile()])
+    trainer = Trainer(hugging_face(shape), arguments, train_dataset=data, callbacks=[Turnstile()])
     threading.Thread(target=trainer.train, daemon=True).start()
     while True:
         go.put(True)
@@ -98,29 +106,46 @@ def hugging_face_trainer_steps() -> Iterator[None]:
         yield
 
 
-def measure() -> Iterator[Row]:
-    """Yield tokens per second of each, and our ratios to the fastest of the others."""
+def measure(shape: Shape) -> Iterator[Row]:
+    """Yield per dtype the tokens per second of each, and our ratios to the fastest and the leanest of the others."""
+    for name, dtype in DTYPES.items():
+        yield from _loops(shape, name, dtype)
+        yield from _trainers(shape, name)
+
+
+def _loops(shape: Shape, name: str, dtype: torch.dtype) -> Iterator[Row]:
+    theirs: dict[str, tuple[Step, Step]] = {}
+    for peer, made in MODELS.items():
+        model = made(shape)
+        if isinstance(model, str):
+            yield f"{peer}, {name}, tokens/s", None, model
+        else:
+            theirs[peer] = tuple(peer_step(model, shape, compiled, dtype) for compiled in (False, True))  # type: ignore[assignment]
+    ours = tuple(our_step(shape, compiled, dtype) for compiled in (False, True))
+    peaks = {peer: peak_bytes(eager) for peer, (eager, _) in theirs.items()}
+    for index, (how, target) in enumerate([("eager", EAGER_TARGET), ("compiled", COMPILED_TARGET)]):
+        contenders = {peer: stepping(steps[index]) for peer, steps in theirs.items()} | {"ours": stepping(ours[index])}
+        best = interleaved_minima(contenders, ROUNDS, STEPS)
+        for each, seconds in best.items():
+            yield f"{each}, {name}, {how}, tokens/s", shape.tokens / seconds, ""
+        yield f"ours over the fastest, {name}, {how}", min(best[each] for each in theirs) / best["ours"], target
+    yield f"peak bytes of ours over the leanest's, {name}, eager", peak_bytes(ours[0]) / min(peaks.values()), "<= 1"
+
+
+def _trainers(shape: Shape, name: str) -> Iterator[Row]:
     from transformers.utils import is_accelerate_available
 
-    transformers_llama = hugging_face_model()
-    theirs = {"transformers, plain loop": stepping(lambda: plain_step(transformers_llama, True))}
-    if is_accelerate_available():
-        theirs["transformers, its Trainer"] = hugging_face_trainer_steps()
-    else:
+    if not is_accelerate_available():
         why = "not measured: accelerate is not installed (pip install -e '.[bench]')"
-        yield "transformers, its Trainer, bf16, tokens/s", None, why
-    litgpt = litgpt_model()
-    if isinstance(litgpt, nn.Module):
-        theirs["litgpt, plain loop"] = stepping(lambda: plain_step(litgpt, True))
-    else:
-        yield "litgpt, plain loop, bf16, tokens/s", None, litgpt
-    ours = {
-        "ours, plain loop": stepping(our_step(False, torch.bfloat16)),
-        "ours, plain loop, compiled": stepping(our_step(True, torch.bfloat16)),
-    }
-    best = interleaved_minima({**theirs, **ours}, rounds=10, steps=3)
-    for name, seconds in best.items():
-        yield f"{name}, bf16, tokens/s", BATCH * LENGTH / seconds, ""
-    fastest = min(best[name] for name in theirs)
-    yield "ours over the fastest of them, bf16", fastest / best["ours, plain loop"], ">= 1.05"
-    yield "ours compiled over the fastest of them, bf16", fastest / best["ours, plain loop, compiled"], ">= 1.12"
+        yield f"transformers' Trainer, {name}, tokens/s", None, why
+        return
+    quiet_lightning()
+    run = config(f"precision={name}", shape=shape)
+    steps, turnstile, thread = trainer_steps(run, open_corpus(run.data, run.seed, run.model.vocab_size))
+    theirs = trainer_steps_of_transformers(shape, name == "bf16")
+    best = interleaved_minima({"train": steps, "transformers' Trainer": theirs}, ROUNDS, STEPS)
+    turnstile.go.put(False)
+    thread.join(timeout=60)
+    for each, seconds in best.items():
+        yield f"{each}, {name}, tokens/s", shape.tokens / seconds, ""
+    yield f"train over transformers' Trainer, {name}", best["transformers' Trainer"] / best["train"], TRAINER_TARGET

@@ -2,10 +2,10 @@
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.compose import compose_config
@@ -15,18 +15,43 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 
-HIDDEN, LAYERS, HEADS, FFN, VOCAB, LENGTH, BATCH = 256, 6, 8, 704, 4096, 256, 8
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama and what it is trained on: `batch` sequences of `length` tokens a step."""
+
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    vocab: int
+    length: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Per step."""
+        return self.batch * self.length
 
 
-def config(*more: str, steps: int = 10_000) -> Config:
+MIDDLE = Shape(hidden=256, layers=6, heads=8, ffn=704, vocab=4096, length=256, batch=8)
+"""7 million parameters."""
+SMALL = Shape(hidden=128, layers=4, heads=4, ffn=384, vocab=4096, length=256, batch=8)
+"""2 million."""
+LARGE = Shape(hidden=640, layers=8, heads=10, ffn=1792, vocab=16_384, length=256, batch=2)
+"""62 million."""
+
+
+def config(*more: str, shape: Shape = MIDDLE, steps: int = 10_000) -> Config:
     """Return a run of ours at the shape, in a folder of its own, with default callbacks and MLflow."""
     folder = Path(tempfile.mkdtemp(prefix="lightning-llm-bench-"))
     return compose_config([
-        "model=llama_tiny", f"model.hidden_size={HIDDEN}", f"model.num_layers={LAYERS}", f"model.num_heads={HEADS}",
-        f"model.num_kv_heads={HEADS}", f"model.ffn_hidden_size={FFN}", f"model.vocab_size={VOCAB}",
-        f"data.sequence_length={LENGTH}", f"data.micro_batch_size={BATCH}", f"data.global_batch_size={BATCH}",
-        f"trainer.max_steps={steps}", "trainer.validate_every_steps=null", "checkpoint.every_steps=null",
-        "callbacks.sample=null", f"run.root={folder}", *more,
+        "model=llama_tiny", f"model.hidden_size={shape.hidden}", f"model.num_layers={shape.layers}",
+        f"model.num_heads={shape.heads}", f"model.num_kv_heads={shape.heads}", f"model.ffn_hidden_size={shape.ffn}",
+        f"model.vocab_size={shape.vocab}", f"model.max_sequence_length={max(1024, shape.length)}",
+        f"data.sequence_length={shape.length}", f"data.micro_batch_size={shape.batch}",
+        f"data.global_batch_size={shape.batch}", f"trainer.max_steps={steps}", "trainer.validate_every_steps=null",
+        "checkpoint.every_steps=null", "callbacks.sample=null", f"run.root={folder}", *more,
     ])  # fmt: skip
 
 
@@ -47,25 +72,8 @@ def loop_steps(model: Decoder, run: Config, corpus: Corpus, rank: int = 0) -> It
         yield
 
 
-def random_batch() -> tuple[Tensor, Tensor]:
-    """Return tokens and labels, int64 [BATCH, LENGTH]."""
-    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def random_batch(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels, int64 [batch, length]."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocab, (shape.batch, shape.length + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def plain_step(model: nn.Module, autocast: bool) -> float:
-    """Take one step of the hand-written loop that everyone writes: autocast, cross entropy, clip, fused AdamW."""
-    tokens, labels = random_batch()
-    optimizer = optimizers.setdefault(id(model), torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    optimizer.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(tokens)
-        logits = out.logits if hasattr(out, "logits") else out
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
-
-
-optimizers: dict[int, torch.optim.Optimizer] = {}
