@@ -70,7 +70,7 @@ def _unnamed(tree: DictConfig) -> Iterator[Problem]:
     for group, field in Config.model_fields.items():
         needed = getattr(field.annotation, "model_fields", {}).get("name")
         if needed is not None and needed.is_required() and isinstance(tree.get(group), DictConfig):
-            if OmegaConf.is_interpolation(tree[group], "name") or "name" in tree[group]:
+            if "name" in tree[group]:
                 continue
             yield Problem(f"{group}.name", f"a value must be given: what {group}=NAME calls this file.")
             OmegaConf.update(tree, f"{group}.name", "unnamed", force_add=True)
