@@ -45,7 +45,7 @@ class RecipeSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return whether there is such a group or subgroup."""
-        return any(name.startswith(f"{config_path}/") for name in _files())
+        return any(name.startswith(f"{config_path.rstrip('/')}/") for name in _files())
 
     def is_config(self, config_path: str) -> bool:
         """Return whether there is such a recipe."""
@@ -53,12 +53,13 @@ class RecipeSource(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names in a group: of its subgroups, of its recipes, or of both."""
-        found = {ObjectType.GROUP: set[str](), ObjectType.CONFIG: set[str]()}
+        folder, found = f"{config_path.rstrip('/')}/", set[str]()
         for name in _files():
-            if name.startswith(f"{config_path}/"):
-                first, below, _ = name.removeprefix(f"{config_path}/").partition("/")
-                found[ObjectType.GROUP if below else ObjectType.CONFIG].add(first)
-        return sorted(set().union(*found.values()) if results_filter is None else found[results_filter])
+            if name.startswith(folder):
+                first, below, _ = name.removeprefix(folder).partition("/")
+                if results_filter in (None, ObjectType.GROUP if below else ObjectType.CONFIG):
+                    found.add(first)
+        return sorted(found)
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a recipe's content."""
