@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from functools import cache
 from typing import NoReturn
 
 from lightning_llm.config.config_dir import open_config_dir
@@ -74,7 +75,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         hint = f". Overrides have no dashes: key=value{_meant(rest)}" if dashed else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]  # a new list: theirs may be the parser's default
     return arguments
 
 
@@ -86,6 +87,7 @@ def _meant(options: list[str]) -> str:
     return "".join(f". {name}:{hint}" for name in names if (hint := known_elsewhere(name)))
 
 
+@cache
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="lightning-llm",

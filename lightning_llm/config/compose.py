@@ -24,7 +24,8 @@ from lightning_llm.config.composition import Composer, shipped_composer
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
-from lightning_llm.config.recipes import folder_problems, group_names, register_recipes
+from lightning_llm.config.recipe_source import register_recipes
+from lightning_llm.config.recipes import folder_problems, group_names
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config

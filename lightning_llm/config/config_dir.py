@@ -22,8 +22,9 @@ def open_config_dir(folder: Path | None) -> None:
     Raises:
         ConfigError: it is no folder.
     """
-    for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
-        del sys.modules[name]
+    if PACKAGE in sys.modules:
+        for name in [each for each in sys.modules if each.partition(".")[0] == PACKAGE]:
+            del sys.modules[name]
     if folder is None:
         return
     if not folder.is_dir():

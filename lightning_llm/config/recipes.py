@@ -1,11 +1,7 @@
-"""The shipped groups and recipes: where their files lie, what each is for, and how Hydra finds `recipe=NAME`.
-
-The recipes' folder is plural and the Hydra group singular, so the files are put into Hydra's config store one by one.
-"""
+"""The shipped groups and recipes: where their files lie, and what each is for."""
 
 import re
 from collections.abc import Iterator
-from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -76,23 +72,6 @@ def folder_problems(config_dir: Path) -> list[Problem]:
     others = [each for group in groups for each in sorted((config_dir / group).rglob(f"*{OTHER_ENDING}"))]
     unread = [Problem(key, f"{each} is not read. Rename it to {each.with_suffix(ENDING).name}.") for each in others]
     return [*clashes, *unread]
-
-
-@cache
-def register_recipes() -> None:
-    """Put every shipped recipe into Hydra's `recipe` group, once in a process."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-
-    for name, file in recipe_files():
-        parent, _, leaf = name.rpartition("/")
-        ConfigStore.instance().store(
-            group=f"recipe/{parent}" if parent else "recipe",
-            name=leaf,
-            node=OmegaConf.create(file.read_text(encoding="utf-8")),
-            package="_global_",
-            provider="lightning_llm.recipes",
-        )
 
 
 def _yaml_files(

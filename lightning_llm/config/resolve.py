@@ -21,10 +21,11 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
         return Reading(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
-    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
     if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
         OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
-    found |= _unresolvable(tree, ())
+    unresolvable = _resolve(tree, ())
+    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
+    found |= unresolvable
     for path in found:
         if path[-1] != "name":
             OmegaConf.update(tree, ".".join(path), None)
@@ -91,8 +92,11 @@ def _no_groups(tree: DictConfig) -> Iterator[Problem]:
         yield Problem(group, text)
 
 
-def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
-    """Return the paths of what cannot be resolved, with None where a missing key, reported already, is the cause."""
+def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], Problem | None]:
+    """Put values in the place of interpolations, so that each is parsed once: half of a composition's time.
+
+    Return the paths of what cannot be resolved, with None where a missing key, reported as such, is the cause.
+    """
     found: dict[tuple[str, ...], Problem | None] = {}
     for key in tree:
         path = (*above, str(key))
@@ -106,8 +110,15 @@ def _unresolvable(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, .
             found[path] = Problem(".".join(path), f"{first_line(error)}.")
         else:
             if isinstance(value, DictConfig):
-                found |= _unresolvable(value, path)
+                found |= _resolve(value, path)
+            elif OmegaConf.is_interpolation(tree, key) and _is_plain(value):
+                tree[key] = value
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a resolved value stands for itself in a tree: no list, and no text with a literal `${`."""
+    return isinstance(value, bool | int | float | Path) or (isinstance(value, str) and "$" not in value)
 
 
 def first_line(error: Exception) -> str:

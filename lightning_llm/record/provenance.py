@@ -35,7 +35,15 @@ def _versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any]:
-    """Return {"sha", "dirty"} of the checkout the package runs from; both None for a wheel, or without git."""
+    """Return {"sha", "dirty"} of the checkout the package runs from; both None for a wheel, or without git.
+
+    As they are when a process asks first, as `code_hash` is.
+    """
+    return dict(_git_state())
+
+
+@cache
+def _git_state() -> dict[str, Any]:
     root = checkout()
     sha = _git(root, "rev-parse", "HEAD") if root else None
     status = _git(root, "status", "--porcelain") if sha else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from layout_matrix import Case
 from rank_group import RankGroup
-from traced_run import Trace, difference, traced_run
+from traced_run import Trace, difference, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -51,7 +51,7 @@ def alone(ranks, matrix_run) -> Callable[..., Trace]:
     def trace(micro_batches: int, precision: str, *more: str) -> Trace:
         key = (micro_batches, precision, *more)
         if key not in traces:
-            traces[key] = ranks(1).call(traced_run, matrix_run("single", 1, micro_batches, precision, *more))
+            traces[key] = ranks(1).call(unsaved_run, matrix_run("single", 1, micro_batches, precision, *more))
         return traces[key]
 
     return trace
@@ -66,7 +66,7 @@ def to_the_bits(ranks, matrix_run, alone) -> Callable[..., None]:
         config = matrix_run(case.layout, case.world, case.micro_batches, case.precision, *more, checkpointing)
         degrees = resolve_degrees(config.parallel, case.world)
         assert bitwise_problem(degrees, config.parallel.zero_stage, case.micro_batches // degrees.dp) is None
-        ours = ranks(case.world).call(traced_run, config)
+        ours = ranks(case.world).call(unsaved_run, config)
         assert difference(ours, alone(case.micro_batches, case.precision, *more)) is None
         norms = [line[3] for line in ours["curve"] if line[3] is not None]
         assert max(norms) > 0.5, "nothing was clipped"

@@ -35,6 +35,8 @@ forkserver.set_forkserver_preload(
         "lightning_llm.plan.check",
         "lightning_llm.plan.resolve",
         "torch.distributed.tensor.debug",
+        "lightning_llm.verb.train",
+        "tests.composed_once",
     ]
 )
 

@@ -134,7 +134,7 @@ def _bytes(tensors: Any) -> int:
 
 def measured(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
     measure = Measure()
-    run_with(config, measure)
+    run_with(config, measure, saves=False)
     sent = measure.sent.counted
     return sent.by_kind(sent.bytes), dict(measure.held), sent.largest_reduced
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from layout_matrix import lasting
-from traced_run import Trace, traced_run
+from traced_run import Trace, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.plan.degrees import bitwise_problem, resolve_degrees
@@ -30,7 +30,7 @@ def run(ranks, small_run, tmp_path_factory) -> Callable[..., Trace]:
             degrees = resolve_degrees(config.parallel, config.trainer.devices)
             said = bitwise_problem(degrees, config.parallel.zero_stage, micro_batches // config.trainer.devices)
             assert (said is None) == (config.trainer.devices == 1)
-        return ranks(config.trainer.devices).call(traced_run, config)
+        return ranks(config.trainer.devices).call(unsaved_run, config)
 
     return traced
 

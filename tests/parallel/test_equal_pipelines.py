@@ -20,7 +20,7 @@ from layout_matrix import (
     lasting,
     length_of,
 )
-from traced_run import difference, traced_run
+from traced_run import difference, unsaved_run
 
 LAYERS = 5
 """Uneven over two and four stages."""
@@ -74,7 +74,7 @@ def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
 def test_a_tied_embedding_is_close(layout, world, precision, ranks, matrix_run, alone):
     """`of_all_stages` has compared the copies of first and last stage, gradients and parameters, bit for bit."""
     tied = [*CLOSE, "model.tie_embeddings=true"]
-    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, precision, *tied))
+    ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 8, precision, *tied))
     single = alone(8, precision, *tied)
     assert exceeded(off(ours, single), limits_of(precision)) == []
 
@@ -96,14 +96,14 @@ PLACES = [
 @pytest.mark.parametrize(("layout", "world", "keys"), PLACES)
 def test_other_points_of_the_same_keys_are_equal(layout, world, keys, ranks, matrix_run, alone):
     compiled = ["parallel.compile=true"] if "compile" in keys else []
-    ours = ranks(world).call(traced_run, matrix_run(layout, world, 8, "fp32", *SHAPE, *keys.split()))
+    ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 8, "fp32", *SHAPE, *keys.split()))
     assert difference(ours, alone(8, "fp32", *SHAPE, *compiled)) is None
 
 
 def test_documents_are_masked_on_every_stage(ranks, matrix_run, alone):
     """Of attention, and the states of linear attention begin anew."""
     masked = [*SHAPE, "data.document_mask=true", "model.layers=[attention, gla]"]
-    ours = ranks(2).call(traced_run, matrix_run("pp_interleaved", 2, 4, "fp32", *masked))
+    ours = ranks(2).call(unsaved_run, matrix_run("pp_interleaved", 2, 4, "fp32", *masked))
     assert difference(ours, alone(4, "fp32", *masked)) is None
     assert difference(alone(4, "fp32", *masked), alone(4, "fp32", *masked, "data.document_mask=false")) is not None
 
@@ -140,5 +140,5 @@ def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision,
     casts = [] if precision in ("fp32", "bf16") else ["precision.compute_dtype=fp32"]  # differences are casts' alone
     model = [*(word for word in more if word.startswith("model.")), *SHARED, *casts]
     run = CLOSE if any("stages" in word for word in more) else [*CLOSE, "model.num_layers=3"]  # uneven over two stages
-    ours = ranks(world).call(traced_run, matrix_run(layout, world, 4, precision, *run, *more, *SHARED, *casts))
+    ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 4, precision, *run, *more, *SHARED, *casts))
     assert exceeded(off(ours, alone(4, precision, *run, *model)), limits_of(precision)) == []

@@ -16,7 +16,7 @@ import pytest
 import torch
 from curve_limits import FOUR_BITS, FP32, SHIPPED, Limits, exceeded, limits_of, off
 from layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks, lasting
-from traced_run import Trace, traced_run
+from traced_run import Trace, traced_run, unsaved_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel.gradient_sync import local
@@ -151,7 +151,7 @@ def run(small_run, tmp_path_factory, ranks):
                 *lasting(CLOSE_STEPS), *words,
             )
         )  # fmt: skip
-        return ranks(world).call(*((traced_run, config) if planted is None else (faulty_run, config, planted)))
+        return ranks(world).call(*((unsaved_run, config) if planted is None else (faulty_run, config, planted)))
 
     return traced
 
@@ -297,7 +297,7 @@ def faulty_run(config: Any, fault: str) -> Trace:
     if fault == "place":
         SHARD_AXES["column"]["dy"] = None
     try:
-        return traced_run(config, Planted(fault))
+        return traced_run(config, Planted(fault), saves=False)
     finally:
         SHARD_AXES["column"].update(axes)
 

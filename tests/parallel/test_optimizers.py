@@ -60,7 +60,7 @@ class Measure(pl.Callback):
 
 def measured_run(config: Any) -> Trace:
     measure = Measure()
-    trace = traced_run(config, measure)
+    trace = traced_run(config, measure, saves=False)
     counted = measure.sent.counted
     return trace | {"state_bytes": measure.state_bytes, "sent": counted.by_kind(counted.bytes), "rates": measure.rates}
 

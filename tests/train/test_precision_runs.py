@@ -1,10 +1,12 @@
 """Every shipped precision recipe through whole runs: it learns, it is not fp32, and it resumes to the same bits."""
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -63,20 +65,35 @@ def test_losses_fall_and_are_not_fp32s(recipe, small_run, fp32_losses, tmp_path)
     assert ours[0] == pytest.approx(fp32_losses[0], rel=0.05)
 
 
-def stop_and_resume(small_run, tmp_path: Path, *words: str) -> None:
+THREE_STEPS = ["trainer.max_steps=3", "schedule.total_steps=3", "trainer.validate_every_steps=null"]
+
+
+@pytest.fixture(scope="module")
+def whole(small_run, tmp_path_factory) -> Callable[..., Path]:
+    """Return the folder of three steps of a recipe at once, with eager casts, made once for each."""
+
+    @functools.cache
+    def trained(*words: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        assert train(small_run, folder, *words, *THREE_STEPS) == 0
+        return folder / "run"
+
+    return trained
+
+
+def stop_and_resume(small_run, whole, tmp_path: Path, *words: str) -> None:
     """Train 3 steps at once, and 2 then 1; compare losses, weights and the state of casts bit for bit."""
-    common = [*words, "schedule.total_steps=3", "trainer.validate_every_steps=null"]
-    assert train(small_run, tmp_path / "whole", *common, "trainer.max_steps=3") == 0
-    assert train(small_run, tmp_path / "parts", *common, "trainer.max_steps=2") == 0
-    assert train(small_run, tmp_path / "parts", *common, "trainer.max_steps=3", "resume=auto") == 0
-    assert losses(tmp_path / "parts" / "run") == losses(tmp_path / "whole" / "run")
-    folders = [tmp_path / part / "run/checkpoints/step=3" for part in ("whole", "parts")]
+    assert train(small_run, tmp_path, *words, *THREE_STEPS, "trainer.max_steps=2") == 0
+    assert train(small_run, tmp_path, *words, *THREE_STEPS, "resume=auto") == 0
+    runs = (whole(*words), tmp_path / "run")
+    assert losses(runs[1]) == losses(runs[0])
+    folders = [run / "checkpoints" / "step=3" for run in runs]
     for read in (read_tensors, lambda folder: load_file(folder / "precision.safetensors")):
-        whole, parts = (read(folder) for folder in folders)
-        assert whole.keys() == parts.keys()
-        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+        at_once, parts = (read(folder) for folder in folders)
+        assert at_once.keys() == parts.keys()
+        assert all(torch.equal(at_once[name], parts[name]) for name in parts)
     if "precision=fp8_delayed" in words:
-        assert any(name.endswith("amax_history") for name in whole)
+        assert any(name.endswith("amax_history") for name in parts)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +105,11 @@ def stop_and_resume(small_run, tmp_path: Path, *words: str) -> None:
         *(pytest.param(n, marks=pytest.mark.full) for n in ("nvfp4", "quartet", "bf16_true")),
     ],
 )
-def test_resume_gives_the_same_bits(recipe, small_run, tmp_path):
-    stop_and_resume(small_run, tmp_path, f"precision={recipe}")
+def test_resume_gives_the_same_bits(recipe, small_run, whole, tmp_path):
+    stop_and_resume(small_run, whole, tmp_path, f"precision={recipe}")
 
 
-def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, tmp_path, capsys):
+def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, whole, tmp_path, capsys):
     """Delayed scales beside a block that stays high, MXFP8 and bf16: each layer has the state of its own casts."""
     rules = '[{names: ["*.o_proj"], recipe: mxfp8}, {names: ["*.down_proj"], high: true}]'
     mixed = [
@@ -100,9 +117,9 @@ def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, tmp_p
         "precision.modules.first_blocks_high_precision=1",
         f"precision.modules.casts={rules}",
     ]
-    stop_and_resume(small_run, tmp_path, *mixed)
+    stop_and_resume(small_run, whole, tmp_path, *mixed)
     told = capsys.readouterr().out
-    assert "casts  12 linear layers, emulated" in told
+    assert "casts  12 linear layers, emulated, eager (precision.casts=eager)" in told
     assert "7 high (modules.first_blocks_high_precision=1); 2 high (modules.casts.1 keeps it high)" in told
     state = load_file(next((tmp_path).rglob("precision.safetensors")))
     scaled = {name.removesuffix(".scale") for name in state if name.endswith(".scale")}
@@ -117,23 +134,21 @@ def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, tmp_p
 
 
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp4_sr", pytest.param("quartet", marks=pytest.mark.full)])
-def test_recomputation_gives_the_same_bits(recipe, small_run, tmp_path):
-    words = [f"precision={recipe}", "trainer.max_steps=3", "trainer.validate_every_steps=2"]
-    for folder, kind in ((tmp_path / "a", "none"), (tmp_path / "b", "full")):
-        assert train(small_run, folder, *words, f"parallel.activation_checkpoint={kind}") == 0
-    assert losses(tmp_path / "a" / "run") == losses(tmp_path / "b" / "run")
+def test_recomputation_gives_the_same_bits(recipe, small_run, whole, tmp_path):
+    """With a validation between the steps, which the other run has not."""
+    words = [f"precision={recipe}", *THREE_STEPS, "trainer.validate_every_steps=2"]
+    assert train(small_run, tmp_path, *words, "parallel.activation_checkpoint=full") == 0
+    assert losses(tmp_path / "run") == losses(whole(f"precision={recipe}"))
 
 
 @pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("recipe", [pytest.param("fp8_delayed", marks=pytest.mark.full), "mxfp4_sr"])
-def test_compiled_casts_train_to_eagers_bits(recipe, small_run, tmp_path, capsys):
-    words = [f"precision={recipe}", "trainer.max_steps=3", "trainer.validate_every_steps=null"]
+def test_compiled_casts_train_to_eagers_bits(recipe, small_run, whole, tmp_path, capsys):
+    assert train(small_run, tmp_path, f"precision={recipe}", *THREE_STEPS, "precision.casts=compiled") == 0
+    assert "emulated, compiled (precision.casts=compiled)" in capsys.readouterr().out
     seen = []
-    for casts in ("eager", "compiled"):
-        assert train(small_run, tmp_path / casts, *words, f"precision.casts={casts}") == 0
-        assert f"emulated, {casts} (precision.casts={casts})" in capsys.readouterr().out
-        records = read_metrics(tmp_path / casts / "run")
-        seen.append([(each["loss"], each["grad_norm"]) for each in records if "loss" in each])
+    for run in (whole(f"precision={recipe}"), tmp_path / "run"):
+        seen.append([(each["loss"], each["grad_norm"]) for each in read_metrics(run) if "loss" in each])
     assert len(seen[0]) == 3
     assert seen[0] == seen[1]
 
