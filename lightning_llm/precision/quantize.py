@@ -151,7 +151,7 @@ def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, de
         return _plain(amax, cast, FLOAT_MAX)
     magnitude = blocked.float().abs()
     # microxcaling's maximum propagates NaN into the block's exponent; CUDA's ignores it.
-    ignored = torch.full_like(magnitude, float("inf") if cast.scale == "e8m0_floor" else 0.0)
+    ignored = float("inf") if cast.scale == "e8m0_floor" else 0.0
     block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes, keepdim=True)
     if cast.scale == "two_level_e4m3" and amax is not None:
         sf, multiplier = scales.nvfp4_block_scale(block_amax, scales.nvfp4_tensor_scale(amax))

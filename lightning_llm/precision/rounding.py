@@ -24,7 +24,7 @@ def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = 
         return _overflowing(v, fmt)
     clipped = v.clamp(-fmt.max, fmt.max)
     rounded = _nearest_even(clipped, fmt) if rounding == "even" else _by_steps(clipped, fmt, rounding, noise)
-    return rounded if fmt.has_nan else torch.where(v == v, rounded, torch.full_like(v, fmt.max))
+    return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
 
 def _nearest_even(v: Tensor, fmt: ElementFormat) -> Tensor:
@@ -56,8 +56,8 @@ def _binade(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
     binade, reciprocal = torch.ones_like(magnitude), torch.ones_like(magnitude)
     for exponent in range(fmt.min_exponent, fmt.max_exponent + 1):
         above = magnitude >= 2.0**exponent
-        binade = torch.where(above, torch.full_like(binade, 2.0**exponent), binade)
-        reciprocal = torch.where(above, torch.full_like(binade, 2.0**-exponent), reciprocal)
+        binade = torch.where(above, 2.0**exponent, binade)
+        reciprocal = torch.where(above, 2.0**-exponent, reciprocal)
     return binade, reciprocal
 
 
