@@ -15,7 +15,7 @@ from traced_run import difference, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.parallel.pipeline import TrainStage
+from lightning_llm.parallel.train_stage import TrainStage
 from lightning_llm.plan.stages import bubble_fraction
 from lightning_llm.train.health.nonfinite import NonFiniteError
 
