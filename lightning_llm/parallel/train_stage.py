@@ -25,11 +25,10 @@ META = torch.device("meta")
 
 
 class Sent:
-    """Tensors on their way to another rank, kept until they have arrived."""
+    """Tensors on their way to another rank, which their works keep until they have arrived."""
 
     def __init__(self, posted: list[dist.P2POp]):
         """Send what `posted` says, each by itself, as torch's schedules do with what they receive nothing beside."""
-        self._tensors = [each.tensor for each in posted]
         self._works = [
             each.op(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer)  # type: ignore[call-arg]
             for each in posted
@@ -40,7 +39,7 @@ class Sent:
         for work in self._works:
             if work is not None:
                 work.wait()
-        self._works, self._tensors = [], []
+        self._works = []
 
 
 class GradientsSent:
