@@ -30,8 +30,7 @@ class Sent:
     def __init__(self, posted: list[dist.P2POp]):
         """Send what `posted` says, each by itself, as torch's schedules do with what they receive nothing beside."""
         self._works = [
-            each.op(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer)  # type: ignore[call-arg]
-            for each in posted
+            each.op(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer) for each in posted
         ]
 
     def wait(self) -> None:
