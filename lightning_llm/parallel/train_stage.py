@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from lightning_llm.config.schema import DataConfig
 from lightning_llm.model.decoder import Decoder
@@ -28,16 +28,13 @@ class Sent:
     """Tensors on their way to another rank, which their works keep until they have arrived."""
 
     def __init__(self, posted: list[dist.P2POp]):
-        """Send what `posted` says, each by itself, as torch's schedules do with what they receive nothing beside."""
-        self._works = [
-            each.op(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer) for each in posted
-        ]
+        """Send `posted` the way that this torch's schedules receive: NCCL has several communicators to choose from."""
+        self._works: list[dist.Work] = private(schedules, "_batch_p2p")(posted)
 
     def wait(self) -> None:
         """Return once all have arrived, and let go of them."""
         for work in self._works:
-            if work is not None:
-                work.wait()
+            work.wait()
         self._works = []
 
 
@@ -205,3 +202,4 @@ def _check_torch() -> None:
         check_overridden(TrainStage, method)
     for method in ("_prepare_forward_infra", "_prepare_backward_infra"):
         private(PipelineStage, method)
+    private(schedules, "_batch_p2p")
