@@ -15,7 +15,7 @@ def without_cluster(tree: DictConfig) -> Problem | None:
     cluster = tree.get("cluster")
     if not isinstance(cluster, DictConfig) or not cluster or any(key in cluster for key in NAMED):
         return None
-    keys = ", ".join(f"cluster.{key!s}" for key in cluster)
+    keys = ", ".join(f"cluster.{key}" for key in map(str, cluster))
     text = f"is none, and {keys} changes a figure of one. Choose it, too: cluster=h100_dgx, say."
     return Problem("cluster", text)
 
