@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
+from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.composition import Composer, shipped_composer
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
@@ -169,6 +170,7 @@ def _read_resolved(
     changed = {each.key_or_group for each in parsed}
     if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
+    give_way_to_cluster(tree, changed)
     fill_from_weights(tree, list(changed))
     return read_tree(tree, to_build=to_build)
 
@@ -281,6 +283,7 @@ def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, d
     with open_dict(tree):
         tree.pop("sweep", None)  # read by compose_sweep
         _leave_out_observers(tree, parsed)
+        give_way_to_cluster(tree, {each.key_or_group for each in parsed})
     fill_named_casts(tree, composer)
     return tree, choices
 

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from lightning_llm.config.cluster_choice import without_cluster
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import withheld
 from lightning_llm.config.schema import Config
@@ -21,6 +22,8 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     if flat := list(_no_groups(tree)):  # and nothing that is made of them can be resolved
         return Reading(None, tuple(flat))
     found: dict[tuple[str, ...], Problem | None] = {_path(problem.key): problem for problem in _unnamed(tree)}
+    if problem := without_cluster(tree):
+        found[("cluster",)] = problem
     if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
         OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
     unresolvable = _resolve(tree, ())

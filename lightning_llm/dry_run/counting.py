@@ -7,8 +7,9 @@ follow from constants, it gets 1.0, 0 or False, and a lone integer that another 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import finalize
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,8 @@ class SentBytes:
 
     def see(self, function: Any, args: Any, result: Any) -> None:
         """Count `function`, an operator that has returned `result`, where it is a collective."""
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return
         library, name = function.name().split(".")[0].split("::")
         if library == "c10d" and name not in ("recv_", "barrier"):
             kind = _KINDS.get(name.removesuffix("_"))
@@ -80,24 +83,27 @@ class HeldBytes:
     def __init__(self) -> None:
         self.now_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
+        self._living: dict[int, ref[torch.UntypedStorage]] = {}
 
     def see(self, tensors: Any) -> None:
         """Count the storages of what an operation has returned."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+        for tensor in (tensors,) if isinstance(tensors, Tensor) else tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and _device(tensor).type != "meta":
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = 0
-                    finalize(storage, self._drop, storage._cdata)
-                    self._resize(storage._cdata, storage.nbytes())
+                number = storage._cdata
+                if number not in self._sizes:
+                    self._sizes[number] = 0
+                    self._living[number] = ref(storage, partial(self._drop, number))
+                    self._resize(number, storage.nbytes())
 
     def _resize(self, number: int, size: int) -> None:
         self.now_bytes += size - self._sizes[number]
         self._sizes[number] = size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, number: int, _: Any) -> None:
         self.now_bytes -= self._sizes.pop(number)
+        del self._living[number]
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
@@ -119,6 +125,11 @@ class HeldBytes:
 
 class Counting(TorchDispatchMode):
     """Counts every operation within it: entered after a FakeTensorMode, which then runs them, or for real ones."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call `__torch_dispatch__` as it is: nothing is compiled here, and a guard costs at every call."""
+        return False
 
     def __init__(self, small_bytes: int) -> None:
         """`small_bytes`: a collective of no more than that carries counts, norms or flags, and is left out."""
@@ -155,6 +166,8 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it takes itself apart into operations on what this rank has
+        if function is torch.ops.prim.device.default:
+            return _device(args[0])  # autograd asks for it of every gradient
         if function is torch.ops.aten._local_scalar_dense.default:
             self.host_waits += 1
             return _number(args[0]) if isinstance(args[0], FakeTensor) else function(*args)
@@ -166,6 +179,11 @@ class Counting(TorchDispatchMode):
             self.sent.see(function, args, result)
             self.held.see(result)
         return result
+
+
+def _device(tensor: Tensor) -> torch.device:
+    """Return where `tensor` lies: of a fake one without asking it, which is an operation of its own."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def _number(tensor: FakeTensor) -> bool | int | float:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Batch
 from lightning_llm.dry_run.counting import Counting
+from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.optim.optimizer import initialise_state
@@ -98,7 +99,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()
         counting.begin()
-        step(batch)
+        with sends_held() if fake else nullcontext():
+            step(batch)
     return RankCounts(
         rank=layout.rank,
         pp_rank=layout.coordinates.pp,

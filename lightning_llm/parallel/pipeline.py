@@ -2,28 +2,25 @@
 
 All micro-batches of a step go through one call of the schedule. FSDP2, gradient sums and random keys work as without a
 pipeline: a stage's backward passes come in the order of its micro-batches, in every schedule here, so that the tree of
-`gradient_sync` fits. torch's stages would set FSDP2's switches themselves, and reduce once per step whatever the ZeRO
-stage; they are handed a plain module around the sharded one, which they leave alone.
+`gradient_sync` fits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_llm.config.schema import DataConfig
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync, local
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.torch_private import check_overridden
+from lightning_llm.parallel.train_stage import BeginMicroBatch, GradientsSent, TrainStage, hidden_shape
 from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.stages import parts_of
-
-BeginMicroBatch = Callable[[nn.Module, int], None]
 
 
 def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:
@@ -43,70 +40,6 @@ def split_stages(model: Decoder, layout: Layout) -> list[Decoder]:
     return stages if len(stages) > 1 else [model]
 
 
-class _Plain(nn.Module):
-    """A module that is no FSDPModule around one that may be."""
-
-    def __init__(self, decoder: Decoder):
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """Return hidden states [B, T, D] or logits [B, T, V] of tokens [B, T] or hidden states [B, T, D]."""
-        hidden: Tensor = self.decoder(x, document_ids=document_ids)
-        return hidden
-
-
-class TrainStage(PipelineStage):
-    """A stage that keys its random bits before each forward pass, and sums gradients around each backward pass.
-
-    Shapes are given (they never change), so that torch runs no extra passes to find them: those would count in the
-    amaxes of delayed scaling, and in the loss.
-    """
-
-    begin_micro_batch: BeginMicroBatch
-    loss_scale = 1.0
-
-    def __init__(self, sync: GradientSync, index: int, layout: Layout, data: DataConfig, device: torch.device):
-        self.decoder, self.sync = sync.model, sync
-        size = data.micro_batch_size, data.sequence_length
-        config, dtype = self.decoder.config, self.decoder.compute_dtype
-        hidden = torch.empty(*_hidden_shape(self.decoder, size), dtype=dtype, device="meta", requires_grad=True)
-        logits = torch.empty(
-            *size, config.padded_vocab_size // layout.degrees.tp, dtype=dtype, device="meta", requires_grad=True
-        )
-        tokens = torch.empty(*size, dtype=torch.int64, device="meta")
-        count = layout.degrees.pp * layout.config.virtual_stages
-        super().__init__(
-            _Plain(self.decoder),
-            index,
-            count,
-            device,
-            input_args=tokens if index == 0 else hidden,
-            output_args=logits if index == count - 1 else hidden,
-            group=layout.group("pp"),
-        )
-
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        self.begin_micro_batch(self.decoder, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if not full_backward:
-            raise NotImplementedError("zero-bubble schedules would run a custom autograd function's backward twice")
-        self.sync.before_backward(bwd_chunk_id, last_backward)
-        scaled = None if loss is None else loss * self.loss_scale
-        super().backward_one_chunk(bwd_chunk_id, scaled, full_backward, last_backward)
-        self.sync.after_backward(bwd_chunk_id, last_backward)
-
-
 class Pipeline:
     """This rank's part of a pipeline: its `stages`, earliest first, and the schedule of a step's micro-batches."""
 
@@ -114,11 +47,12 @@ class Pipeline:
         self, syncs: list[GradientSync], layout: Layout, data: DataConfig, micro_batches: int, device: torch.device
     ):
         """`syncs`: one for each stage of this rank. Collective."""
-        for method in ("forward_one_chunk", "backward_one_chunk"):
-            check_overridden(TrainStage, method)
         pp, pp_rank = layout.degrees.pp, layout.coordinates.pp
         self.layout, self.data, self.device, self.micro_batches = layout, data, device, micro_batches
-        self.stages = [TrainStage(sync, pp_rank + chunk * pp, layout, data, device) for chunk, sync in enumerate(syncs)]
+        self._sent = None if layout.config.schedule == "1f1b" else GradientsSent()  # 1F1B's goes with what it receives
+        self.stages = [
+            TrainStage(sync, pp_rank + chunk * pp, layout, data, device, self._sent) for chunk, sync in enumerate(syncs)
+        ]
         self.has_first, self.has_last = pp_rank == 0, pp_rank == pp - 1
         self.group = layout.group("pp")
         self._next, self._previous = (pp_rank + 1) % pp, (pp_rank - 1) % pp
@@ -149,6 +83,8 @@ class Pipeline:
         target = labels.flatten(0, 1) if self.has_last else None
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        if self._sent is not None:
+            self._sent.wait()
         return self._from_last(torch.stack(losses).detach() if self.has_last else None, (self.micro_batches,))
 
     def finish(self) -> None:
@@ -199,7 +135,7 @@ class Pipeline:
             for stage in self.stages:
                 decoder = stage.decoder
                 if not stage.is_first:
-                    shape = _hidden_shape(decoder, tokens.shape)
+                    shape = hidden_shape(decoder, tokens.shape)
                     x = torch.empty(shape, dtype=decoder.compute_dtype, device=self.device)
                     dist.recv(x, group=self.group, group_src=self._previous)
                 x = decoder(x, positions, document_ids)
@@ -240,11 +176,6 @@ class PipelinedDecoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, 1, V] after `tokens` [B, T]: the last position's alone."""
         return self._logits(tokens)
-
-
-def _hidden_shape(decoder: Decoder, tokens: Sequence[int]) -> tuple[int, int, int]:
-    """Return the shape of what a rank passes on for `tokens` [B, T]; tensor-parallel ones may have a part of them."""
-    return tokens[0], tokens[1] // decoder.token_shards, decoder.config.hidden_size
 
 
 def _schedule(name: str, stages: list[TrainStage], micro_batches: int, loss: Callable[..., Tensor]) -> Any:

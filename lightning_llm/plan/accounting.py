@@ -11,8 +11,8 @@ class Accounting(NamedTuple):
     embedding, norm and head together, in the compute dtype. `gathers_context`: a rank keeps the keys of all
     context-parallel ranks. `keeps_outputs`: a pipeline's last stage keeps the logits of all micro-batches until the
     step ends. `buffers`: 16-bit weights and fp32 gradients lie in buffers, masters beside them in the optimizer.
-    `receives_in_flight`: a pipeline's stage has no buffers for micro-batches that are not in flight, and gives its
-    outputs away.
+    `receives_all`: a pipeline's stage has receive buffers for all micro-batches of a step. `gives_away`: it has none
+    beside its inputs in flight, and lets go of outputs that are sent.
     """
 
     name: str
@@ -22,19 +22,26 @@ class Accounting(NamedTuple):
     gathers_context: bool = True
     keeps_outputs: bool = False
     buffers: bool = False
-    receives_in_flight: bool = False
+    receives_all: bool = False
+    gives_away: bool = False
 
 
 OURS = Accounting("lightning_llm")
 ACCOUNTINGS = {
     "lightning_llm": OURS,
     # torchtitan at 9dec370 (2024-12-26): parallelisms/parallelize_llama.py (_custom_policy; apply_fsdp), train.py
-    # (loss_fn; max_reserved), torch's pipelining of then (output_chunks) and context parallelism (a ring).
+    # (loss_fn; max_reserved), torch's pipelining of then (output_chunks, args_recv_info), context parallelism (a ring).
     "torchtitan": Accounting(
-        "torchtitan", every_product=2, fp32_logits=True, one_root=True, gathers_context=False, keeps_outputs=True
+        "torchtitan",
+        every_product=2,
+        fp32_logits=True,
+        one_root=True,
+        gathers_context=False,
+        keeps_outputs=True,
+        receives_all=True,
     ),
     # Megatron-LM at d98e8a6: bf16 weights, fp32 gradients: 18 bytes per parameter, 6 + 12/d with the distributed
     # optimizer (docs of megatron.core.optimizer.distrib_optimizer); core/pipeline_parallel/schedules.py.
-    "megatron": Accounting("megatron", buffers=True, receives_in_flight=True),
+    "megatron": Accounting("megatron", buffers=True, gives_away=True),
 }
 """What `plan --accounting NAME` takes. The last but ours price a trainer that is not this one."""

@@ -9,13 +9,15 @@ from lightning_llm.errors import Problem
 from lightning_llm.hardware import planned_peak_flops
 
 _MEMORY = "cluster.memory_gb_per_second"
+LEAST, MOST = 0.01, 1.2
+"""Of the data sheet's dense peak: what a measured one may be. Figures with sparsity are twice the dense ones."""
 ClusterRule = Callable[[Config, ClusterConfig], Iterator[Problem]]
 
 
 def cluster_rules(config: Config) -> list[Rule]:
     """Return the rules of `cluster`, one for each pair of figures, so that one wrong figure silences no other rule."""
     figures = _memory_problems, _link_problems, _package_problems, _package_memory_problems
-    rules = (_device_problems, _node_problems, *figures)
+    rules = (_device_problems, _peak_problems, _node_problems, *figures)
     return [partial(_found, rule, config) for rule in rules]
 
 
@@ -37,6 +39,19 @@ def _device_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem
     elif measured is None and planned_peak_flops(cluster.hardware, compute) is None:
         text = f"has no {compute}, and no table has that peak of {cluster.hardware}: give it, 10^12 FLOP/s."
         yield Problem("cluster.peak_tflops", text)
+
+
+def _peak_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:
+    """Yield measured peaks that are no dense GEMM's on this device: a sparse figure, or one in another unit."""
+    for number_format, measured in (cluster.peak_tflops or {}).items():
+        peak = planned_peak_flops(cluster.hardware, number_format)
+        if peak is None or LEAST * peak <= 1e12 * measured <= MOST * peak:
+            continue
+        text = (
+            f"is {measured:g}, and a {cluster.hardware}'s data sheet has {peak / 1e12:g}, dense: between {LEAST:g} and "
+            f"{MOST:g} times that. It is in 10^12 FLOP/s, without sparsity."
+        )
+        yield Problem(f"cluster.peak_tflops.{number_format}", text)
 
 
 def _node_problems(config: Config, cluster: ClusterConfig) -> Iterator[Problem]:

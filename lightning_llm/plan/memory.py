@@ -47,8 +47,8 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
     - `gather_buffers`: what weights are gathered into before they are taken apart, of two units after one another.
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
-    - `pipeline_buffers`: what stages receive, of which torch keeps one buffer per micro-batch and direction, and what
-      those in flight have given.
+    - `pipeline_buffers`: receives that are posted, the gradient that was sent last, and what micro-batches in flight
+      have given to the next stage.
     - `activations`: what parts keep of the micro-batches in flight (`Part.saved_tensors`); of a recomputed block its
       input, and with selective checkpointing `selective_bytes_per_token`.
     - `backward`: what the backward pass of a block has beside it: what it recomputes, the gradients of its

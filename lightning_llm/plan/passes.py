@@ -1,5 +1,6 @@
 """Bytes that come and go with the forward and backward passes of a step. Imports no torch."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
@@ -14,7 +15,7 @@ from lightning_llm.plan.activations import (
 )
 from lightning_llm.plan.buffers import compute_copy_bytes
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.schedule import passes_of
+from lightning_llm.plan.schedule import Pass, passes_of, receives_waiting
 from lightning_llm.plan.stages import StagePart, units_at
 from lightning_llm.plan.units import reduces_once, uses_fsdp
 
@@ -29,7 +30,7 @@ class Stage(NamedTuple):
     given: int
     """As outputs to the next stage, of each micro-batch in flight."""
     received: int
-    """In buffers, of all micro-batches."""
+    """In buffers of all micro-batches of a step, where there are such."""
     copies: int
     """Of weights that are cast on use, for each micro-batch in flight."""
     recast: int
@@ -57,8 +58,8 @@ class Stage(NamedTuple):
         reduced = max(unit.shard(1) for unit in units.blocks) if uses_fsdp(config.parallel, degrees) else 0
         return cls(
             kept=sum(each.kept for each in blocks) + stage_bytes(plan, part, accounting),
-            given=0 if part.last or accounting.receives_in_flight else boundary,
-            received=0 if accounting.receives_in_flight else buffers,
+            given=0 if part.last or accounting.gives_away else boundary,
+            received=buffers if accounting.receives_all else 0,
             copies=copies,
             recast=recast,
             logits=kept_logits,
@@ -81,29 +82,46 @@ def coming_and_going(
     largest: Kinds = {}
     peak: tuple[Kinds, str] = ({}, "")
 
-    def look(moment: str, backward: int = 0, logits: int = 0) -> None:
+    def look(moment: str, passing: int, backward: int = 0, logits: int = 0) -> None:
         nonlocal peak
         found = _kinds(stages, held, waits) | {"backward": backward}
         found["logits"] += logits
+        found["pipeline_buffers"] += passing
         for kind, size in found.items():
             largest[kind] = max(largest.get(kind, 0), size)
         if sum(found.values()) > sum(peak[0].values()):
             peak = found, moment
 
     last = plan.micro_batches - 1
-    for each in passes_of(plan.config.parallel, plan.degrees.pp, pp_rank, plan.micro_batches):
+    for each, passing in _passing(plan, pp_rank, accounting):
         at = each.stage // plan.degrees.pp
         stage = stages[at]
         if each.forward:
             held[at] += 1
         if stage.loss:
-            look("the loss of a micro-batch", logits=stage.loss)
+            look("the loss of a micro-batch", passing, logits=stage.loss)
         if not each.forward:
             waits[at] = stage.unsharded
-            look("a block's backward pass", stage.backward, 0 if accounting.keeps_outputs else -stage.logits)
+            look("a block's backward pass", passing, stage.backward, 0 if accounting.keeps_outputs else -stage.logits)
             held[at] -= 1
             waits[at] = 0 if each.micro_batch == last else stage.unsharded
     return largest, *peak
+
+
+def _passing(plan: Plan, pp_rank: int, accounting: Accounting) -> Iterator[tuple[Pass, int]]:
+    """Yield each pass, and the bytes that are between two ranks then: posted receives, and the gradient sent last.
+
+    A forward pass's own input is left out: it is among what its stage keeps. (Sent outputs are, too: `Stage.given`.)
+    """
+    parallel, pp, boundary = plan.config.parallel, plan.degrees.pp, boundary_bytes(plan.config, plan.degrees)
+    passes = passes_of(parallel, pp, pp_rank, plan.micro_batches)
+    waiting, sent = receives_waiting(parallel, pp, plan.micro_batches)[pp_rank], 0
+    for each, received in zip(passes, waiting, strict=True):
+        own = each.forward and each.stage > 0
+        others = accounting.receives_all or accounting.gives_away
+        yield each, 0 if others else boundary * (received - own + sent)
+        if not each.forward and each.stage > 0:
+            sent = 1
 
 
 def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:

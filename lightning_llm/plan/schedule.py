@@ -5,6 +5,7 @@ both follow them.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_llm.config.schema import ParallelConfig
@@ -57,6 +58,44 @@ def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int)
         if ahead + number < total:
             yield next_pass(True, ahead + number)
         yield next_pass(False, number)
+
+
+def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
+    """Return for each pipeline rank and each of its passes how many receives wait then: posted, their pass yet to come.
+
+    The pass that runs is among them where it is given something. With one stage per rank a receive is posted right
+    before its pass. For interleaved ones torch lays out all ranks' passes in one order, each rank in turn the next one
+    whose input is sent by then, and posts each receive with its send (`schedules._add_send_recv`).
+    """
+    if pp > 1 and parallel.schedule == INTERLEAVED:
+        return _laid_out(parallel, pp, micro_batches)
+    return [
+        [int(each.stage != (0 if each.forward else pp - 1)) for each in passes_of(parallel, pp, pp_rank, micro_batches)]
+        for pp_rank in range(pp)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _laid_out(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
+    last = pp * parallel.virtual_stages - 1
+    orders = [passes_of(parallel, pp, pp_rank, micro_batches) for pp_rank in range(pp)]
+    found: list[list[int]] = [[] for _ in orders]
+    posted, waiting = set[Pass](), [0] * pp
+    while any(len(done) < len(order) for done, order in zip(found, orders, strict=True)):
+        for pp_rank, order in enumerate(orders):
+            if len(found[pp_rank]) == len(order):
+                continue
+            each = order[len(found[pp_rank])]
+            given = each.stage != (0 if each.forward else last)
+            if given and each not in posted:
+                continue
+            found[pp_rank].append(waiting[pp_rank])
+            waiting[pp_rank] -= given
+            if each.stage != (last if each.forward else 0):
+                after = each._replace(stage=each.stage + (1 if each.forward else -1))
+                posted.add(after)
+                waiting[after.stage % pp] += 1
+    return found
 
 
 def chunks_in_flight(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: int) -> int:

@@ -142,7 +142,8 @@ def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
         return quantize.round_blocks(x, cast, axis, multiplier, block, key, origin)
 
     # A scale per tensor is a handful of scalar operations: not worth a compilation.
-    return Stages(scale if cast.block == "tensor" else run_by(backend, scale), run_by(backend, round_blocks))
+    few = cast.block == "tensor" and backend == "compiled"
+    return Stages(scale if few else run_by(backend, scale), run_by(backend, round_blocks))
 
 
 def operand(

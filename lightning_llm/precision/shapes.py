@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` without its work: the tensors it returns are allocated, on its first tensor's device, unfilled.
+    """Return `function` without its work: what it returns is allocated, each tensor once, on its first one's device.
 
     It runs once, on the meta device, for each set of shapes, dtypes and other arguments.
     """
@@ -30,8 +30,12 @@ def only_shapes(function: Callable[P, R]) -> Callable[P, R]:
                 returned[key] = tree_flatten(function(*meta_args, **meta_kwargs))
         made, layout = returned[key]
         device = tensors[0].device
-        fresh = [torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in made]
-        result: R = tree_unflatten(fresh, layout)
+        fresh = {
+            id(leaf): torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            for leaf in made
+            if isinstance(leaf, Tensor)
+        }
+        result: R = tree_unflatten([fresh.get(id(leaf), leaf) for leaf in made], layout)
         return result
 
     return allocate

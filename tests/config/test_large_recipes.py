@@ -120,8 +120,6 @@ PLANNED = {
     "frontier_22b": (22, 2, 4, 1, 64), "frontier_175b": (175, 4, 16, 1, 1024), "frontier_1t": (1008, 8, 64, 1, 3072),
     "nemotron4_340b": (341, 8, 12, 8, 6144),
 }  # fmt: skip
-TOO_MANY_MICRO_BATCHES = {"megatron_2021_310b", "megatron_2021_530b", "megatron_2021_1t", "frontier_1t"}
-"""Runs that fit where they were made, but not here: torch keeps receive buffers for all micro-batches of a step."""
 SOON = ("megatron_2021_18b", "megatron_2021_530b", "frontier_22b", "nemotron4_340b")
 
 
@@ -139,8 +137,7 @@ def test_a_run_to_plan_has_the_published_size_and_fits_its_device(name):
     assert (plan.degrees.world, config.world) == (ranks, ranks)
     device, ours = MEMORY_GIB[config.hardware] * 2**30, peak_memory(plan)
     assert peak_memory(plan, ACCOUNTINGS["megatron"]).total < device
-    assert (ours.total > device) == (name in TOO_MANY_MICRO_BATCHES)
-    assert ours.total - ours.at_peak["pipeline_buffers"] < device
+    assert ours.total < device
 
 
 def test_frontiers_tensor_parallel_groups_stay_within_a_node():

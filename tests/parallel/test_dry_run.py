@@ -25,6 +25,8 @@ LAYOUTS = [
     pytest.param("ddp", 4, ["precision=fp16", "optim=adamw8bit"], marks=FULL),
     pytest.param("hsdp_tp", 8, ["model.layers=[gla, attention]"], marks=FULL),
     pytest.param("pp_interleaved", 2, ["model.num_layers=4", "parallel.activation_checkpoint=selective"], marks=FULL),
+    pytest.param("pp", 4, ["model.num_layers=4", "parallel.schedule=gpipe"], marks=FULL),
+    pytest.param("pp_interleaved", 4, ["model.num_layers=8", "parallel.activation_checkpoint=full"], marks=FULL),
 ]
 
 
@@ -53,8 +55,6 @@ def test_a_dry_run_counts_what_ranks_really_do(layout, world, more, ranks, small
     for each in dry["ranks"]:
         same = real[each["rank"]]
         kept = of_the_step(each)
-        if each["calls"].get("send"):  # what is sent is held until it has arrived, for real
-            assert kept.pop("peak_bytes") <= same["peak_bytes"] <= 1.2 * each["peak_bytes"]
         assert kept == {key: same[key] for key in kept}
     assert dry["differences"] == []
     assert dry["memory_bytes"]["total"] == max(each["peak_bytes"] for each in dry["ranks"])

@@ -15,7 +15,8 @@ from traced_run import difference, run_with, traced_run
 
 from lightning_llm.callbacks.quantisation_health import QuantisationHealth
 from lightning_llm.config.compose import compose_config
-from lightning_llm.parallel.pipeline import TrainStage
+from lightning_llm.parallel.train_stage import TrainStage
+from lightning_llm.plan.schedule import receives_waiting
 from lightning_llm.plan.stages import bubble_fraction
 from lightning_llm.train.health.nonfinite import NonFiniteError
 
@@ -107,28 +108,47 @@ def test_the_bubble_is_that_of_the_order_torch_lays_out(schedule, pp, micro_batc
     assert bubble_fraction(pp, micro_batches, virtual_stages) == pytest.approx(idle, rel=1e-12)
 
 
-def recorded_run(config: Any) -> list[Order]:
-    """Return what every rank's stages did in the second step."""
+class Stages(pl.Callback):
+    """Knows a rank's stages."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.stages = pl_module.parallel.pipeline.stages
+
+    def buffers(self) -> int:
+        """Return how many buffers with memory they have for what they receive."""
+        tables = [table for each in self.stages for table in (each.args_recv_info, each.grad_recv_info)]
+        given = [each.buffer for table in tables for infos in table.values() for each in infos]
+        return sum(buffer is not None and buffer.device.type != "meta" for buffer in given)
+
+
+def recorded_run(config: Any) -> tuple[list[Order], list[list[int]]]:
+    """Return what every rank's stages did in the second step, and how many receive buffers there were at each pass."""
     order: Order = []
+    buffers: list[int] = []
+    known = Stages()
     forward, backward = TrainStage.forward_one_chunk, TrainStage.backward_one_chunk
 
     @wraps(forward)
     def forward_noted(stage: TrainStage, chunk: int, *args: Any, **kwargs: Any) -> Any:
         order.append(("F", stage.stage_index, chunk))
+        buffers.append(known.buffers())
         return forward(stage, chunk, *args, **kwargs)
 
     @wraps(backward)
     def backward_noted(stage: TrainStage, chunk: int, *args: Any, **kwargs: Any) -> None:
         order.append(("B", stage.stage_index, chunk))
+        buffers.append(known.buffers())
         backward(stage, chunk, *args, **kwargs)
 
     TrainStage.forward_one_chunk, TrainStage.backward_one_chunk = forward_noted, backward_noted
     try:
-        trainer = run_with(config)
+        trainer = run_with(config, known)
+        assert known.buffers() == 0
     finally:
         TrainStage.forward_one_chunk, TrainStage.backward_one_chunk = forward, backward
     layout = trainer.strategy.layout
-    return layout.gather_over_stages(order[len(order) // 2 :])
+    half = len(order) // 2
+    return layout.gather_over_stages(order[half:]), layout.gather_over_stages(buffers[half:])
 
 
 @pytest.fixture
@@ -149,9 +169,10 @@ def test_a_recorded_step_has_the_bubble_that_plan_says(schedule, ranks, words):
         words("run", f"parallel={layout}", f"parallel.schedule={schedule}", "trainer.devices=2", *SHORT,
               "trainer.validate_every_steps=null")
     )  # fmt: skip
-    orders = ranks(2).call(recorded_run, config)
+    orders, buffers = ranks(2).call(recorded_run, config)
     assert sum(len(order) for order in orders) == 2 * 4 * 2 * config.parallel.virtual_stages
     assert idle_fraction(orders) == pytest.approx(bubble_fraction(2, 4, config.parallel.virtual_stages), rel=1e-12)
+    assert buffers == receives_waiting(config.parallel, 2, 4)  # of 4 micro-batches in both directions
 
 
 class OverflowOnOneStage(pl.Callback):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config
+from lightning_llm.config.compose import compose_config, read_file
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.hardware import COMPUTE_UNITS, MEMORY_GIB, planned_peak_flops
@@ -38,7 +38,7 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
     assert main(["plan", *words]) == 2
     said = capsys.readouterr().err
     for text in (
-        "cluster.memory_gb_per_second: is -1, must be greater than 0",
+        "cluster.memory_gb_per_second: is -1, must be greater than or equal to 0.001",
         "cluster.start_microseconds: is 1000000000.0, must be less than or equal to 1000000",
         "hardware: is b200, and cluster=h100_dgx has h100",
         "cluster.between_nodes.gb_per_second: is 500, above cluster.within_node.gb_per_second=450",
@@ -64,11 +64,34 @@ def test_all_that_is_wrong_is_said_at_once(capsys):
         (["cluster.devices_per_package=2"], "cluster.within_package is null. Give both"),
         (["cluster.hardware=cpu"], "cluster.peak_tflops: has no bf16, and no table has that peak of cpu"),
         (["cluster.within_package={gb_per_second: 1, latency_microseconds: 1}"], "is 1, below cluster.within_node"),
+        (["cluster.peak_tflops={bf16: 1e-9}"], "cluster.peak_tflops.bf16: is 1e-09, must be greater than or equal to"),
+        (["cluster.peak_tflops={bf16: 0.9}"], "cluster.peak_tflops.bf16: is 0.9, and a h100's data sheet has 989.5"),
+        (["cluster.peak_tflops={bf16: 1979}"], "cluster.peak_tflops.bf16: is 1979, and a h100's data sheet has 989.5"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said, capsys):
     assert main(["plan", "cluster=h100_dgx", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_figures_of_a_cluster_that_nobody_chose_are_one_problem(capsys):
+    words = ["cluster.between_nodes.gb_per_second=25", "cluster.start_microseconds=1", "trainer.max_steps=-1"]
+    assert main(["plan", *words]) == 2
+    problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    assert len(problems) == 2  # the step's, too
+    assert "cluster: is none, and cluster.between_nodes, cluster.start_microseconds changes" in problems[0]
+
+
+def test_a_chosen_cluster_goes_before_a_recipes_device(tmp_path, capsys):
+    words = ["recipe=megatron_2021_1b7", "cluster=h100_dgx"]
+    assert compose_config(words).planned_hardware == "h100"
+    assert compose_config(words[:1]).hardware == "a100"
+    assert main(["plan", *words, "hardware=a100"]) == 2  # typed as well: one of the two is not meant
+    assert "hardware: is a100, and cluster=h100_dgx has h100" in capsys.readouterr().err
+    file = tmp_path / "config.yaml"
+    assert main(["config", *words[:1]]) == 0
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert read_file(file, words[1:]).checked().planned_hardware == "h100"
 
 
 def test_a_measured_cluster_is_taken_from_the_users_folder(tmp_path, capsys):

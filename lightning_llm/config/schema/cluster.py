@@ -10,8 +10,10 @@ from pydantic import Field
 from lightning_llm.config.schema.base import Group, ThreadCount
 from lightning_llm.config.schema.run import Hardware
 
-Bandwidth = Annotated[float, Field(gt=0, le=1e6)]
-"""GB/s: above 0, and up to a petabyte per second."""
+Bandwidth = Annotated[float, Field(ge=1e-3, le=1e6)]
+"""GB/s: from a megabyte to a petabyte per second."""
+Tflops = Annotated[float, Field(ge=1e-4, le=1e5)]
+"""10^12 FLOP/s: from what one thread emulates to more than any device has; `plan.cluster` asks the data sheet."""
 Microseconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -38,6 +40,6 @@ class ClusterConfig(Group):
         0.0, description="what an operator takes beside its bytes and FLOPs; 0 where a queue of kernels hides it"
     )
     overlap: bool = Field(True, description="whether collectives run beside computation, where the code lets them")
-    peak_tflops: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Bandwidth] | None = Field(
+    peak_tflops: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Tflops] | None = Field(
         None, description="measured GEMM speed by format, 10^12 FLOP/s; null: the data sheet's of `hardware`"
     )
