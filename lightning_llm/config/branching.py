@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_llm.config.from_weights import run_of
+from lightning_llm.config.from_weights import OPTION, run_of
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.resolve import first_line
@@ -81,6 +81,9 @@ def read_branching(parsed: Sequence[Override], config_dir: Path | None) -> Branc
             f"give the groups and keys to change, or write a recipe for branches, with `{KEY}: ???` in its file."
         )
         raise ConfigError(Problem("recipe", text))
+    if any(each.key_or_group == "model" and each.value() == OPTION for each in parsed):
+        text = f"is {OPTION}, and a branch goes on with its trunk's model and weights. Leave it out."
+        raise ConfigError(Problem("model", text))
     return Branching(
         Path(str(path)).expanduser().absolute(), groups, {key: each for key, each in values.items() if key != KEY}
     )

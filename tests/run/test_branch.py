@@ -118,6 +118,8 @@ def test_a_trunk_that_is_none_is_named(trunk, tmp_path, capsys):
     assert f"{begun} has no checkpoint yet" in refused(capsys, f"branch_from={begun}")
     assert f"trainer.max_steps: is 4, and {step(trunk, 4)} is at step 4" in refused(capsys, f"branch_from={trunk}")
     assert "precision: there is no 'mxfp9'" in refused(capsys, f"branch_from={trunk}", "precision=mxfp9")
+    said = refused(capsys, f"branch_from={trunk}", "model=from_weights")
+    assert "model: is from_weights, and a branch goes on with its trunk's model" in said
 
 
 def test_a_damaged_checkpoint_is_passed_over_or_named(trunk, tmp_path, capsys):
