@@ -19,7 +19,7 @@ from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.cluster import cluster_rules
-from lightning_llm.plan.degrees import Degrees, layout_problems
+from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.resolve import Plan, Resolution
@@ -52,6 +52,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: _length_problems(config),
         lambda: _schedule_problems(config),
         lambda: layout_problems(config.parallel, found.fitted),
+        lambda: checkpointing_problems(config.parallel, config.model.num_layers),
         lambda: _shard_problems(config, found.likely_degrees),
         lambda: pipeline_problems(config, found.degrees),
         lambda: tensor_parallel_problems(config, found.degrees),

@@ -59,13 +59,14 @@ def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
     """Yield what makes a rank hold less, by what it costs in time: recomputing, smaller GEMMs, gathering weights."""
     key = "parallel.activation_checkpoint"
     recompute = {"none": ["selective", "full"], "selective": ["full"]}.get(config.parallel.activation_checkpoint, [])
+    by_block = {} if config.parallel.activation_checkpoint_layers is None else {f"{key}_layers": None}
     size = config.data.micro_batch_size
     smaller: list[Overrides] = [{"data.micro_batch_size": size >> n} for n in range(1, size.bit_length())]
     smaller = [each for each in smaller if size % each["data.micro_batch_size"] == 0]
     sharded: list[Overrides] = []
     if degrees.dp > 1 and (config.parallel.zero_stage < 3 or degrees.dp_replicate > 1):
         sharded = [{"parallel.zero_stage": 3, "parallel.dp_replicate": 1, "parallel.dp_shard": None}]
-    checkpointed: list[Overrides] = [{key: each} for each in recompute]
+    checkpointed: list[Overrides] = [{key: each, **by_block} for each in recompute]
     one = [*checkpointed[:-1], *smaller, *checkpointed[-1:]]
     most = {name: value for each in (checkpointed, smaller) for name, value in (each[-1] if each else {}).items()}
     yield from one
