@@ -24,7 +24,7 @@ def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
     `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough.
     """
-    memory = _memory(plan)
+    memory = device_memory_bytes(plan)
     facts = {
         "name": plan.config.planned_hardware or plan.capability.device,
         "devices": plan.degrees.world,
@@ -96,7 +96,7 @@ def _changed(config: Config, overrides: Overrides) -> Config:
     return config
 
 
-def _memory(plan: Plan) -> int | None:
+def device_memory_bytes(plan: Plan) -> int | None:
     """Return the bytes of a planned device, None where nothing says which it is."""
     config = plan.config
     if config.planned_hardware in MEMORY_GIB:

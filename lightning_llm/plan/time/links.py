@@ -1,14 +1,13 @@
 """How long collectives take on a cluster's links. Imports no torch."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.cluster import LinkConfig
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import share_between_nodes
+from lightning_llm.plan.nodes import nodes_of_groups, share_between_nodes
 
 
 @dataclass(frozen=True)
@@ -53,14 +52,19 @@ class Links:
             seconds = max(seconds, share * sent_bytes / (self.cluster.between_nodes.gb_per_second * 1e9))
         return seconds + times * self._latency(kind, span)
 
+    def send_seconds(self, sent_bytes: int) -> list[float]:
+        """Return what a message takes between each rank of a pipeline and the next, from the last to the first."""
+        return [self.seconds("send", "pp", sent_bytes)] * self.degrees.pp
+
     def span(self, axes: str) -> Span:
         """Return where the groups over `axes` lie: the one on most machines."""
         if axes not in self._spans:
-            groups = self.degrees.groups(*axes.split())
-            package = self.cluster.devices_per_package
-            nodes = max(len(Counter(rank // self.per_node for rank in ranks)) for ranks in groups)
-            packaged = all(ranks[0] // package == ranks[-1] // package for ranks in groups)
-            self._spans[axes] = Span(len(groups[0]), nodes, packaged and package > 1)
+            package, several = self.cluster.devices_per_package, tuple(axes.split())
+            ranks = math.prod(getattr(self.degrees, axis) for axis in several)
+            packaged = package > 1 and all(
+                group[0] // package == group[-1] // package for group in self.degrees.groups(*several)
+            )
+            self._spans[axes] = Span(ranks, nodes_of_groups(self.degrees, several, self.per_node), packaged)
         return self._spans[axes]
 
     def _share(self, kind: str, axes: str) -> float:

@@ -1,0 +1,103 @@
+"""Every layout of a space priced: those that fit with the seconds of a step, those that do not with their bytes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lightning_llm.planner.pricing import Priced, Pricer
+from lightning_llm.planner.space import CHECKPOINTING, Choice
+from lightning_llm.terminal.waiting import Waiting
+
+Mix = Callable[[Priced, Priced], Priced | None]
+"""Given a layout whose blocks all recompute as little as fits, and the same without any recomputation, which does not
+fit: the fastest in between, None where there is none."""
+
+
+@dataclass
+class Found:
+    """What a search found: `fitting` layouts by seconds, `missing` ones that hold too much by bytes.
+
+    `counts` are of layouts: `considered`, `refused` by the checks, `too_large`, `fitting`. `reasons` has how many
+    layouts the checks refused, by what they said.
+    """
+
+    fitting: list[Priced] = field(default_factory=list)
+    missing: list[Priced] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Found:
+    """Price all layouts of the pricer's space.
+
+    Layouts that differ in recomputation and in the size of a micro-batch alone are looked at together: what does not
+    fit with more recomputation, or a smaller micro-batch, does not fit with less, or a larger one. Of those that fit at
+    one size the one that recomputes least is the fastest, and alone is timed, unless `every`.
+    """
+    found, waiting = Found(), Waiting("layouts priced")
+    for family in _families(pricer.space.choices()):
+        fits = True
+        for choices in family:
+            found.counts["considered"] += len(choices)
+            waiting.tell(found.counts["considered"])
+            if problems := pricer.problems(pricer.space.config_of(choices[0])):
+                found.counts["refused"] += len(choices)
+                found.reasons.update(f"{each.key}: {each.text}" for each in problems)
+                continue
+            if fits and not (fits := pricer.fits(pricer.least_bytes(choices[0]))):
+                found.missing.append(Priced(choices[0], pricer.plan(pricer.space.config_of(choices[0])), 0))
+            fits = fits and _price(pricer, choices, mix, every, found)
+            if not fits:
+                found.counts["too_large"] += len(choices)
+    found.fitting.sort(key=lambda priced: (priced.seconds, priced.memory_bytes, priced.choice))
+    found.missing = _nearest(pricer, found.missing)
+    return found
+
+
+def _price(pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, every: bool, found: Found) -> bool:
+    """Add layouts that differ in recomputation alone, most of it first, to `found`; return whether any fits."""
+    fitting: list[Priced] = []
+    for choice in choices:
+        priced = pricer.memory(choice)
+        if not pricer.fits(priced.memory_bytes):
+            found.missing.append(priced)
+            break
+        fitting.append(priced)
+    if not fitting:
+        return False
+    found.counts["fitting"] += len(fitting)
+    found.counts["too_large"] += len(choices) - len(fitting)
+    if mix is not None and len(fitting) < len(choices) and choices[-1].activation_checkpoint == "none":
+        mixed = mix(fitting[0], pricer.memory(choices[-1]))
+        fitting += [mixed] if mixed is not None else []
+    found.fitting += [pricer.timed(priced) for priced in (fitting if every else fitting[-1:])]
+    return True
+
+
+def _families(choices: Iterator[Choice]) -> Iterator[list[list[Choice]]]:
+    """Yield layouts that differ in recomputation and size alone: by size, and by recomputation, the most first."""
+    families: dict[Choice, dict[int, list[Choice]]] = {}
+    for choice in choices:
+        alike = choice._replace(activation_checkpoint="", micro_batch_size=0)
+        families.setdefault(alike, {}).setdefault(choice.micro_batch_size, []).append(choice)
+    for sizes in families.values():
+        yield [
+            sorted(sizes[size], key=lambda each: -CHECKPOINTING.index(each.activation_checkpoint))
+            for size in sorted(sizes)
+        ]
+
+
+def _nearest(pricer: Pricer, missing: list[Priced], count: int = 32) -> list[Priced]:
+    """Return the layouts that lack the fewest bytes, nearest first; what was not priced by what it holds at least."""
+    missing.sort(key=lambda priced: priced.memory_bytes or pricer.least_bytes(priced.choice))
+    nearest = [priced if priced.memory_bytes else pricer.memory(priced.choice) for priced in missing[:count]]
+    return sorted(nearest, key=lambda priced: (priced.memory_bytes, priced.choice))
+
+
+def pareto_front(layouts: Sequence[Priced]) -> list[Priced]:
+    """Return those than which none is both faster and smaller, the fastest first."""
+    front: list[Priced] = []
+    for priced in sorted(layouts, key=lambda each: (each.seconds, each.memory_bytes)):
+        if not front or priced.memory_bytes < front[-1].memory_bytes:
+            front.append(priced)
+    return front
