@@ -1,7 +1,7 @@
 """What a layout costs: whether it is legal, the bytes of the rank that holds most, the seconds of a step."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_llm.config.schema import ClusterConfig, Config
@@ -18,13 +18,25 @@ from lightning_llm.planner.space import Choice, Space
 
 
 @dataclass(frozen=True)
+class Placement:
+    """The machines, or devices, in the order of ranks, and the seconds of a step in the order they were given in."""
+
+    order: tuple[str, ...]
+    given_seconds: float
+
+
+@dataclass(frozen=True)
 class Priced:
-    """One layout: its plan, the bytes of the rank that holds most, and, where it fits, the time of a step."""
+    """One layout: its plan, the bytes of the rank that holds most, and, where it fits, the time of a step.
+
+    `placement`: where it was placed on measured links, which `time` is of then.
+    """
 
     choice: Choice
     plan: Plan
     memory_bytes: int
     time: StepTime | None = None
+    placement: Placement | None = None
 
     @property
     def seconds(self) -> float:
@@ -92,7 +104,7 @@ class Pricer:
 
     def timed(self, priced: Priced) -> Priced:
         """Return a layout with the time of a step."""
-        return Priced(priced.choice, priced.plan, priced.memory_bytes, StepTimer(priced.plan, self.cluster).time)
+        return replace(priced, time=StepTimer(priced.plan, self.cluster).time)
 
     def _resolution(self, config: Config) -> Resolution:
         return Resolution(config, self._capability)

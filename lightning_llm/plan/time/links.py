@@ -49,8 +49,8 @@ class Links:
             share = round(self._share(kind, axes)) if kind == "send" else self._share(kind, axes)
             if kind == "all_to_all":  # what goes to other machines does not take the links within as well
                 seconds *= 1 - share
-            seconds = max(seconds, share * sent_bytes / (self.cluster.between_nodes.gb_per_second * 1e9))
-        return seconds + times * self._latency(kind, span)
+            seconds = max(seconds, share * sent_bytes / (self.between_gb_per_second(kind, axes) * 1e9))
+        return seconds + times * self.latency(kind, span)
 
     def send_seconds(self, sent_bytes: int) -> list[float]:
         """Return what a message takes between each rank of a pipeline and the next, from the last to the first."""
@@ -76,7 +76,12 @@ class Links:
     def _package(self) -> LinkConfig:
         return self.cluster.within_package or self.cluster.within_node
 
-    def _latency(self, kind: str, span: Span) -> float:
+    def between_gb_per_second(self, kind: str, axes: str) -> float:
+        """Return what a device sends to another machine in collectives of `kind` over `axes`: here whichever it is."""
+        return self.cluster.between_nodes.gb_per_second
+
+    def latency(self, kind: str, span: Span) -> float:
+        """Return the seconds of one collective without any bytes."""
         within = (self._package if span.packaged else self.cluster.within_node).latency_microseconds
         between, inside = self.cluster.between_nodes.latency_microseconds, span.per_node - 1
         outside = span.nodes - 1

@@ -67,28 +67,29 @@ class StepTime:
 class StepTimer:
     """Times one step of `plan` on its cluster; `formats` then knows what was assumed."""
 
-    def __init__(self, plan: Plan, cluster: ClusterConfig):
+    def __init__(self, plan: Plan, cluster: ClusterConfig, links: Links | None = None):
+        """`links`: those between the ranks where they are not all as the cluster says."""
         config, degrees = plan.config, plan.degrees
         self.plan, self.config, self.degrees = plan, config, degrees
         self.device = Device(cluster)
-        self.links = Links(cluster, degrees, ranks_per_node(config))
+        self.links = links or Links(cluster, degrees, ranks_per_node(config))
         self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
         self.operations = Operations(config, degrees, self.device, self.links, self.formats)
-        self._parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
+        self.parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
         sent: dict[Hashable, Sent] = {}
-        self._sent: list[Sent] = []
-        for pp_rank, parts in enumerate(self._parts):
+        self.sent: list[Sent] = []
+        for pp_rank, parts in enumerate(self.parts):
             kind = rank_kind(config, parts)
             if kind not in sent:
                 sent[kind] = sent_at(config, degrees, pp_rank)
-            self._sent.append(sent[kind])
+            self.sent.append(sent[kind])
 
     @cached_property
     def time(self) -> StepTime:
         """The step's time."""
         pp, ranks = self.degrees.pp, range(self.degrees.pp)
-        stages, kinds = sum(map(len, self._parts)), self._kinds
-        seconds_of = {kind: cost.total for kind, cost in self._costs.items()}
+        stages, kinds = sum(map(len, self.parts)), self._kinds
+        seconds_of = {kind: cost.total for kind, cost in self.costs.items()}
         by_pass = {
             (forward, stage): [seconds_of[Pass(forward, stage, kind)] for kind in kinds[forward]]
             for forward, stage in product((True, False), range(stages))
@@ -122,7 +123,7 @@ class StepTimer:
         found = []
         for order in self._orders:
             counts = Counter(Pass(each[0], each[1], self._kinds[each[0]][each[2]]) for each in order)
-            found.append(sum((self._costs[kind] * times for kind, times in counts.items()), start=Cost()))
+            found.append(sum((self.costs[kind] * times for kind, times in counts.items()), start=Cost()))
         return found
 
     @cached_property
@@ -131,11 +132,11 @@ class StepTimer:
         return [passes_of(parallel, pp, pp_rank, self.plan.micro_batches) for pp_rank in range(pp)]
 
     @cached_property
-    def _costs(self) -> dict[Pass, Cost]:
+    def costs(self) -> dict[Pass, Cost]:
         """What each kind of pass costs."""
         stages: dict[int, StageTimes] = {}
         made: dict[Hashable, StageTimes] = {}
-        for pp_rank, parts in enumerate(self._parts):
+        for pp_rank, parts in enumerate(self.parts):
             replicas = self._replicas(pp_rank)
             for part in parts:
                 kind = stage_kind(self.config, part), replicas
@@ -151,7 +152,7 @@ class StepTimer:
 
     def shards(self, pp_rank: int) -> list[ParameterShard]:
         """Return what the ranks at `pp_rank` of the pipeline hold of every parameter."""
-        units = units_at(self.config.model, self._parts[pp_rank], self.degrees.tp)
+        units = units_at(self.config.model, self.parts[pp_rank], self.degrees.tp)
         return list(units.shards(shard_ranks(self.config.parallel, self.degrees)))
 
     @cached_property
@@ -169,9 +170,9 @@ class StepTimer:
         if sums_in_tree(self.config.parallel) or not uses_fsdp(self.config.parallel, self.degrees):
             return 0.0
         key = "all_reduce", "dp_replicate"
-        parts = self._parts[pp_rank]
+        parts = self.parts[pp_rank]
         groups = sum(len(part.layers) for part in parts) + 2
-        return self.links.seconds(*key, self._sent[pp_rank][key], groups) / len(parts)
+        return self.links.seconds(*key, self.sent[pp_rank][key], groups) / len(parts)
 
     def _after(self, pp_rank: int) -> Cost:
         """Return what is sent after the last backward pass: all of `plan.traffic`'s bytes that passes have not sent.
@@ -180,10 +181,10 @@ class StepTimer:
         embeddings, matrices that the optimizer takes whole; none of it beside computation (`GradientSync.finish`).
         """
         cost = Cost()
-        for (kind, axes), total in self._sent[pp_rank].items():
+        for (kind, axes), total in self.sent[pp_rank].items():
             rest = total - self.passes[pp_rank].sent[kind, axes]
             if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
-                stages = sum(2 - part.first - part.last for part in self._parts[pp_rank])
+                stages = sum(2 - part.first - part.last for part in self.parts[pp_rank])
                 rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
             if (kind, axes) == ("all_reduce", "dp_replicate") and not sums_in_tree(self.config.parallel):
                 continue  # `_replicas`
