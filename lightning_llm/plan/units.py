@@ -75,7 +75,8 @@ def units_of(
 
     return Units(
         blocks=tuple(
-            _block(same, first_alike(model, index), tp) for index in (range(model.num_layers) if layers is None else layers)
+            _block(same, first_alike(model, index), tp)
+            for index in (range(model.num_layers) if layers is None else layers)
         ),
         head=Unit((ParameterShard(rows, hidden, "head"),) if last and not model.tie_embeddings else (), cast=True),
         embedding=Unit((table,) if first and not model.tie_embeddings else (), cast=False),

@@ -53,12 +53,17 @@ def _modes_of_rank(
     base = memory_at(full, pp_rank).total
     reserve = 1 + (ALLOCATOR_RESERVE if on_gpu(full) else 0)
     in_flight = _in_flight(full, pp_rank)
-    plans = {mode: pricer.plan(_with_modes(full.config, [mode] * full.config.model.num_layers)) for mode in CHECKPOINTING}
+    plans = {
+        mode: pricer.plan(_with_modes(full.config, [mode] * full.config.model.num_layers)) for mode in CHECKPOINTING
+    }
     kept = {mode: _kept_bytes(plan, parts) for mode, plan in plans.items()}
     smallest = {index: min(kept[mode][index] for mode in CHECKPOINTING) for index in layers}
     stage_of = {index: part.index for part in parts for index in part.layers}
     sizes = [
-        [int(reserve * in_flight[stage_of[index]] * (kept[mode][index] - smallest[index])) + 1 for mode in CHECKPOINTING]
+        [
+            int(reserve * in_flight[stage_of[index]] * (kept[mode][index] - smallest[index])) + 1
+            for mode in CHECKPOINTING
+        ]
         for index in layers
     ]
     seconds = [[again[mode][index] for mode in CHECKPOINTING] for index in layers]

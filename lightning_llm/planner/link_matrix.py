@@ -34,8 +34,15 @@ class LinkMatrix:
 
     @property
     def median_gb_per_second(self) -> float:
-        """The median over all pairs."""
-        return median(rate for a, row in enumerate(self.gb_per_second) for b, rate in enumerate(row) if a != b)
+        """The median over all pairs; of a single one what it says of itself."""
+        pairs = [rate for a, row in enumerate(self.gb_per_second) for b, rate in enumerate(row) if a != b]
+        return median(pairs or self.gb_per_second[0])
+
+
+def uniform_links(machines: int, gb_per_second: float) -> LinkMatrix:
+    """Return links that are all alike, of which every order is as good."""
+    names = tuple(f"machine {index}" for index in range(machines))
+    return LinkMatrix(names, ((gb_per_second,) * machines,) * machines)
 
 
 def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
@@ -68,10 +75,14 @@ def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: 
         problems.append(Problem("--links", text))
     for index, row in enumerate(rows):
         if isinstance(row, str) or len(row) != count:
-            problems.append(Problem("--links", f"{file}: row {index} has {len(row)} numbers, and there are {count} rows."))
+            problems.append(
+                Problem("--links", f"{file}: row {index} has {len(row)} numbers, and there are {count} rows.")
+            )
         elif bad := [rate for other, rate in enumerate(row) if other != index and not _is_rate(rate)]:
             problems.append(Problem("--links", f"{file}: row {index} has {bad[0]!r}. Rates are GB/s, above 0."))
-    if names is not None and (not isinstance(names, Sequence) or len(names) != count or len(set(map(str, names))) != count):
+    if names is not None and (
+        not isinstance(names, Sequence) or len(names) != count or len(set(map(str, names))) != count
+    ):
         problems.append(Problem("--links", f"{file}: names must be {count} different ones, one for each row."))
     return problems
 

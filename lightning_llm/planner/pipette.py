@@ -53,7 +53,10 @@ def placement_problem(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> Pla
         if each.micro_batch == min(1, last):  # one in the middle of a step
             (forward if each.forward else backward)[each.stage % degrees.pp] += cost.total
     if not last:  # the only forward pass is the first, too
-        forward = [sum(c.total for e, c in timer.costs.items() if e.forward and e.stage % degrees.pp == r) for r in range(degrees.pp)]
+        forward = [
+            sum(c.total for e, c in timer.costs.items() if e.forward and e.stage % degrees.pp == r)
+            for r in range(degrees.pp)
+        ]
     return PlacementProblem(
         seconds_per_byte=matrix.seconds_per_byte,
         pipelines=list(dict.fromkeys(tuple(rank // unit_ranks for rank in ranks) for ranks in degrees.groups("pp"))),
@@ -68,7 +71,7 @@ def placement_problem(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> Pla
 def _rings(timer: StepTimer, unit_ranks: int) -> Iterator[tuple[int, float, tuple[int, ...]]]:
     """Yield each group of units that sums gradients or gathers weights: its stage, bytes over a link, and places."""
     degrees, per_node = timer.degrees, ranks_per_node(timer.config)
-    for (kind, axes), sent_bytes in timer.sent[0].items():
+    for kind, axes in timer.sent[0]:
         if not {"dp_replicate", "dp_shard"} & set(axes.split()):
             continue
         share = 1.0 if unit_ranks == 1 else share_between_nodes(degrees, axes.split(), kind, per_node)

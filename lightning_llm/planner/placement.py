@@ -13,9 +13,7 @@ WARMEST, COLDEST = 0.05, 1e-5
 """Temperatures at which annealing begins and ends, as parts of the first order's cost."""
 
 
-def critical_path_seconds(
-    stages: Sequence[float], sends: Sequence[float], micro_batches: int
-) -> float:
+def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro_batches: int) -> float:
     """Return the seconds of a 1F1B pipeline's passes.
 
     Args:

@@ -8,6 +8,8 @@ from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.space import CHECKPOINTING, Choice
 from lightning_llm.terminal.waiting import Waiting
 
+MIXED = 10
+"""How many of the fastest layouts are sure to recompute block by block where that is faster."""
 Mix = Callable[[Priced, Priced], Priced | None]
 """Given a layout whose blocks all recompute as little as fits, and the same without any recomputation, which does not
 fit: the fastest in between, None where there is none."""
@@ -68,8 +70,12 @@ def _price(pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, every: bo
     found.counts["fitting"] += len(fitting)
     found.counts["too_large"] += len(choices) - len(fitting)
     if mix is not None and len(fitting) < len(choices) and choices[-1].activation_checkpoint == "none":
-        mixed = mix(fitting[0], pricer.memory(choices[-1]))
-        fitting += [mixed] if mixed is not None else []
+        without = pricer.memory(choices[-1])
+        # Nothing in between is faster than without recomputation: where that is too slow, no mix is looked for.
+        best = sorted(priced.seconds for priced in found.fitting)[:MIXED]
+        if len(best) < MIXED or pricer.timed(without).seconds < best[-1]:
+            mixed = mix(fitting[0], without)
+            fitting += [mixed] if mixed is not None else []
     found.fitting += [pricer.timed(priced) for priced in (fitting if every else fitting[-1:])]
     return True
 

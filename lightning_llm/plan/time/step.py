@@ -94,9 +94,7 @@ class StepTimer:
             (forward, stage): [seconds_of[Pass(forward, stage, kind)] for kind in kinds[forward]]
             for forward, stage in product((True, False), range(stages))
         }
-        ends = finish_times(
-            self._orders, stages, lambda each: by_pass[each[0], each[1]][each[2]], self._send_seconds()
-        )
+        ends = finish_times(self._orders, stages, lambda each: by_pass[each[0], each[1]][each[2]], self._send_seconds())
         after = [self._after(pp_rank) for pp_rank in ranks]
         # The norm of all gradients lets nobody update before the last has them.
         reduced = max(end + cost.total for end, cost in zip(ends, after, strict=True))

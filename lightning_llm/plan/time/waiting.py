@@ -33,7 +33,10 @@ def finish_times(
                 elif stage == stages - 1:
                     arrived, link = forward_ends.get((stage, micro_batch)), 0.0
                 else:
-                    arrived, link = backward_ends.get((stage + 1, micro_batch)), send_seconds[rank] if ranks > 1 else 0.0
+                    arrived, link = (
+                        backward_ends.get((stage + 1, micro_batch)),
+                        send_seconds[rank] if ranks > 1 else 0.0,
+                    )
                 if arrived is None:
                     break
                 clock = max(clock, arrived + link) + seconds(own)
