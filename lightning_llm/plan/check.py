@@ -65,7 +65,7 @@ def config_problems(found: Resolution) -> list[Problem]:
 
 
 def layout_rule_problems(found: Resolution) -> list[Problem]:
-    """Return what is wrong between a layout, the batch and the model, of a config that is sound under another layout."""
+    """Return what is wrong between a layout, the batch and the model, of a config that is sound under another."""
     config = found.config
     batch: Rule = lambda: batch_problems(config.data, found.data_parallel_ranks)  # noqa: E731
     return gather([*_layout_rules(found), batch, lambda: _rotation_problems(config)])

@@ -3,10 +3,10 @@
 from collections import Counter
 
 from lightning_llm.config.schema import Config
+from lightning_llm.plan.accounting import OURS
 from lightning_llm.plan.activations import block_bytes, on_gpu
 from lightning_llm.plan.memory import ALLOCATOR_RESERVE, memory_at
 from lightning_llm.plan.passes import Stage
-from lightning_llm.plan.accounting import OURS
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import passes_of
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of

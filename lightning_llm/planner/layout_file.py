@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -50,7 +51,7 @@ def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> st
     ]
     if priced.placement:
         comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")
-    body = yaml.safe_dump(_values(name, priced), sort_keys=False, default_flow_style=None, width=120)
+    body = "".join(_line(key, value) for key, value in _values(name, priced).items())
     compiled = config.parallel.compile != config.trainer.compile
     body += f"compile: {str(config.parallel.compile).lower() if compiled else '${trainer.compile}'}\n"
     return "".join(f"# {line}\n" for line in comment) + body
@@ -63,6 +64,12 @@ def _values(name: str, priced: Priced) -> dict[str, Any]:
     default = ParallelConfig(name=name).model_dump()
     values = parallel.model_dump(mode="json", exclude={"name", "compile"})
     return {"name": name} | {key: each for key, each in values.items() if key in always or each != default[key]}
+
+
+def _line(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return fill(f"{key}: [{', '.join(value)}]", 120, subsequent_indent="  ") + "\n"
+    return yaml.safe_dump({key: value})
 
 
 def _nearest_existing(file: Path) -> Path:

@@ -17,6 +17,11 @@ from lightning_llm.plan.units import shard_ranks, uses_fsdp
 from lightning_llm.planner.space import Choice, Space
 
 
+OF_MANY_MICRO_BATCHES = ("tree_gradients", "unsharded_gradients", "compute_copies", "allocator_reserve")
+"""Kinds of memory of which there is less where a step has fewer, larger micro-batches; of others there is as much at
+least: a stage has as many tokens in flight, and messages of a step are as large together."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The machines, or devices, in the order of ranks, and the seconds of a step in the order they were given in."""
@@ -29,6 +34,7 @@ class Placement:
 class Priced:
     """One layout: its plan, the bytes of the rank that holds most, and, where it fits, the time of a step.
 
+    `least_bytes`: what the same layout holds at least with any larger micro-batch.
     `placement`: where it was placed on measured links, which `time` is of then.
     """
 
@@ -37,6 +43,7 @@ class Priced:
     memory_bytes: int
     time: StepTime | None = None
     placement: Placement | None = None
+    least_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -100,7 +107,9 @@ class Pricer:
     def memory(self, choice: Choice, config: Config | None = None) -> Priced:
         """Return a layout with the bytes it holds; `config`: it with other keys than the choice's alone."""
         plan = self.plan(config or self.space.config_of(choice))
-        return Priced(choice, plan, peak_memory(plan).total)
+        peak = peak_memory(plan)
+        fewer = sum(peak.at_peak.get(kind, 0) for kind in OF_MANY_MICRO_BATCHES)
+        return Priced(choice, plan, peak.total, least_bytes=peak.total - fewer)
 
     def timed(self, priced: Priced) -> Priced:
         """Return a layout with the time of a step."""

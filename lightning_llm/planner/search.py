@@ -32,44 +32,49 @@ class Found:
 def search(pricer: Pricer, mix: Mix | None = None, *, every: bool = False) -> Found:
     """Price all layouts of the pricer's space.
 
-    Layouts that differ in recomputation and in the size of a micro-batch alone are looked at together: what does not
-    fit with more recomputation, or a smaller micro-batch, does not fit with less, or a larger one. Of those that fit at
-    one size the one that recomputes least is the fastest, and alone is timed, unless `every`.
+    Those that differ in recomputation and in the size of a micro-batch alone are looked at together: what cannot fit at
+    any larger size is not looked at again (`Priced.least_bytes`), and of those that fit at one size the one that
+    recomputes least is the fastest, and alone is timed, unless `every`.
     """
     found, waiting = Found(), Waiting("layouts priced")
     for family in _families(pricer.space.choices()):
-        fits = True
+        least: dict[str, int] = {}
         for choices in family:
             found.counts["considered"] += len(choices)
             waiting.tell(found.counts["considered"])
-            if problems := pricer.problems(pricer.space.config_of(choices[0])):
+            config = pricer.space.config_of(choices[0])
+            if problems := pricer.problems(config):
                 found.counts["refused"] += len(choices)
                 found.reasons.update(f"{each.key}: {each.text}" for each in problems)
-                continue
-            if fits and not (fits := pricer.fits(pricer.least_bytes(choices[0]))):
-                found.missing.append(Priced(choices[0], pricer.plan(pricer.space.config_of(choices[0])), 0))
-            fits = fits and _price(pricer, choices, mix, every, found)
-            if not fits:
+            elif pricer.fits(pricer.least_bytes(choices[0])):
+                _price(pricer, choices, mix, least, every, found)
+            else:
                 found.counts["too_large"] += len(choices)
+                found.missing.append(Priced(choices[0], pricer.plan(config), 0))
     found.fitting.sort(key=lambda priced: (priced.seconds, priced.memory_bytes, priced.choice))
     found.missing = _nearest(pricer, found.missing)
     return found
 
 
-def _price(pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, every: bool, found: Found) -> bool:
-    """Add layouts that differ in recomputation alone, most of it first, to `found`; return whether any fits."""
+def _price(
+    pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, least: dict[str, int], every: bool, found: Found
+) -> None:
+    """Add layouts that differ in recomputation alone, most of it first, to `found`.
+
+    `least` has what smaller micro-batches say that each holds at least, and is kept.
+    """
     fitting: list[Priced] = []
     for choice in choices:
+        if not pricer.fits(least.get(choice.activation_checkpoint, 0)):
+            continue
         priced = pricer.memory(choice)
-        if not pricer.fits(priced.memory_bytes):
-            found.missing.append(priced)
-            break
-        fitting.append(priced)
-    if not fitting:
-        return False
+        least[choice.activation_checkpoint] = priced.least_bytes
+        (fitting if pricer.fits(priced.memory_bytes) else found.missing).append(priced)
     found.counts["fitting"] += len(fitting)
     found.counts["too_large"] += len(choices) - len(fitting)
-    if mix is not None and len(fitting) < len(choices) and choices[-1].activation_checkpoint == "none":
+    if not fitting:
+        return
+    if mix is not None and choices[-1].activation_checkpoint == "none" and fitting[-1].choice != choices[-1]:
         without = pricer.memory(choices[-1])
         # Nothing in between is faster than without recomputation: where that is too slow, no mix is looked for.
         best = sorted(priced.seconds for priced in found.fitting)[:MIXED]
@@ -77,7 +82,6 @@ def _price(pricer: Pricer, choices: Sequence[Choice], mix: Mix | None, every: bo
             mixed = mix(fitting[0], without)
             fitting += [mixed] if mixed is not None else []
     found.fitting += [pricer.timed(priced) for priced in (fitting if every else fitting[-1:])]
-    return True
 
 
 def _families(choices: Iterator[Choice]) -> Iterator[list[list[Choice]]]:

@@ -98,8 +98,8 @@ def _no_layout(space: Space) -> str:
     kept = ", ".join(f"{name}={value}" for name, value in space.typed.items())
     text = (
         f"is {space.world}, and there is no layout of so many ranks{f' with {kept} as typed' if kept else ''}: tp, cp "
-        f"and pp (of {layers} layers) have to leave a number of data-parallel ranks that divides data.global_batch_size="
-        f"{batch}, which {', '.join(map(str, fitting))} do{'es' if len(fitting) == 1 else ''}. "
+        f"and pp (of {layers} layers) have to leave a number of data-parallel ranks that divides "
+        f"data.global_batch_size={batch}, which {', '.join(map(str, fitting))} do{'es' if len(fitting) == 1 else ''}. "
     )
     return (
         text
