@@ -1,5 +1,6 @@
 """Recomputation block by block: as little of it as fits, each pipeline rank for itself."""
 
+import math
 from collections import Counter
 
 from lightning_llm.config.schema import Config
@@ -15,8 +16,8 @@ from lightning_llm.planner.layers import cheapest_modes
 from lightning_llm.planner.pricing import Priced, Pricer
 from lightning_llm.planner.space import CHECKPOINTING
 
-ATTEMPTS = 4
-"""How often a rank is given less memory where what was found holds more than the sum of its blocks' bytes."""
+ATTEMPTS = 6
+"""How often a rank's blocks are given more, or less, where what was found leaves memory, or holds too much."""
 
 
 def mix_by_block(pricer: Pricer, smallest: Priced, without: Priced) -> Priced | None:
@@ -67,19 +68,23 @@ def _modes_of_rank(
         for index in layers
     ]
     seconds = [[again[mode][index] for mode in CHECKPOINTING] for index in layers]
-    chosen, budget = [CHECKPOINTING.index("full")] * len(layers), limit - base
+    best, least, budget = ["full"] * len(layers), math.inf, limit - base
     for _ in range(ATTEMPTS):
-        chosen = cheapest_modes(seconds, sizes, budget) or [CHECKPOINTING.index("full")] * len(layers)
-        modes = [full.config.parallel.checkpointing_of(index) for index in range(full.config.model.num_layers)]
-        for index, way in zip(layers, chosen, strict=True):
-            modes[index] = CHECKPOINTING[way]
-        over = memory_at(pricer.plan(_with_modes(full.config, modes)), pp_rank).total - limit
-        if over <= 0:
+        chosen = cheapest_modes(seconds, sizes, budget)
+        if chosen is None:
             break
-        budget -= over
-    else:
-        return ["full"] * len(layers)
-    return [CHECKPOINTING[way] for way in chosen]
+        own = [CHECKPOINTING[way] for way in chosen]
+        modes = [full.config.parallel.checkpointing_of(index) for index in range(full.config.model.num_layers)]
+        for index, mode in zip(layers, own, strict=True):
+            modes[index] = mode
+        spare = limit - memory_at(pricer.plan(_with_modes(full.config, modes)), pp_rank).total
+        spent = sum(each[way] for each, way in zip(seconds, chosen, strict=True))
+        if spare >= 0 and spent >= least:
+            break
+        if spare >= 0:
+            best, least = own, spent
+        budget += spare
+    return best
 
 
 def _again_seconds(pricer: Pricer, priced: Priced, mode: str) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-UNITS = 1024
+UNITS = 4096
 """Into how many parts the memory is cut; a block's bytes are rounded up to them, so that what is found fits."""
 
 

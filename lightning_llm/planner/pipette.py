@@ -28,7 +28,8 @@ def place_fastest(pricer: Pricer, fitting: list[Priced], matrix: LinkMatrix) -> 
 
 def _placed(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> Priced:
     given = list(range(len(matrix.names)))
-    found = anneal(placement_problem(pricer, priced, matrix).seconds, len(given))
+    problem = placement_problem(pricer, priced, matrix)
+    found = anneal(problem.seconds, len(given), problem.links_seconds)
     times = {tuple(order): _timer(pricer, priced, matrix, order).time for order in (given, found)}
     before = times[tuple(given)]
     order = found if times[tuple(found)].total < before.total else given

@@ -5,12 +5,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from statistics import pstdev
 
 STEPS_PER_UNIT = 400
-MOST_STEPS = 12_000
-RESTARTS = 3
-WARMEST, COLDEST = 0.05, 1e-5
-"""Temperatures at which annealing begins and ends, as parts of the first order's cost."""
+MOST_STEPS = 6_000
+RESTARTS = 8
+SLOPE = 0.05
+WARMEST, COLDEST = 1.0, 1e-3
+"""Temperatures at which annealing begins and ends, as parts of the standard deviation of random orders' costs."""
+SAMPLED = 64
+"""Random orders that this is taken from."""
 
 
 def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro_batches: int) -> float:
@@ -63,31 +67,57 @@ class PlacementProblem:
             after = max(after, sent_bytes * slowest - sum(self.backward[:stage]))  # later stages have done earlier
         return passes + after
 
+    def links_seconds(self, order: Sequence[int]) -> float:
+        """Return what all links that are crossed take together: it tells orders apart whose slowest are the same."""
+        rates, total = self.seconds_per_byte, 0.0
+        for places in self.pipelines:
+            total += self.message_bytes * sum(rates[order[one]][order[other]] for one, other in pairwise(places))
+        for _, sent_bytes, places in self.rings:
+            links = (rates[order[places[at - 1]]][order[places[at]]] for at in range(len(places)))
+            total += sent_bytes * sum(links) / len(places)
+        return total
 
-def anneal(cost: Callable[[Sequence[int]], float], units: int, seed: int = 0) -> list[int]:
+
+Cost = Callable[[Sequence[int]], float]
+
+
+def anneal(cost: Cost, units: int, slope: Cost | None = None, seed: int = 0) -> list[int]:
     """Return the order of 0 .. units - 1 of the least cost that was found, the first order if none is better.
+
+    `slope`: what leads over plateaus, where the slowest link hides all others; it is added, times `SLOPE`.
 
     Simulated annealing (Kirkpatrick et al. 1983) over swaps, reversals and moves of a stretch, as Pipette's; then every
     swap that saves anything. Deterministic for a seed.
     """
     best = list(range(units))
-    best_cost = first = cost(best)
+    best_cost = cost(best)
+    spread = _spread(cost, units, seed)
     steps = min(MOST_STEPS, STEPS_PER_UNIT * units)
-    for restart in range(RESTARTS if units > 2 else 0):
+    for restart in range(RESTARTS if units > 2 and spread else 0):
         draw = random.Random(f"{seed}-{restart}")
         order = list(range(units))
         if restart:
             draw.shuffle(order)
-        now = cost(order)
+        energy = cost(order) + _tilt(slope, order)
         for step in range(steps):
-            temperature = first * WARMEST * (COLDEST / WARMEST) ** (step / steps)
+            temperature = spread * WARMEST * (COLDEST / WARMEST) ** (step / steps)
             neighbour = _neighbour(order, draw)
-            then = cost(neighbour)
-            if then <= now or draw.random() < math.exp((now - then) / temperature):
-                order, now = neighbour, then
-            if now < best_cost:
-                best, best_cost = order, now
+            own = cost(neighbour)
+            if own < best_cost:
+                best, best_cost = neighbour, own
+            then = own + _tilt(slope, neighbour)
+            if then <= energy or draw.random() < math.exp((energy - then) / temperature):
+                order, energy = neighbour, then
     return _descended(best, best_cost, cost)
+
+
+def _spread(cost: Cost, units: int, seed: int) -> float:
+    draw = random.Random(f"{seed}-spread")
+    return pstdev(cost(draw.sample(range(units), units)) for _ in range(SAMPLED))
+
+
+def _tilt(slope: Cost | None, order: Sequence[int]) -> float:
+    return SLOPE * slope(order) if slope else 0.0
 
 
 def _neighbour(order: list[int], draw: random.Random) -> list[int]:
@@ -104,7 +134,7 @@ def _neighbour(order: list[int], draw: random.Random) -> list[int]:
     return [*rest[:at], *order[low:high], *rest[at:]]
 
 
-def _descended(order: list[int], now: float, cost: Callable[[Sequence[int]], float]) -> list[int]:
+def _descended(order: list[int], now: float, cost: Cost) -> list[int]:
     improved = True
     while improved:
         improved = False

@@ -55,12 +55,12 @@ class Priced:
 class Pricer:
     """Prices the layouts of one space on one cluster.
 
-    `limit_bytes` is what a layout may hold: the device's memory less `fit.RESERVE`; None where nothing says how much
-    there is.
+    `limit_bytes` is what a layout may hold: what is given, or the device's memory less `fit.RESERVE`; None where
+    nothing says how much there is.
     """
 
-    def __init__(self, space: Space, cluster: ClusterConfig):
-        self.space, self.cluster = space, cluster
+    def __init__(self, space: Space, cluster: ClusterConfig, limit_bytes: int | None = None):
+        self.space, self.cluster, self._given_limit = space, cluster, limit_bytes
         self._state: dict[Hashable, int] = {}
         first = next(iter(space.choices()), None)
         self._capability = Resolution(space.config).capability
@@ -69,8 +69,8 @@ class Pricer:
     @cached_property
     def limit_bytes(self) -> int | None:
         """Bytes that a rank may hold."""
-        if self._resolved is None:
-            return None
+        if self._given_limit is not None or self._resolved is None:
+            return self._given_limit
         memory = device_memory_bytes(self._resolved.plan())
         return None if memory is None else int((1 - RESERVE) * memory)
 

@@ -78,5 +78,5 @@ def test_a_real_plan_recomputes_as_little_as_fits():
     for none, selective, plan in times:
         fastest[none] = max(fastest.get(none, (-1, plan)), (selective, plan), key=lambda each: each[0])
     best_of_all = min(StepTimer(plan, config.cluster).time.total for _, plan in fastest.values())
-    assert best.seconds == pytest.approx(best_of_all, rel=2e-3)  # memory is cut into 1,024 parts
+    assert best.seconds == pytest.approx(best_of_all, rel=1e-3)
     assert best.seconds >= best_of_all * (1 - 1e-9)

@@ -131,7 +131,7 @@ def test_what_was_typed_stays(capsys):
 
 def test_the_file_that_is_written_plans_as_was_found_and_trains(tmp_path, small_run, capsys):
     file, picture = tmp_path / "mine" / "parallel" / "best.yaml", tmp_path / "front.svg"
-    words = [*TINY, "data.sequence_length=128"]
+    words = [*TINY, "data.sequence_length=128", "parallel.cp=1", "parallel.tp=2", "data.micro_batch_size=2"]
     assert main(["plan", *words, "--search", "--write", str(file), "--pareto", str(picture), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert picture.read_text().lstrip().startswith("<?xml")
@@ -174,7 +174,6 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
         (["--search", *TINY, "--links", "links.yaml"], "--planner pipette"),
         (["--planner", "galvatron"], "Add --search"),
         (["--search", *TINY, "data.sequence_length=100000"], "model.max_sequence_length"),
-        (["--search", "model=llama_70b", "cluster=h100_dgx", "world=1", "data.global_batch_size=1"], "no layout of so"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(words, told, capsys):
@@ -183,15 +182,28 @@ def test_what_cannot_be_searched_is_refused(words, told, capsys):
 
 
 def test_layouts_that_do_not_fit_say_by_how_much_and_what_would(capsys):
-    assert main(["plan", *TIGHT, "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--search"]) == 0
-    text = capsys.readouterr().out
-    assert "hold too much, nearest first:" in text
-    assert " too many; " in text
-    assert " would fit" in text
+    assert main(["plan", *TIGHT, "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--search", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    nearest = facts["too_large"]
+    assert len(nearest) == 3
+    for each in nearest:
+        words = [f"{key}={value}" for key, value in each["overrides"].items()]
+        assert main(["plan", *TIGHT, *words, "--json"]) == 0
+        held = json.loads(capsys.readouterr().out)["memory_bytes"]["total"]
+        assert held == each["memory_bytes"] == facts["limit_bytes"] + each["missing_bytes"]
+
+
+def test_where_nothing_fits_the_nearest_are_shown_and_refused(capsys):
+    words = ["model=llama_70b", "cluster=h100_dgx", "world=2", "data.global_batch_size=2", "data.micro_batch_size=1"]
+    assert main(["plan", *words, "--search"]) == 2
+    told = capsys.readouterr()
+    assert "hold too much, nearest first:" in told.out
+    assert " too many" in told.out
+    assert "no layout of so many ranks fits a device" in told.err
 
 
 def test_the_search_needs_no_torch(tmp_path: Path):
-    words = ["plan", *TINY, "parallel.pp=1", "parallel.tp=1", "--search"]
+    words = ["plan", *TINY, "parallel.pp=1", "parallel.tp=1", "data.micro_batch_size=2", "--search"]
     code = (
         f"import sys\nfrom lightning_llm.__main__ import main\nmain({words!r})\n"
         "print(sorted({'torch', 'lightning', 'mlflow'} & set(sys.modules)))"
