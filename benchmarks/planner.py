@@ -29,7 +29,7 @@ from lightning_llm.planner.wording import layout_words
 A100_BYTES = 80 * 2**30
 GALVATRON_BYTES = 36 * 2**30
 STEPS = ((1.0, 1.0), (2, 1), (0.5, 1), (1, 2), (1, 0.5), (2, 0.5), (0.5, 2))
-"""By which tensor- and pipeline-parallel degrees of a neighbour are those of a row; data-parallel ranks are the rest."""
+"""By which a neighbour's tensor- and pipeline-parallel degrees are a row's; data-parallel ranks are the rest."""
 LLAMA_2_7B = (
     "model=llama_8b", "model.vocab_size=32000", "model.num_kv_heads=32", "model.ffn_hidden_size=11008",
     "model.rope_theta=10000.0", "model.max_sequence_length=4096", "cluster=a100_dgx", "world=8",

@@ -74,7 +74,9 @@ def _modes_of_rank(
         if chosen is None:
             break
         own = [CHECKPOINTING[way] for way in chosen]
-        modes = [full.config.parallel.checkpointing_of(index) for index in range(full.config.model.num_layers)]
+        modes: list[str] = [
+            full.config.parallel.checkpointing_of(index) for index in range(full.config.model.num_layers)
+        ]
         for index, mode in zip(layers, own, strict=True):
             modes[index] = mode
         spare = limit - memory_at(pricer.plan(_with_modes(full.config, modes)), pp_rank).total

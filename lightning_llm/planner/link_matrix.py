@@ -58,7 +58,8 @@ def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
         raise ConfigError(Problem("--links", f"{file} cannot be read: {error}.")) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(Problem("--links", f"{file} is neither YAML nor JSON. It takes {FORMAT}.")) from error
-    rows, names = (values.get("gb_per_second"), values.get("names")) if isinstance(values, Mapping) else (values, None)
+    rows: Any = values.get("gb_per_second") if isinstance(values, Mapping) else values
+    names: Any = values.get("names") if isinstance(values, Mapping) else None
     if problems := list(_matrix_problems(file, rows, names, machines, devices)):
         raise ConfigError(problems)
     what = "machine" if len(rows) == machines else "device"

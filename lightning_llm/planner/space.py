@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class Space:
             if self.world % (tp * cp):
                 continue
             rest = self.world // (tp * cp)
-            for pp in self._values("pp", lambda rest=rest: self._stages(rest)):
+            for pp in self._values("pp", partial(self._stages, rest)):
                 if rest % pp == 0 and self._shards(tp, cp, pp):
                     yield from self._with_degrees(tp, cp, pp, rest // pp)
 
