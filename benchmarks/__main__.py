@@ -19,6 +19,7 @@ from benchmarks import (
     peers,
     plan_memory,
     plan_time,
+    planner,
     precision,
     startup,
     tokenise,
@@ -44,6 +45,7 @@ BENCHMARKS = {
     "health": health.measure,
     "checkpoint": checkpoint.measure,
     "plan_time": plan_time.measure,
+    "planner": planner.measure,
     "machine": machine.measure,
 }
 RESULTS = Path(__file__).parent / "results"

@@ -15,7 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("model", "precision", "data", "optim"),
     ("plan",),
-    ("parallel", "record"),
+    ("parallel", "planner", "record"),
     ("train",),
     ("callbacks",),
     ("compare", "dry_run", "run"),

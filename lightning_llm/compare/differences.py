@@ -44,6 +44,7 @@ LAYOUT = (
     "parallel.reduction",
     "parallel.activation_checkpoint",
     "parallel.activation_checkpoint_every",
+    "parallel.activation_checkpoint_layers",
     "trainer.devices",
     "world",
 )

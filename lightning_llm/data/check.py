@@ -37,7 +37,7 @@ def data_rules(
 ) -> list[Rule]:
     """Return the rules of `check_data` one by one; each reads what it needs, which another key may have broken."""
     return [
-        lambda: _batch_problems(data(), world()),
+        lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),
         lambda: _validation_problems(data()),
         lambda: [
@@ -61,7 +61,8 @@ def _validation_problems(config: DataConfig) -> Iterator[Problem]:
         yield Problem("data.validation.weights", text)
 
 
-def _batch_problems(config: DataConfig, world: int) -> list[Problem]:
+def batch_problems(config: DataConfig, world: int) -> list[Problem]:
+    """Return why a step's sequences make no micro-batches on `world` data-parallel ranks."""
     per_pass = config.micro_batch_size * world
     if config.global_batch_size % per_pass == 0:
         return []

@@ -7,8 +7,10 @@ tensor-parallel ranks share and where a pipeline is cut follow by layer index. `
 Letters: D hidden_size, T tokens of a sequence.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 from lightning_llm.config.schema.base import Group
@@ -234,19 +236,46 @@ def norm_of(model: ModelConfig) -> Norm:
 
 def mixer_of(model: ModelConfig, index: int) -> Mixer:
     """Return the mixer of block `index`."""
-    return _checked(model.block_at(index).mixer, Mixer)
+    return _checked(block_parts(model, index)["attention"], Mixer)
 
 
-def block_parts(model: ModelConfig, index: int) -> dict[str, Part]:
+class Same:
+    """A model as the key of a cache: the object itself, which is frozen, and kept for as long as the key is."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: ModelConfig):
+        self.model = model
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.model is self.model
+
+
+def first_alike(model: ModelConfig, index: int) -> int:
+    """Return the first block that is as block `index` is: of the same name."""
+    return (model.layers or DEFAULT_LAYERS).index(model.layer_name(index))
+
+
+def block_parts(model: ModelConfig, index: int) -> Mapping[str, Part]:
     """Return the parts of block `index` by their names in it, in module order.
 
     The mixer is called "attention", whatever its kind, so that names and globs hold across kinds.
     """
+    return _block_parts(Same(model), first_alike(model, index))
+
+
+@lru_cache(maxsize=256)
+def _block_parts(same: Same, index: int) -> Mapping[str, Part]:
+    model = same.model
     block, norm = model.block_at(index), norm_of(model)
-    parts: dict[str, Part] = {"attention_norm": norm, "attention": mixer_of(model, index)}
+    parts: dict[str, Part] = {"attention_norm": norm, "attention": _checked(block.mixer, Mixer)}
     parts |= {"attention_post_norm": norm} if block.post_norms else {}
     parts |= {"feed_forward_norm": norm, "feed_forward": _checked(block.feed_forward, FeedForward)}
-    return parts | ({"feed_forward_post_norm": norm} if block.post_norms else {})
+    parts |= {"feed_forward_post_norm": norm} if block.post_norms else {}
+    return MappingProxyType(parts)
 
 
 PartClass = TypeVar("PartClass", bound=Part)
@@ -258,9 +287,14 @@ def _checked(part: object, kind: type[PartClass]) -> PartClass:
     return part
 
 
-def block_parameters(model: ModelConfig, index: int) -> list[ParameterSpec]:
+def block_parameters(model: ModelConfig, index: int) -> Sequence[ParameterSpec]:
     """Return the parameters of block `index`, by their names within it."""
-    found = []
+    return _block_parameters(Same(model), first_alike(model, index))
+
+
+@lru_cache(maxsize=256)
+def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
+    model, found = same.model, []
     for part_name, part in block_parts(model, index).items():
         for linear in part.linears(model):
             name, shape = f"{part_name}.{linear.name}", (linear.outputs.length, linear.inputs.length)
@@ -270,7 +304,7 @@ def block_parameters(model: ModelConfig, index: int) -> list[ParameterSpec]:
                 role = "replicate" if linear.role == "row" else linear.role
                 found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
         found += [each._replace(name=f"{part_name}.{each.name}") for each in part.own_parameters(model)]
-    return found
+    return tuple(found)
 
 
 def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:

@@ -16,20 +16,19 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -> None:
-    """Make every n-th block recompute its forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
+    """Make the chosen blocks recompute their forward pass (Chen et al. 2016, arXiv 1604.06174). Names do not change.
 
     Blocks count by their global index, so that a pipeline's stages recompute those that a single rank does.
 
     "selective" keeps the outputs of matrix products and attention, which cost most to compute again (Korthikanti et al.
     2022, arXiv 2205.05198, keep less; torchtitan's selective "op" mode keeps every second product's).
     """
-    if config.activation_checkpoint == "none":
-        return
     for name, block in blocks.items():
-        if int(name.rpartition(".")[2]) % config.activation_checkpoint_every:
+        mode = config.checkpointing_of(int(name.rpartition(".")[2]))
+        if mode == "none":
             continue
         keys = recompute_contexts(block) if quantised_layers(block) else None
-        contexts = _selective(keys, block) if config.activation_checkpoint == "selective" else keys
+        contexts = _selective(keys, block) if mode == "selective" else keys
         block.forward = _recomputed(block.forward, contexts)
 
 

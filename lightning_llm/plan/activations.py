@@ -53,9 +53,7 @@ def boundary_bytes(config: Config, degrees: Degrees) -> int:
 
 def recomputed_layers(config: Config, parts: list[StagePart]) -> list[int]:
     """Return the blocks of a rank's stages that recompute their forward pass, by global index."""
-    if config.parallel.activation_checkpoint == "none":
-        return []
-    return [index for index in layers_of(parts) if index % config.parallel.activation_checkpoint_every == 0]
+    return [index for index in layers_of(parts) if config.parallel.checkpointing_of(index) != "none"]
 
 
 def part_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> dict[str, int]:
@@ -72,8 +70,8 @@ def block_bytes(plan: Plan, index: int, accounting: Accounting = OURS) -> BlockB
     """Return the bytes of block `index` of one micro-batch on a rank."""
     config, degrees = plan.config, plan.degrees
     whole, gradients = sum(part_bytes(plan, index, accounting).values()), _gradient_bytes(plan, index, accounting)
-    mode = config.parallel.activation_checkpoint
-    if mode == "none" or index % config.parallel.activation_checkpoint_every:
+    mode = config.parallel.checkpointing_of(index)
+    if mode == "none":
         return BlockBytes(whole, gradients)
     kept = boundary_bytes(config, degrees)
     if mode == "selective":

@@ -13,13 +13,13 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
-from lightning_llm.data.check import data_rules
+from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.cluster import cluster_rules
-from lightning_llm.plan.degrees import Degrees, layout_problems
+from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.resolve import Plan, Resolution
@@ -51,14 +51,9 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: shape_problems(config.model),
         lambda: _length_problems(config),
         lambda: _schedule_problems(config),
-        lambda: layout_problems(config.parallel, found.fitted),
-        lambda: _shard_problems(config, found.likely_degrees),
-        lambda: pipeline_problems(config, found.degrees),
-        lambda: tensor_parallel_problems(config, found.degrees),
+        *_layout_rules(found),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
-        lambda: _update_problems(config, found.likely_degrees),
-        lambda: _native_problems(found),
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),
         lambda: tracking_problems(config),
@@ -67,6 +62,26 @@ def config_problems(found: Resolution) -> list[Problem]:
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
     ]
     return gather(rules)
+
+
+def layout_rule_problems(found: Resolution) -> list[Problem]:
+    """Return what is wrong between a layout, the batch and the model, of a config that is sound under another."""
+    config = found.config
+    batch: Rule = lambda: batch_problems(config.data, found.data_parallel_ranks)  # noqa: E731
+    return gather([*_layout_rules(found), batch, lambda: _rotation_problems(config)])
+
+
+def _layout_rules(found: Resolution) -> list[Rule]:
+    config = found.config
+    return [
+        lambda: layout_problems(config.parallel, found.fitted),
+        lambda: checkpointing_problems(config.parallel, config.model.num_layers),
+        lambda: _shard_problems(config, found.likely_degrees),
+        lambda: pipeline_problems(config, found.degrees),
+        lambda: tensor_parallel_problems(config, found.degrees),
+        lambda: _update_problems(config, found.likely_degrees),
+        lambda: _native_problems(found),
+    ]
 
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:

@@ -124,6 +124,22 @@ def _is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+def checkpointing_problems(config: ParallelConfig, num_layers: int) -> Iterator[Problem]:
+    """Yield why the list of what each block recomputes is none for `num_layers` blocks."""
+    modes, key = config.activation_checkpoint_layers, "parallel.activation_checkpoint_layers"
+    if modes is None:
+        return
+    if len(modes) != num_layers:
+        text = f"has {len(modes)} words, and model.num_layers is {num_layers}. Give one for each block, or null."
+        yield Problem(key, text)
+    if config.activation_checkpoint != "none" or config.activation_checkpoint_every != 1:
+        text = (
+            f"says what each block recomputes, and so do activation_checkpoint={config.activation_checkpoint} and "
+            f"activation_checkpoint_every={config.activation_checkpoint_every}. Leave those out (none, 1), or this."
+        )
+        yield Problem(key, text)
+
+
 def layout_problems(config: ParallelConfig, fitted: Degrees | ConfigError) -> Iterator[Problem]:
     """Yield what is wrong with a layout; `fitted` is its degrees, or why there are none."""
     if isinstance(fitted, ConfigError):

@@ -38,6 +38,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
         "reduction": parallel.reduction,
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
+        "activation_checkpoint_layers": parallel.activation_checkpoint_layers,
         "compile": parallel.compile,
         "pipeline": pipeline_facts(plan) if degrees.pp > 1 else None,
         "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
@@ -119,7 +120,10 @@ def layout_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     words += ["sequence parallel"] if facts["sequence_parallel"] else []
     words += [f"ZeRO-{facts['zero_stage']}"] if facts["zero_stage"] else []
     words += [f"{facts['reduction']} reduction"] if facts["world"] > 1 else []
-    if facts["activation_checkpoint"] != "none":
+    if modes := facts["activation_checkpoint_layers"]:
+        counts = [f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes)]
+        words.append(f"checkpointing by block ({', '.join(counts)})")
+    elif facts["activation_checkpoint"] != "none":
         every = facts["activation_checkpoint_every"]
         words.append(f"{facts['activation_checkpoint']} checkpointing{f' of 1 block in {every}' if every > 1 else ''}")
     words += ["compiled"] if facts["compile"] else []

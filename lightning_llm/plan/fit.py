@@ -24,7 +24,7 @@ def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
     `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough.
     """
-    memory = _memory(plan)
+    memory = device_memory_bytes(plan)
     facts = {
         "name": plan.config.planned_hardware or plan.capability.device,
         "devices": plan.degrees.world,
@@ -59,13 +59,14 @@ def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
     """Yield what makes a rank hold less, by what it costs in time: recomputing, smaller GEMMs, gathering weights."""
     key = "parallel.activation_checkpoint"
     recompute = {"none": ["selective", "full"], "selective": ["full"]}.get(config.parallel.activation_checkpoint, [])
+    by_block = {} if config.parallel.activation_checkpoint_layers is None else {f"{key}_layers": None}
     size = config.data.micro_batch_size
     smaller: list[Overrides] = [{"data.micro_batch_size": size >> n} for n in range(1, size.bit_length())]
     smaller = [each for each in smaller if size % each["data.micro_batch_size"] == 0]
     sharded: list[Overrides] = []
     if degrees.dp > 1 and (config.parallel.zero_stage < 3 or degrees.dp_replicate > 1):
         sharded = [{"parallel.zero_stage": 3, "parallel.dp_replicate": 1, "parallel.dp_shard": None}]
-    checkpointed: list[Overrides] = [{key: each} for each in recompute]
+    checkpointed: list[Overrides] = [{key: each, **by_block} for each in recompute]
     one = [*checkpointed[:-1], *smaller, *checkpointed[-1:]]
     most = {name: value for each in (checkpointed, smaller) for name, value in (each[-1] if each else {}).items()}
     yield from one
@@ -95,7 +96,7 @@ def _changed(config: Config, overrides: Overrides) -> Config:
     return config
 
 
-def _memory(plan: Plan) -> int | None:
+def device_memory_bytes(plan: Plan) -> int | None:
     """Return the bytes of a planned device, None where nothing says which it is."""
     config = plan.config
     if config.planned_hardware in MEMORY_GIB:

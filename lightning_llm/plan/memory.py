@@ -1,5 +1,6 @@
 """Bytes that a rank holds, by formula. Imports no torch."""
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
@@ -10,7 +11,7 @@ from lightning_llm.plan.buffers import communication_bytes, gather_buffer_bytes,
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.passes import coming_and_going
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import parts_of, units_at
+from lightning_llm.plan.stages import parts_of, rank_kind, units_at
 from lightning_llm.plan.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
 
 ALLOCATOR_RESERVE = 0.05
@@ -63,16 +64,30 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
 
 def peak_memory(plan: Plan, accounting: Accounting = OURS) -> PeakMemory:
     """Return what the rank that holds the most holds."""
-    return _held_at(plan, peak_memory_pp_rank(plan, accounting), accounting)
+    return _fullest(plan, accounting)[1]
 
 
 def peak_memory_pp_rank(plan: Plan, accounting: Accounting = OURS) -> int:
     """Return the pipeline rank, from 0, of the ranks that hold the most bytes; 0 without one."""
-    ranks = range(plan.degrees.pp)
-    return max(ranks, key=lambda pp_rank: _held_at(plan, pp_rank, accounting).total)
+    return _fullest(plan, accounting)[0]
 
 
-def _held_at(plan: Plan, pp_rank: int, accounting: Accounting) -> PeakMemory:
+def _fullest(plan: Plan, accounting: Accounting) -> tuple[int, PeakMemory]:
+    """Return the pipeline rank that holds the most, the first of equals, and what it holds.
+
+    Of ranks of one kind the first has the most micro-batches in flight under every schedule: the others are not asked.
+    """
+    config, degrees = plan.config, plan.degrees
+    first: dict[Hashable, int] = {}
+    for pp_rank in range(degrees.pp):
+        first.setdefault(rank_kind(config, parts_of(config.model, config.parallel, degrees, pp_rank)), pp_rank)
+    held = {pp_rank: memory_at(plan, pp_rank, accounting) for pp_rank in first.values()}
+    fullest = max(held, key=lambda pp_rank: held[pp_rank].total)
+    return fullest, held[fullest]
+
+
+def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMemory:
+    """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline hold."""
     config, degrees = plan.config, plan.degrees
     parts = parts_of(config.model, config.parallel, degrees, pp_rank)
     units, ranks = units_at(config.model, parts, degrees.tp), shard_ranks(config.parallel, degrees)

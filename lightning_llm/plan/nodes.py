@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from lightning_llm.config.schema import Config
@@ -44,6 +45,11 @@ def tensor_parallel_problems(config: Config, degrees: Degrees | None) -> Iterato
 
 def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
     """Return which part of the bytes of collectives of `kind` over `axes` goes to another machine, over all groups."""
+    return _share_between_nodes(degrees, tuple(axes), kind, per_node)
+
+
+@lru_cache(maxsize=4096)  # a search asks it of a few degrees under many batches and schedules
+def _share_between_nodes(degrees: Degrees, axes: tuple[str, ...], kind: str, per_node: int) -> float:
     groups = degrees.groups(*axes)
     crossing, sent = 0, 0
     for ranks in groups:
@@ -62,8 +68,13 @@ def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_no
 
 def data_parallel_nodes(config: Config, degrees: Degrees) -> int:
     """Return on how many machines the ranks lie, at most, that sum gradients with each other."""
-    groups, per_node = degrees.groups("dp_replicate", "dp_shard", "cp"), ranks_per_node(config)
-    return max(len({rank // per_node for rank in ranks}) for ranks in groups)
+    return nodes_of_groups(degrees, ("dp_replicate", "dp_shard", "cp"), ranks_per_node(config))
+
+
+@lru_cache(maxsize=4096)
+def nodes_of_groups(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> int:
+    """Return on how many machines the ranks of a group over `axes` lie, at most."""
+    return max(len({rank // per_node for rank in ranks}) for ranks in degrees.groups(*axes))
 
 
 def with_reduction(config: Config, degrees: Degrees) -> Config:

@@ -1,12 +1,13 @@
 """Bytes that come and go with the forward and backward passes of a step. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.accounting import Accounting
 from lightning_llm.plan.activations import (
+    BlockBytes,
     block_bytes,
     boundary_bytes,
     on_gpu,
@@ -16,7 +17,7 @@ from lightning_llm.plan.activations import (
 from lightning_llm.plan.buffers import compute_copy_bytes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of, receives_waiting
-from lightning_llm.plan.stages import StagePart, units_at
+from lightning_llm.plan.stages import StagePart, block_kinds, units_at
 from lightning_llm.plan.units import reduces_once, uses_fsdp
 
 Kinds = dict[str, int]
@@ -49,7 +50,12 @@ class Stage(NamedTuple):
         """Return those of the stage `part`."""
         config, degrees = plan.config, plan.degrees
         units = units_at(config.model, [part], degrees.tp)
-        blocks = [block_bytes(plan, index, accounting) for index in part.layers]
+        made: dict[Hashable, BlockBytes] = {}
+        kinds = list(block_kinds(config, part.layers))
+        for index, kind in zip(part.layers, kinds, strict=True):
+            if kind not in made:
+                made[kind] = block_bytes(plan, index, accounting)
+        blocks = [made[kind] for kind in kinds]
         once = reduces_once(config.parallel, degrees) and plan.micro_batches > 1 and not accounting.buffers
         kept_logits, loss = _logits_bytes(plan, accounting) if part.last else (0, 0)
         copies, recast = (0, 0) if accounting.buffers else compute_copy_bytes(plan, part, units)
@@ -93,11 +99,18 @@ def coming_and_going(
             peak = found, moment
 
     last = plan.micro_batches - 1
+    seen = set()
     for each, passing in _passing(plan, pp_rank, accounting):
         at = each.stage // plan.degrees.pp
         stage = stages[at]
         if each.forward:
             held[at] += 1
+        state = each.forward, at, each.micro_batch == last, passing, *held, *waits
+        if state in seen:  # as in most of a step
+            held[at] -= not each.forward
+            waits[at] = waits[at] if each.forward else 0 if each.micro_batch == last else stage.unsharded
+            continue
+        seen.add(state)
         if stage.loss:
             look("the loss of a micro-batch", passing, logits=stage.loss)
         if not each.forward:

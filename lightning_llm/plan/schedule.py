@@ -27,9 +27,14 @@ def passes_of(parallel: ParallelConfig, pp: int, pp_rank: int, micro_batches: in
     1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2) runs as many forward passes ahead as there are stages
     behind it. Without a pipeline micro-batches pass one after the other.
     """
-    if pp > 1 and parallel.schedule == INTERLEAVED:
-        return list(_interleaved(pp, parallel.virtual_stages, micro_batches, pp_rank))
-    ahead = micro_batches if pp > 1 and parallel.schedule == "gpipe" else min(pp - pp_rank, micro_batches)
+    return _passes_of(parallel.schedule, parallel.virtual_stages, pp, pp_rank, micro_batches)
+
+
+@lru_cache(maxsize=256)  # memory and time follow the same order
+def _passes_of(schedule: str, virtual_stages: int, pp: int, pp_rank: int, micro_batches: int) -> list[Pass]:
+    if pp > 1 and schedule == INTERLEAVED:
+        return list(_interleaved(pp, virtual_stages, micro_batches, pp_rank))
+    ahead = micro_batches if pp > 1 and schedule == "gpipe" else min(pp - pp_rank, micro_batches)
     passes = [Pass(True, pp_rank, each) for each in range(ahead)]
     for each in range(micro_batches):
         passes.append(Pass(False, pp_rank, each))
@@ -60,6 +65,7 @@ def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int)
         yield next_pass(False, number)
 
 
+@lru_cache(maxsize=256)
 def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
     """Return for each pipeline rank and each of its passes how many receives wait then: posted, their pass yet to come.
 
@@ -75,7 +81,6 @@ def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> l
     ]
 
 
-@lru_cache(maxsize=4)
 def _laid_out(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
     last = pp * parallel.virtual_stages - 1
     orders = [passes_of(parallel, pp, pp_rank, micro_batches) for pp_rank in range(pp)]

@@ -1,12 +1,13 @@
 """Pipeline stages: the split of a decoder and the idle time of a schedule. Imports no torch."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.errors import Problem
 from lightning_llm.model.spec import for_layers
 from lightning_llm.plan.degrees import Degrees
@@ -105,6 +106,24 @@ def units_at(model: ModelConfig, parts: list[StagePart], tp: int) -> Units:
 def layers_of(parts: list[StagePart]) -> list[int]:
     """Return the blocks of a rank's stages, by global index."""
     return [index for part in parts for index in part.layers]
+
+
+def stage_kind(config: Config, part: StagePart) -> Hashable:
+    """Return what a stage has: those of one kind hold as much per micro-batch, and take as long."""
+    return tuple(block_kinds(config, part.layers)), part.first, part.last
+
+
+def block_kinds(config: Config, layers: Iterable[int]) -> Iterator[Hashable]:
+    """Yield what each block of `layers` is: those of one kind hold as much, and take as long, on any stage."""
+    parallel, quantises = config.parallel, config.precision.quantises
+    pattern = config.model.layers or DEFAULT_LAYERS
+    for index in layers:  # which also says whose linears run in which casts
+        yield pattern[index % len(pattern)], parallel.checkpointing_of(index), index if quantises else 0
+
+
+def rank_kind(config: Config, parts: list[StagePart]) -> Hashable:
+    """Return what a pipeline rank has with its stages `parts`, earliest first."""
+    return tuple(stage_kind(config, part) for part in parts)
 
 
 def bubble_fraction(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
-from lightning_llm.model.spec import block_parameters, for_layers, norm_of
+from lightning_llm.model.spec import Same, block_parameters, first_alike, norm_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import SHARD_AXES
 
@@ -25,7 +26,7 @@ class Unit:
     def shards(self, ranks: int) -> Iterator[ParameterShard]:
         """Yield what each of `ranks` holds of every parameter, padding included."""
         for each in self.parameters:
-            yield replace(each, rows=-(-each.rows // ranks))
+            yield ParameterShard(-(-each.rows // ranks), each.columns, each.role)
 
     def whole(self, ranks: int) -> int:
         """Return the elements of all shards together, padding included."""
@@ -65,22 +66,27 @@ def units_of(
     with embeddings where it has the `first` stage, norm and head where it has the `last`. Of a tensor-parallel rank:
     its part of the linears and of the vocabulary, norms and positions whole.
     """
-    hidden, rows = model.hidden_size, model.padded_vocab_size // tp
+    same, hidden, rows = Same(model), model.hidden_size, model.padded_vocab_size // tp
     norm = [ParameterShard(hidden, 1, "vector")] * len(norm_of(model).vectors(model))
     table = ParameterShard(rows, hidden, "embedding")
     tied = [table] if model.tie_embeddings and (first or last) else []
     learned = model.position == "learned" and first
     positions = [ParameterShard(model.max_sequence_length, hidden, "embedding")] if learned else []
 
-    def block(index: int) -> Unit:
-        return Unit(tuple(_shard(each.shape, each.role, tp) for each in block_parameters(model, index)), cast=True)
-
     return Units(
-        blocks=tuple(for_layers(model, range(model.num_layers) if layers is None else layers, block)),
+        blocks=tuple(
+            _block(same, first_alike(model, index), tp)
+            for index in (range(model.num_layers) if layers is None else layers)
+        ),
         head=Unit((ParameterShard(rows, hidden, "head"),) if last and not model.tie_embeddings else (), cast=True),
         embedding=Unit((table,) if first and not model.tie_embeddings else (), cast=False),
         root=Unit((*(norm if last else []), *positions, *tied), cast=False),
     )
+
+
+@lru_cache(maxsize=1024)
+def _block(same: Same, index: int, tp: int) -> Unit:
+    return Unit(tuple(_shard(each.shape, each.role, tp) for each in block_parameters(same.model, index)), cast=True)
 
 
 def _shard(shape: tuple[int, ...], role: str, tp: int) -> ParameterShard:

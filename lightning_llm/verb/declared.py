@@ -62,7 +62,21 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=text)
     whose = "whose way of training memory is counted for, to hold another's published figures against"
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
+    _add_search(parser)
     _add_multirun(parser)
+
+
+def _add_search(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
+    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
+    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
+    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
+    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
+    add("--force", action="store_true", help="replace the file of --write")
+    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
+    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
+    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
 
 
 def _config(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The verb `plan`: a run, a sweep or every recipe on every GPU, described; one step of it, dry."""
+"""The verb `plan`: a run, a sweep or every recipe on every GPU, described; one step of it, dry; a layout, searched."""
 
 import argparse
 import json
@@ -12,10 +12,11 @@ from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.plan.matrix import matrix_facts, matrix_of, render_matrix
 from lightning_llm.plan.report import notes, plan_facts, render
 from lightning_llm.run.checked_plan import checked_plan
+from lightning_llm.verb.search_options import search_option_problems
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of one run, with --matrix how every recipe would run where, with -m the jobs of a sweep.
+    """Print the plan of one run; with --matrix, -m, --search or --tensor-axes, what these say.
 
     As text or, with --json, as data; with --dry-run, with what its ranks do in one step, counted.
 
@@ -24,6 +25,17 @@ def plan(arguments: argparse.Namespace) -> int:
     """
     if problems := list(_option_problems(arguments)):
         raise ConfigError(problems)
+    if arguments.tensor_axes:
+        from lightning_llm.planner.space import typed_values
+        from lightning_llm.verb.tensor_axes import print_tensor_axes
+
+        return print_tensor_axes(
+            arguments.tensor_axes, typed_values(arguments.overrides).get("tp", 1), as_data=arguments.json
+        )
+    if arguments.search:
+        from lightning_llm.verb.search import search_layouts
+
+        return search_layouts(arguments)
     if arguments.multirun:
         from lightning_llm.sweep.outline import outline
 
@@ -69,11 +81,16 @@ def _of_branch(config: Config) -> tuple[dict[str, Any], list[str]]:
 def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     """Yield which options do not go together: memory is of one run, a dry run of one of this trainer's."""
     many = "--matrix" if arguments.matrix else "-m" if arguments.multirun else None
-    others = arguments.accounting != OURS.name
+    foreign = arguments.accounting != OURS.name
     if arguments.dry_run and many:
         yield Problem("--dry-run", f"is of one run, and {many} of many. Leave one of them out.")
-    if others and many:
+    if foreign and many:
         yield Problem("--accounting", f"counts the memory of one run, and {many} is of many. Leave one of them out.")
-    if arguments.dry_run and others:
+    if arguments.dry_run and foreign:
         text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
         yield Problem("--dry-run", text)
+    yield from search_option_problems(arguments)
+    others = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
+    if arguments.tensor_axes and (others or arguments.search or many):
+        text = f"looks at the weights in {arguments.tensor_axes}, for parallel.tp=N ranks. Leave the rest out."
+        yield Problem("--tensor-axes", text)

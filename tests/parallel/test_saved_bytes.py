@@ -122,6 +122,7 @@ DOCUMENTS, FULL = "data.document_mask=true", "parallel.activation_checkpoint=ful
 SELECTIVE = "parallel.activation_checkpoint=selective"
 CASES = [
     ("llama_tiny", "single", 1, "fp32", [FULL]),
+    ("llama_tiny", "single", 1, "bf16", ["parallel.activation_checkpoint_layers=[none,full,full,none]"]),
     ("qwen3_tiny", "single", 1, "bf16", [SELECTIVE]),
     ("gemma2_tiny", "single", 1, "bf16", []),
     ("gla_tiny", "single", 1, "bf16", [DOCUMENTS]),

@@ -97,7 +97,7 @@ def test_equal_stages_idle_as_the_formula_says(pp, rounds, stages, forward):
     schedules = ["interleaved_1f1b"] if stages > 1 else ["1f1b", "gpipe"]
     for schedule in schedules:
         orders = [passes_of(settings(schedule, stages), pp, rank, micro_batches) for rank in range(pp)]
-        end = max(finish_times(orders, pp * stages, lambda each: forward if each.forward else 2 * forward, 0.0))
+        end = max(finish_times(orders, pp * stages, lambda each: forward if each.forward else 2 * forward, [0.0] * pp))
         work = 3 * forward * stages * micro_batches
         assert 1 - work / end == pytest.approx(bubble_fraction(pp, micro_batches, stages), abs=1e-9)
 
@@ -109,10 +109,10 @@ def test_without_a_pipeline_micro_batches_follow_one_another(schedule):
 
 def test_what_is_sent_is_waited_for():
     orders = [passes_of(settings("gpipe"), 2, rank, 1) for rank in range(2)]
-    assert finish_times(orders, 2, lambda _: 1.0, 0.25) == [4.5, 3.25]
+    assert finish_times(orders, 2, lambda _: 1.0, [0.25, 0.25]) == [4.5, 3.25]
 
 
 def test_orders_that_wait_for_each_other_are_an_error():
     orders = [[Pass(False, 0, 0), Pass(True, 0, 0)], [Pass(True, 1, 0), Pass(False, 1, 0)]]
     with pytest.raises(ValueError, match="wait for each other"):
-        finish_times(orders, 2, lambda _: 1.0, 0.0)
+        finish_times(orders, 2, lambda _: 1.0, [0.0, 0.0])

@@ -1,6 +1,6 @@
 """The keys every run knows beside the groups of model, data, optimizer and precision."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,9 @@ Hardware = Literal[
     "cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200", "gh200", "b200", "gb200", "rtx5090", "mi250x"
 ]  # fmt: skip
 """Devices that a run can be planned for."""
+
+Checkpointing = Literal["none", "full", "selective"]
+"""What a block recomputes in its backward pass."""
 
 
 class ParallelConfig(Group):
@@ -36,12 +39,21 @@ class ParallelConfig(Group):
         description="how gradients are summed: tree to the same bits on any number of ranks, native by the library; "
         "auto: tree within a machine, and over several where it costs no more; else native",
     )
-    activation_checkpoint: Literal["none", "full", "selective"] = Field(
+    activation_checkpoint: Checkpointing = Field(
         "none", description="full: recompute blocks in the backward pass; selective: all but GEMMs and attention"
     )
     activation_checkpoint_every: PositiveInt = Field(1, description="full and selective: only every n-th block")
+    activation_checkpoint_layers: Annotated[tuple[Checkpointing, ...], Field(strict=False)] | None = Field(
+        None, description="what each block recomputes, a word per block; null: as the two keys above have it"
+    )
     compile: bool = Field(False, description="torch.compile, one graph per block")
     timeout_seconds: float = Field(1800.0, gt=0, le=31_536_000, description="how long a rank waits for its peers")
+
+    def checkpointing_of(self, index: int) -> Checkpointing:
+        """Return what block `index` recomputes, counted from 0 over all stages."""
+        if self.activation_checkpoint_layers is not None:
+            return self.activation_checkpoint_layers[index]
+        return "none" if index % self.activation_checkpoint_every else self.activation_checkpoint
 
 
 class TrainerConfig(Group):

@@ -38,7 +38,7 @@ class Operations:
             not uses_fsdp(config.parallel, degrees) or reduces_once(config.parallel, degrees)
         )
         self._gemms: dict[tuple[int, int, int, str], float] = {}
-        self._blocks: dict[tuple[str, tuple[int, ...]], Passes] = {}
+        self._blocks: dict[tuple[str, str, tuple[int, ...]], Passes] = {}
         self._linears = _linears_of_blocks(config.model)
 
     def memory(self, moved: float, operators: float = 1) -> Cost:
@@ -131,7 +131,7 @@ class Operations:
     def block(self, index: int) -> Passes:
         """Return the passes of block `index`, made once for all that are alike."""
         formats = tuple(id(self.formats.of(name)) for name in self._linears[index])
-        key = self.config.model.layer_name(index), formats
+        key = self.config.model.layer_name(index), self.config.parallel.checkpointing_of(index), formats
         if key not in self._blocks:
             self._blocks[key] = block_passes(self, index)
         return self._blocks[key]
@@ -155,7 +155,7 @@ def block_passes(operations: Operations, index: int) -> Passes:
     mixer = mixer_of(model, index)
     kernel, sent = operations.kernel(mixer), _collectives(operations, mixer, index)
     again = rest.again + sent.again
-    if config.parallel.activation_checkpoint == "full":
+    if config.parallel.checkpointing_of(index) == "full":
         again += gemms.again + kernel.again
     return Passes(
         gemms.forward + rest.forward + kernel.forward + sent.forward,

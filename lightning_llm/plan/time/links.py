@@ -1,14 +1,13 @@
 """How long collectives take on a cluster's links. Imports no torch."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.cluster import LinkConfig
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import share_between_nodes
+from lightning_llm.plan.nodes import nodes_of_groups, share_between_nodes
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,22 @@ class Links:
             share = round(self._share(kind, axes)) if kind == "send" else self._share(kind, axes)
             if kind == "all_to_all":  # what goes to other machines does not take the links within as well
                 seconds *= 1 - share
-            seconds = max(seconds, share * sent_bytes / (self.cluster.between_nodes.gb_per_second * 1e9))
-        return seconds + times * self._latency(kind, span)
+            seconds = max(seconds, share * sent_bytes / (self.between_gb_per_second(kind, axes) * 1e9))
+        return seconds + times * self.latency(kind, span)
+
+    def send_seconds(self, sent_bytes: int) -> list[float]:
+        """Return what a message takes between each rank of a pipeline and the next, from the last to the first."""
+        return [self.seconds("send", "pp", sent_bytes)] * self.degrees.pp
 
     def span(self, axes: str) -> Span:
         """Return where the groups over `axes` lie: the one on most machines."""
         if axes not in self._spans:
-            groups = self.degrees.groups(*axes.split())
-            package = self.cluster.devices_per_package
-            nodes = max(len(Counter(rank // self.per_node for rank in ranks)) for ranks in groups)
-            packaged = all(ranks[0] // package == ranks[-1] // package for ranks in groups)
-            self._spans[axes] = Span(len(groups[0]), nodes, packaged and package > 1)
+            package, several = self.cluster.devices_per_package, tuple(axes.split())
+            ranks = math.prod(getattr(self.degrees, axis) for axis in several)
+            packaged = package > 1 and all(
+                group[0] // package == group[-1] // package for group in self.degrees.groups(*several)
+            )
+            self._spans[axes] = Span(ranks, nodes_of_groups(self.degrees, several, self.per_node), packaged)
         return self._spans[axes]
 
     def _share(self, kind: str, axes: str) -> float:
@@ -72,7 +76,12 @@ class Links:
     def _package(self) -> LinkConfig:
         return self.cluster.within_package or self.cluster.within_node
 
-    def _latency(self, kind: str, span: Span) -> float:
+    def between_gb_per_second(self, kind: str, axes: str) -> float:
+        """Return what a device sends to another machine in collectives of `kind` over `axes`: here whichever it is."""
+        return self.cluster.between_nodes.gb_per_second
+
+    def latency(self, kind: str, span: Span) -> float:
+        """Return the seconds of one collective without any bytes."""
         within = (self._package if span.packaged else self.cluster.within_node).latency_microseconds
         between, inside = self.cluster.between_nodes.latency_microseconds, span.per_node - 1
         outside = span.nodes - 1

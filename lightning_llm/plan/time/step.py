@@ -1,6 +1,7 @@
 """Seconds of an optimizer step on the plan's cluster: stages, their schedule, and what follows. Imports no torch."""
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -15,7 +16,7 @@ from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of
-from lightning_llm.plan.stages import parts_of, units_at
+from lightning_llm.plan.stages import parts_of, rank_kind, stage_kind, units_at
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost
 from lightning_llm.plan.time.device import Device
@@ -23,7 +24,7 @@ from lightning_llm.plan.time.formats import Formats
 from lightning_llm.plan.time.links import Links
 from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.time.waiting import finish_times
-from lightning_llm.plan.traffic import sent_at
+from lightning_llm.plan.traffic import Sent, sent_at
 from lightning_llm.plan.units import shard_ranks, sums_in_tree, uses_fsdp
 
 ROUNDING = 1e-9
@@ -66,23 +67,34 @@ class StepTime:
 class StepTimer:
     """Times one step of `plan` on its cluster; `formats` then knows what was assumed."""
 
-    def __init__(self, plan: Plan, cluster: ClusterConfig):
+    def __init__(self, plan: Plan, cluster: ClusterConfig, links: Links | None = None):
+        """`links`: those between the ranks where they are not all as the cluster says."""
         config, degrees = plan.config, plan.degrees
         self.plan, self.config, self.degrees = plan, config, degrees
         self.device = Device(cluster)
-        self.links = Links(cluster, degrees, ranks_per_node(config))
+        self.links = links or Links(cluster, degrees, ranks_per_node(config))
         self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
         self.operations = Operations(config, degrees, self.device, self.links, self.formats)
-        self._parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
-        self._sent = [sent_at(config, degrees, pp_rank) for pp_rank in range(degrees.pp)]
+        self.parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
+        sent: dict[Hashable, Sent] = {}
+        self.sent: list[Sent] = []
+        for pp_rank, parts in enumerate(self.parts):
+            kind = rank_kind(config, parts)
+            if kind not in sent:
+                sent[kind] = sent_at(config, degrees, pp_rank)
+            self.sent.append(sent[kind])
 
     @cached_property
     def time(self) -> StepTime:
         """The step's time."""
         pp, ranks = self.degrees.pp, range(self.degrees.pp)
-        seconds_of = {kind: cost.total for kind, cost in self._costs.items()}
-        stages = sum(map(len, self._parts))
-        ends = finish_times(self._orders, stages, lambda each: seconds_of[self._kind(each)], self._send_seconds())
+        stages, kinds = sum(map(len, self.parts)), self._kinds
+        seconds_of = {kind: cost.total for kind, cost in self.costs.items()}
+        by_pass = {
+            (forward, stage): [seconds_of[Pass(forward, stage, kind)] for kind in kinds[forward]]
+            for forward, stage in product((True, False), range(stages))
+        }
+        ends = finish_times(self._orders, stages, lambda each: by_pass[each[0], each[1]][each[2]], self._send_seconds())
         after = [self._after(pp_rank) for pp_rank in ranks]
         # The norm of all gradients lets nobody update before the last has them.
         reduced = max(end + cost.total for end, cost in zip(ends, after, strict=True))
@@ -108,8 +120,8 @@ class StepTimer:
         """What the passes of a step cost the ranks at each place of the pipeline."""
         found = []
         for order in self._orders:
-            counts = Counter(map(self._kind, order))
-            found.append(sum((self._costs[kind] * times for kind, times in counts.items()), start=Cost()))
+            counts = Counter(Pass(each[0], each[1], self._kinds[each[0]][each[2]]) for each in order)
+            found.append(sum((self.costs[kind] * times for kind, times in counts.items()), start=Cost()))
         return found
 
     @cached_property
@@ -118,38 +130,47 @@ class StepTimer:
         return [passes_of(parallel, pp, pp_rank, self.plan.micro_batches) for pp_rank in range(pp)]
 
     @cached_property
-    def _costs(self) -> dict[Pass, Cost]:
+    def costs(self) -> dict[Pass, Cost]:
         """What each kind of pass costs."""
         stages: dict[int, StageTimes] = {}
-        for pp_rank, parts in enumerate(self._parts):
+        made: dict[Hashable, StageTimes] = {}
+        for pp_rank, parts in enumerate(self.parts):
             replicas = self._replicas(pp_rank)
-            stages |= {part.index: stage_times(self.operations, part, replicas) for part in parts}
-        last = self.plan.micro_batches - 1
-        kinds = {self._kind(Pass(*each)) for each in product((True, False), stages, (0, min(1, last), last))}
+            for part in parts:
+                kind = stage_kind(self.config, part), replicas
+                if kind not in made:
+                    made[kind] = stage_times(self.operations, part, replicas)
+                stages[part.index] = made[kind]
+        kinds = [
+            Pass(forward, stage, micro_batch)
+            for forward, stage in product((True, False), stages)
+            for micro_batch in set(self._kinds[forward])
+        ]
         return {kind: _cost(stages[kind.stage], kind, self.plan.micro_batches) for kind in kinds}
 
     def shards(self, pp_rank: int) -> list[ParameterShard]:
         """Return what the ranks at `pp_rank` of the pipeline hold of every parameter."""
-        units = units_at(self.config.model, self._parts[pp_rank], self.degrees.tp)
+        units = units_at(self.config.model, self.parts[pp_rank], self.degrees.tp)
         return list(units.shards(shard_ranks(self.config.parallel, self.degrees)))
 
-    def _kind(self, each: Pass) -> Pass:
-        """Return the pass that costs as much: the first, the second or the last micro-batch's through its stage."""
+    @cached_property
+    def _kinds(self) -> dict[bool, list[int]]:
+        """For each micro-batch the one that costs as much, forward (True) and backward: first, second or last."""
         last = self.plan.micro_batches - 1
-        place = 0 if each.micro_batch == 0 and each.forward else last if each.micro_batch == last else min(1, last)
-        return each._replace(micro_batch=place)
+        backward = [min(1, last)] * last + [last]
+        return {True: [0, *backward[1:]], False: backward}
 
-    def _send_seconds(self) -> float:
-        return self.links.seconds("send", "pp", boundary_bytes(self.config, self.degrees))
+    def _send_seconds(self) -> list[float]:
+        return self.links.send_seconds(boundary_bytes(self.config, self.degrees))
 
     def _replicas(self, pp_rank: int) -> float:
         """Return the seconds of FSDP2's all-reduces over replicas in a stage's last backward pass; 0: the tree sums."""
         if sums_in_tree(self.config.parallel) or not uses_fsdp(self.config.parallel, self.degrees):
             return 0.0
         key = "all_reduce", "dp_replicate"
-        parts = self._parts[pp_rank]
+        parts = self.parts[pp_rank]
         groups = sum(len(part.layers) for part in parts) + 2
-        return self.links.seconds(*key, self._sent[pp_rank][key], groups) / len(parts)
+        return self.links.seconds(*key, self.sent[pp_rank][key], groups) / len(parts)
 
     def _after(self, pp_rank: int) -> Cost:
         """Return what is sent after the last backward pass: all of `plan.traffic`'s bytes that passes have not sent.
@@ -158,10 +179,10 @@ class StepTimer:
         embeddings, matrices that the optimizer takes whole; none of it beside computation (`GradientSync.finish`).
         """
         cost = Cost()
-        for (kind, axes), total in self._sent[pp_rank].items():
+        for (kind, axes), total in self.sent[pp_rank].items():
             rest = total - self.passes[pp_rank].sent[kind, axes]
             if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
-                stages = sum(2 - part.first - part.last for part in self._parts[pp_rank])
+                stages = sum(2 - part.first - part.last for part in self.parts[pp_rank])
                 rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
             if (kind, axes) == ("all_reduce", "dp_replicate") and not sums_in_tree(self.config.parallel):
                 continue  # `_replicas`

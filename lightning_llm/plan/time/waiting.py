@@ -1,44 +1,49 @@
 """When the ranks of a pipeline have run their passes, each waiting for what it takes from others. Imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightning_llm.plan.schedule import Pass
 
 
 def finish_times(
-    orders: list[list[Pass]], stages: int, seconds: Callable[[Pass], float], send_seconds: float
+    orders: Sequence[Sequence[Pass]], stages: int, seconds: Callable[[Pass], float], send_seconds: Sequence[float]
 ) -> list[float]:
     """Return when each rank has run the last pass of its order, where a pass waits for what it takes from other ranks.
 
     A forward pass takes the one of the stage before, a backward pass that of the stage behind; what comes from another
-    rank is `send_seconds` under way. Ranks send while they compute. Raises ValueError where an order never ends.
+    rank is under way for the `send_seconds` of that link: between rank r and the next one, both ways, from the last to
+    the first. Ranks send while they compute. Raises ValueError where an order never ends.
     """
-    ends: dict[Pass, float] = {}
-    clocks, places = [0.0] * len(orders), [0] * len(orders)
+    ranks = len(orders)
+    forward_ends: dict[tuple[int, int], float] = {}
+    backward_ends: dict[tuple[int, int], float] = {}
+    clocks, places = [0.0] * ranks, [0] * ranks
     left = sum(map(len, orders))
     while left:
         before = left
         for rank, order in enumerate(orders):
-            while places[rank] < len(order):
-                own = order[places[rank]]
-                needed = _needed(own, stages)
-                if needed is not None and needed not in ends:
+            clock, place, link = clocks[rank], places[rank], 0.0
+            while place < len(order):
+                own = order[place]
+                forward, stage, micro_batch = own
+                arrived: float | None
+                if forward:
+                    arrived = forward_ends.get((stage - 1, micro_batch)) if stage else 0.0
+                    link = send_seconds[rank - 1] if stage and ranks > 1 else 0.0
+                elif stage == stages - 1:
+                    arrived, link = forward_ends.get((stage, micro_batch)), 0.0
+                else:
+                    arrived, link = (
+                        backward_ends.get((stage + 1, micro_batch)),
+                        send_seconds[rank] if ranks > 1 else 0.0,
+                    )
+                if arrived is None:
                     break
-                arrived = 0.0 if needed is None else ends[needed]
-                if needed is not None and needed.stage % len(orders) != rank:
-                    arrived += send_seconds
-                clocks[rank] = max(clocks[rank], arrived) + seconds(own)
-                ends[own] = clocks[rank]
-                places[rank] += 1
-                left -= 1
+                clock = max(clock, arrived + link) + seconds(own)
+                (forward_ends if forward else backward_ends)[stage, micro_batch] = clock
+                place += 1
+            left -= place - places[rank]
+            clocks[rank], places[rank] = clock, place
         if left == before:
             raise ValueError("the ranks of a pipeline wait for each other")
     return clocks
-
-
-def _needed(own: Pass, stages: int) -> Pass | None:
-    if own.forward:
-        return None if own.stage == 0 else own._replace(stage=own.stage - 1)
-    if own.stage == stages - 1:
-        return own._replace(forward=True)
-    return own._replace(stage=own.stage + 1)

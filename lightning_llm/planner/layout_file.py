@@ -1,0 +1,79 @@
+"""The layout that was found as a file of the group `parallel`, which `train parallel=NAME --config-dir DIR` takes."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import yaml
+
+from lightning_llm.config.schema.run import ParallelConfig
+from lightning_llm.errors import Problem
+from lightning_llm.plan.fit import GIB
+from lightning_llm.planner.pricing import Priced
+from lightning_llm.planner.wording import layout_words
+
+GROUP = "parallel"
+
+
+def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
+    """Yield why the layout cannot be written to `file`."""
+    if file.suffix != ".yaml" or file.parent.name != GROUP:
+        yield Problem("--write", f"is {file}, which no parallel=NAME finds. Write DIR/{GROUP}/NAME.yaml.")
+    elif file.exists() and not force:
+        yield Problem("--write", f"{file} is there already. Add --force to replace it, or choose another name.")
+    elif not os.access(_nearest_existing(file), os.W_OK):
+        yield Problem("--write", f"{_nearest_existing(file)} cannot be written. Choose another folder.")
+
+
+def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
+    """Write the layout to `file`, in whole or not at all, and return the words that choose it."""
+    words = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(layout_text(file.stem, priced, planner, words), encoding="utf-8")
+    partial.replace(file)
+    return words
+
+
+def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> str:
+    """Return the file: how the layout was found, and every key in which it differs from the defaults."""
+    config, cluster = priced.plan.config, priced.plan.config.cluster
+    if cluster is None or priced.time is None:
+        raise ValueError("a layout that was not timed was not found")
+    comment = [
+        f"{layout_words(priced)}: found by `plan --search --planner {planner}`",
+        f"for {config.model.name}, {config.data.global_batch_size} sequences of {config.data.sequence_length} tokens a "
+        f"step, {config.precision.name}, on {priced.plan.degrees.world} ranks of {cluster.name}.",
+        f"Planned: {priced.seconds:.4g} s a step at best, {priced.time.mfu:.1%} MFU, "
+        f"{priced.memory_bytes / GIB:.1f} GiB a rank. Take it with: {' '.join(words)}",
+    ]
+    if priced.placement:
+        comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")
+    body = "".join(_line(key, value) for key, value in _values(name, priced).items())
+    compiled = config.parallel.compile != config.trainer.compile
+    body += f"compile: {str(config.parallel.compile).lower() if compiled else '${trainer.compile}'}\n"
+    return "".join(f"# {line}\n" for line in comment) + body
+
+
+def _values(name: str, priced: Priced) -> dict[str, Any]:
+    """Return the keys that are not the defaults, degrees and the order of sums in any case."""
+    parallel = priced.plan.config.parallel
+    always = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero_stage", "reduction")
+    default = ParallelConfig(name=name).model_dump()
+    values = parallel.model_dump(mode="json", exclude={"name", "compile"})
+    return {"name": name} | {key: each for key, each in values.items() if key in always or each != default[key]}
+
+
+def _line(key: str, value: Any) -> str:
+    if isinstance(value, list):
+        return fill(f"{key}: [{', '.join(value)}]", 120, subsequent_indent="  ") + "\n"
+    return yaml.safe_dump({key: value})
+
+
+def _nearest_existing(file: Path) -> Path:
+    folder = file.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return folder

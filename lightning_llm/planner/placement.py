@@ -1,0 +1,146 @@
+"""Which machine, or device, takes which place of a layout: simulated annealing over their order."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import pstdev
+
+STEPS_PER_UNIT = 400
+MOST_STEPS = 6_000
+RESTARTS = 8
+SLOPE = 0.05
+WARMEST, COLDEST = 1.0, 1e-3
+"""Temperatures at which annealing begins and ends, as parts of the standard deviation of random orders' costs."""
+SAMPLED = 64
+"""Random orders that this is taken from."""
+
+
+def critical_path_seconds(stages: Sequence[float], sends: Sequence[float], micro_batches: int) -> float:
+    """Return the seconds of a 1F1B pipeline's passes.
+
+    Args:
+        stages: forward and backward seconds of a micro-batch on each of p ranks.
+        sends: seconds of a message from each rank to the next, p - 1 of them, and as many back.
+        micro_batches: m.
+
+    Rank x keeps at most p - x micro-batches in flight, so that it begins as many only in the time of one's way R_x to
+    the last rank and back, sends included: the path that Pipette calls hidden (Yim et al. 2024, arXiv 2405.18093,
+    section on the latency estimator). So R_0 + (m - 1) max(the slowest stage, max over x of R_x / (p - x)).
+    """
+    way, slowest = 0.0, 0.0
+    for behind, own in enumerate(reversed(stages)):
+        way += own + (2 * sends[len(stages) - 1 - behind] if behind else 0.0)
+        slowest = max(slowest, own, way / (behind + 1))
+    return way + (micro_batches - 1) * slowest
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """What an order of units costs: `seconds_per_byte` between two of them, and what crosses which places.
+
+    `pipelines` are the places that each pipeline's ranks lie in, by stage; `rings` those of each group that sums
+    gradients, by stage, with the bytes that cross each of its links. `stages` are forward and backward seconds of a
+    micro-batch, `backward` those of the backward pass alone, `message_bytes` what a rank sends to the next.
+    """
+
+    seconds_per_byte: Sequence[Sequence[float]]
+    pipelines: Sequence[Sequence[int]]
+    rings: Sequence[tuple[int, float, Sequence[int]]]
+    stages: Sequence[float]
+    backward: Sequence[float]
+    message_bytes: float
+    micro_batches: int
+
+    def seconds(self, order: Sequence[int]) -> float:
+        """Return the time of a step's passes and sums of gradients; `order`: the unit in each place."""
+        rates = self.seconds_per_byte
+        edges = [0.0] * (len(self.stages) - 1)
+        for places in self.pipelines:
+            for edge, (one, other) in enumerate(pairwise(places)):
+                edges[edge] = max(edges[edge], rates[order[one]][order[other]])
+        passes = critical_path_seconds(self.stages, [self.message_bytes * rate for rate in edges], self.micro_batches)
+        after = 0.0
+        for stage, sent_bytes, places in self.rings:
+            slowest = max(rates[order[places[at - 1]]][order[places[at]]] for at in range(len(places)))
+            after = max(after, sent_bytes * slowest - sum(self.backward[:stage]))  # later stages have done earlier
+        return passes + after
+
+    def links_seconds(self, order: Sequence[int]) -> float:
+        """Return what all links that are crossed take together: it tells orders apart whose slowest are the same."""
+        rates, total = self.seconds_per_byte, 0.0
+        for places in self.pipelines:
+            total += self.message_bytes * sum(rates[order[one]][order[other]] for one, other in pairwise(places))
+        for _, sent_bytes, places in self.rings:
+            links = (rates[order[places[at - 1]]][order[places[at]]] for at in range(len(places)))
+            total += sent_bytes * sum(links) / len(places)
+        return total
+
+
+Cost = Callable[[Sequence[int]], float]
+
+
+def anneal(cost: Cost, units: int, slope: Cost | None = None, seed: int = 0) -> list[int]:
+    """Return the order of 0 .. units - 1 of the least cost that was found, the first order if none is better.
+
+    `slope`: what leads over plateaus, where the slowest link hides all others; it is added, times `SLOPE`.
+
+    Simulated annealing (Kirkpatrick et al. 1983) over swaps, reversals and moves of a stretch, as Pipette's; then every
+    swap that saves anything. Deterministic for a seed.
+    """
+    best = list(range(units))
+    best_cost = cost(best)
+    spread = _spread(cost, units, seed)
+    steps = min(MOST_STEPS, STEPS_PER_UNIT * units)
+    for restart in range(RESTARTS if units > 2 and spread else 0):
+        draw = random.Random(f"{seed}-{restart}")
+        order = list(range(units))
+        if restart:
+            draw.shuffle(order)
+        energy = cost(order) + _tilt(slope, order)
+        for step in range(steps):
+            temperature = spread * WARMEST * (COLDEST / WARMEST) ** (step / steps)
+            neighbour = _neighbour(order, draw)
+            own = cost(neighbour)
+            if own < best_cost:
+                best, best_cost = neighbour, own
+            then = own + _tilt(slope, neighbour)
+            if then <= energy or draw.random() < math.exp((energy - then) / temperature):
+                order, energy = neighbour, then
+    return _descended(best, best_cost, cost)
+
+
+def _spread(cost: Cost, units: int, seed: int) -> float:
+    draw = random.Random(f"{seed}-spread")
+    return pstdev(cost(draw.sample(range(units), units)) for _ in range(SAMPLED))
+
+
+def _tilt(slope: Cost | None, order: Sequence[int]) -> float:
+    return SLOPE * slope(order) if slope else 0.0
+
+
+def _neighbour(order: list[int], draw: random.Random) -> list[int]:
+    low, high = sorted(draw.sample(range(len(order)), 2))
+    kind = draw.randrange(3)
+    if kind == 0:
+        made = list(order)
+        made[low], made[high] = made[high], made[low]
+        return made
+    if kind == 1:
+        return [*order[:low], *reversed(order[low : high + 1]), *order[high + 1 :]]
+    rest = [*order[:low], *order[high:]]
+    at = draw.randrange(len(rest) + 1)
+    return [*rest[:at], *order[low:high], *rest[at:]]
+
+
+def _descended(order: list[int], now: float, cost: Cost) -> list[int]:
+    improved = True
+    while improved:
+        improved = False
+        for low, high in combinations(range(len(order)), 2):
+            made = list(order)
+            made[low], made[high] = made[high], made[low]
+            if (then := cost(made)) < now:
+                order, now, improved = made, then, True
+    return order

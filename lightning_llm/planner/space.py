@@ -1,0 +1,167 @@
+"""The layouts that a search considers: what is varied, within which bounds, and what was typed and so stays."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from lightning_llm.config.overrides import parse_overrides
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.divisibility import sharding_problems
+from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.schedule import INTERLEAVED
+
+LARGEST_MICRO_BATCH = 16
+"""Sequences; Megatron's largest (Narayanan et al. 2021, arXiv 2104.04473, table 1)."""
+LEAST_TOKENS = 2048
+"""Of a sequence on each context-parallel rank: shorter parts make GEMMs and attention that no device is fast at."""
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)
+CHECKPOINTING = ("none", "selective", "full")
+MICRO_BATCH = "data.micro_batch_size"
+
+
+class Choice(NamedTuple):
+    """One layout: the keys that are varied, `parallel.*` but for the last, which is `data.micro_batch_size`."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    zero_stage: int
+    schedule: str
+    virtual_stages: int
+    activation_checkpoint: str
+    micro_batch_size: int
+
+    @property
+    def degrees(self) -> Degrees:
+        """The ranks per axis."""
+        return Degrees(self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    def overrides(self) -> dict[str, Any]:
+        """Return the choice as keys and values."""
+        values = self._asdict()
+        return {MICRO_BATCH: values.pop("micro_batch_size")} | {f"parallel.{key}": each for key, each in values.items()}
+
+
+def key_of(field: str) -> str:
+    """Return the dotted key that the field of a `Choice` is."""
+    return MICRO_BATCH if field == "micro_batch_size" else f"parallel.{field}"
+
+
+def typed_values(words: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a `Choice` whose keys are among the overrides `words`, with their values; null leaves open.
+
+    A list of what each block recomputes keeps `activation_checkpoint` as it is.
+    """
+    given = {each.key_or_group: each.value() for each in parse_overrides(words) if not each.is_sweep_override()}
+    typed = {field: given[key] for field in Choice._fields if (key := key_of(field)) in given}
+    if given.get("parallel.activation_checkpoint_layers") is not None:
+        typed["activation_checkpoint"] = "none"
+    return {field: value for field, value in typed.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts of `config` on `world` ranks that the bounds of this module leave; those of `typed` stay.
+
+    A typed value may lie outside the bounds. Left out are layouts that another holds as little and is as fast as, by
+    construction: GPipe where 1F1B has enough micro-batches, ZeRO on a single rank.
+    """
+
+    config: Config
+    world: int
+    typed: dict[str, Any]
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield every layout whose degrees divide the world, and whose micro-batches divide the batch."""
+        for tp, cp in product(self._values("tp", self._tensor_parallel), self._values("cp", self._context_parallel)):
+            if self.world % (tp * cp):
+                continue
+            rest = self.world // (tp * cp)
+            for pp in self._values("pp", partial(self._stages, rest)):
+                if rest % pp == 0 and self._shards(tp, cp, pp):
+                    yield from self._with_degrees(tp, cp, pp, rest // pp)
+
+    def config_of(self, choice: Choice) -> Config:
+        """Return the config with the keys of `choice`; any list of what each block recomputes has been typed."""
+        values = choice._asdict()
+        data = self.config.data.model_copy(update={"micro_batch_size": values.pop("micro_batch_size")})
+        if "activation_checkpoint" not in self.typed:
+            values["activation_checkpoint_layers"] = None
+        parallel = self.config.parallel.model_copy(update=values)
+        return self.config.model_copy(update={"data": data, "parallel": parallel, "world": self.world})
+
+    def _with_degrees(self, tp: int, cp: int, pp: int, dp: int) -> Iterator[Choice]:
+        for zero_stage, shard in product(self._values("zero_stage", lambda: range(4)), divisors(dp)):
+            replicate, sharded = dp // shard, shard * cp > 1
+            if (zero_stage == 0 and shard > 1) or (zero_stage > 0 and not sharded):
+                continue
+            if self._differs("dp_shard", shard) or self._differs("dp_replicate", replicate):
+                continue
+            chosen = {"dp_shard", "dp_replicate"} & self.typed.keys()
+            if zero_stage and not chosen and shard not in (dp, self._within_machine(dp, tp * cp)):
+                continue
+            for size in self._values("micro_batch_size", lambda: _powers_of_two(LARGEST_MICRO_BATCH)):
+                batch = self.config.data.global_batch_size
+                if batch % (dp * size):
+                    continue
+                for schedule, stages in self._schedules(pp, batch // (dp * size)):
+                    for mode in self._values("activation_checkpoint", lambda: CHECKPOINTING):
+                        yield Choice(pp, replicate, shard, cp, tp, zero_stage, schedule, stages, mode, size)
+
+    def _schedules(self, pp: int, micro_batches: int) -> Iterator[tuple[str, int]]:
+        """Yield the schedules of a pipeline of `pp` stages, each with the stages that a rank has."""
+        if pp == 1:
+            open_keys = not self._differs("virtual_stages", 1)
+            yield from [(self.typed.get("schedule", "1f1b"), 1)] if open_keys else []
+            return
+        several = [each for each in VIRTUAL_STAGES if each == 2 or self.config.model.num_layers % (pp * each) == 0]
+        found = [("1f1b" if micro_batches >= pp else "gpipe", 1)]
+        found += [(INTERLEAVED, each) for each in several if micro_batches % pp == 0]
+        if self.typed.keys() & {"schedule", "virtual_stages"}:
+            stages = [self.typed["virtual_stages"]] if "virtual_stages" in self.typed else [1, *several]
+            names = [self.typed["schedule"]] if "schedule" in self.typed else ["1f1b", INTERLEAVED]
+            found = [each for each in product(names, stages) if (each[0] == INTERLEAVED) == (each[1] > 1)]
+        yield from (each for each in found if pp * each[1] <= self.config.model.num_layers)
+
+    def _values(self, field: str, otherwise: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+        return [self.typed[field]] if field in self.typed else otherwise()
+
+    def _differs(self, field: str, value: Any) -> bool:
+        return field in self.typed and self.typed[field] != value
+
+    def _tensor_parallel(self) -> list[int]:
+        """Return the degrees that stay within a machine (arXiv 2104.04473, section 3.2)."""
+        return [each for each in divisors(self.world) if each <= self._per_node]
+
+    def _context_parallel(self) -> list[int]:
+        length = self.config.data.sequence_length
+        return [each for each in divisors(self.world) if each == 1 or length // each >= LEAST_TOKENS]
+
+    def _stages(self, ranks: int) -> list[int]:
+        return [each for each in divisors(ranks) if each <= self.config.model.num_layers]
+
+    def _within_machine(self, dp: int, inner: int) -> int:
+        """Return the most of `dp` ranks that lie on one machine, each with `inner` ranks of its own."""
+        return max((each for each in divisors(dp) if each * inner <= self._per_node), default=1)
+
+    def _shards(self, tp: int, cp: int, pp: int) -> bool:
+        return not list(sharding_problems(self.config, Degrees(tp=tp, cp=cp, pp=min(pp, 2))))
+
+    @cached_property
+    def _per_node(self) -> int:
+        return ranks_per_node(self.config.model_copy(update={"world": self.world}))
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of `number` in order."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [1 << power for power in range(largest.bit_length())]

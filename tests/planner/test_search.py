@@ -1,0 +1,212 @@
+"""The search against every layout priced one by one; what it prints, writes and refuses. 40 seconds."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.plan.check import config_problems
+from lightning_llm.plan.memory import memory_bytes
+from lightning_llm.plan.resolve import Resolution, plan_of
+from lightning_llm.plan.time.step import StepTimer
+from lightning_llm.planner.pricing import Pricer
+from lightning_llm.planner.search import Found, pareto_front, search
+from lightning_llm.planner.space import Space, divisors, typed_values
+
+TIGHT = ["model=llama_3b", "cluster=h100_dgx", "world=2", "data.sequence_length=4096", "data.global_batch_size=8"]
+"""Of which about half do not fit 80 GiB."""
+TINY = ["model=llama_tiny", "cluster=h100_dgx", "world=4", "data.global_batch_size=8"]
+
+
+def searched(words: list[str], **keywords: bool) -> tuple[Found, Pricer]:
+    config = compose_config(words)
+    assert config.world is not None
+    assert config.cluster is not None
+    pricer = Pricer(Space(config, config.world, typed_values(words)), config.cluster)
+    return search(pricer, **keywords), pricer
+
+
+def every_layout(config: Config, world: int):
+    """Yield every legal config of the keys that a search varies, whatever the bounds of its space."""
+    axes = [
+        axes for axes in product(divisors(world), repeat=5) if axes[0] * axes[1] * axes[2] * axes[3] * axes[4] == world
+    ]
+    schedules = [("1f1b", 1), ("gpipe", 1), *(("interleaved_1f1b", stages) for stages in range(2, 15))]
+    for degrees, zero_stage, schedule, mode, size in product(
+        axes, range(4), schedules, ("none", "selective", "full"), divisors(config.data.global_batch_size)
+    ):
+        keys = dict(zip(("pp", "dp_replicate", "dp_shard", "cp", "tp"), degrees, strict=True))
+        if keys["pp"] == 1 and schedule != ("1f1b", 1):
+            continue
+        keys |= {"zero_stage": zero_stage, "schedule": schedule[0], "virtual_stages": schedule[1]}
+        made = config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=keys | {"activation_checkpoint": mode}),
+                "data": config.data.model_copy(update={"micro_batch_size": size}),
+            }
+        )
+        if not config_problems(Resolution(made)):
+            yield made
+
+
+@pytest.mark.full
+def test_the_fastest_is_the_fastest_of_all_layouts():
+    found, pricer = searched(TIGHT)
+    assert pricer.limit_bytes is not None
+    times, fitting, legal = [], 0, 0
+    for config in every_layout(compose_config(TIGHT), 2):
+        plan = plan_of(config)
+        legal += 1
+        if memory_bytes(plan)["total"] <= pricer.limit_bytes:
+            fitting += 1
+            times.append(StepTimer(plan, config.cluster).time.total)
+    assert found.fitting[0].seconds == pytest.approx(min(times))
+    assert legal > found.counts["considered"]
+    assert fitting >= found.counts["fitting"] > 0
+
+
+def test_every_layout_of_the_space_is_priced_as_its_plan_is():
+    words = [*TIGHT, "parallel.cp=1", "data.micro_batch_size=2"]
+    found, pricer = searched(words, every=True)
+    fitting = {priced.choice: priced for priced in found.fitting}
+    for choice in pricer.space.choices():
+        plan = plan_of(pricer.space.config_of(choice))
+        held = memory_bytes(plan)["total"]
+        assert (held <= pricer.limit_bytes) == (choice in fitting), choice
+        if choice in fitting:
+            assert fitting[choice].memory_bytes == held
+            assert fitting[choice].seconds == StepTimer(plan, pricer.cluster).time.total
+    assert 0 < len(fitting) == found.counts["fitting"]
+    assert 0 < found.counts["too_large"] == found.counts["considered"] - found.counts["fitting"]
+    best = {}  # what recomputes least of what fits is the fastest: the only one that a plain search times
+    for choice, priced in fitting.items():
+        alike = choice._replace(activation_checkpoint="")
+        best[alike] = min(best.get(alike, priced), priced, key=lambda each: each.seconds)
+    plain, _ = searched(words)
+    assert sorted(each.choice for each in plain.fitting) == sorted(each.choice for each in best.values())
+
+
+def test_larger_micro_batches_hold_what_smaller_ones_say_at_least():
+    config = compose_config(TINY)
+    whole = Pricer(Space(config, 4, {}), config.cluster)
+    held = {choice: whole.memory(choice) for choice in whole.space.choices() if choice.tp == 1}
+    for choice, priced in held.items():
+        larger = choice._replace(micro_batch_size=2 * choice.micro_batch_size)
+        if larger in held:
+            assert held[larger].memory_bytes >= priced.least_bytes
+        assert priced.memory_bytes >= whole.least_bytes(choice)
+
+
+def test_the_front_is_what_nothing_beats():
+    found, _ = searched([*TINY, "parallel.cp=1"], every=True)
+    front = pareto_front(found.fitting)
+
+    def beaten(one):
+        return any(
+            other.seconds <= one.seconds and other.memory_bytes <= one.memory_bytes
+            and (other.seconds, other.memory_bytes) != (one.seconds, one.memory_bytes)
+            for other in found.fitting
+        )  # fmt: skip
+
+    expected = {(each.seconds, each.memory_bytes) for each in found.fitting if not beaten(each)}
+    assert {(each.seconds, each.memory_bytes) for each in front} == expected
+
+
+def test_what_was_typed_stays(capsys):
+    words = [*TINY, "parallel.tp=2", "data.micro_batch_size=1", "parallel.activation_checkpoint=full"]
+    assert main(["plan", *words, "--search", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kept"] == {"tp": 2, "micro_batch_size": 1, "activation_checkpoint": "full"}
+    chosen = [each["overrides"] for each in facts["layouts"]]
+    assert {each["parallel.tp"] for each in chosen} == {2}
+    assert len(chosen) > 3
+    assert {(each["data.micro_batch_size"], each["parallel.activation_checkpoint"]) for each in chosen} == {(1, "full")}
+
+
+def test_the_file_that_is_written_plans_as_was_found_and_trains(tmp_path, small_run, capsys):
+    file, picture = tmp_path / "mine" / "parallel" / "best.yaml", tmp_path / "front.svg"
+    words = [*TINY, "data.sequence_length=128", "parallel.cp=1", "parallel.tp=2", "data.micro_batch_size=2"]
+    assert main(["plan", *words, "--search", "--write", str(file), "--pareto", str(picture), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert picture.read_text().lstrip().startswith("<?xml")
+    again = ["--config-dir", str(tmp_path / "mine")]
+    assert main(["plan", *words, *facts["words"], *again, "--json"]) == 0
+    plan, best = json.loads(capsys.readouterr().out), facts["layouts"][0]
+    assert plan["memory_bytes"]["total"] == best["memory_bytes"]
+    assert plan["step_seconds"]["total"] == pytest.approx(best["seconds"])
+    keys = {key.removeprefix("parallel."): value for key, value in best["overrides"].items() if "parallel" in key}
+    assert {key: plan["layout"][key] for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")} == {
+        key: keys[key] for key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    }
+    assert main(["plan", *words, "--search", "--write", str(file)]) == 2  # it is there
+    assert "--force" in capsys.readouterr().err
+    one = [*small_run(tmp_path, "cluster=h100_dgx", "trainer.max_steps=1", "schedule.warmup_steps=0")]
+    assert main(["plan", *one, "--search", "--planner", "galvatron", "--write", str(file), "--force", "--json"]) == 0
+    words = json.loads(capsys.readouterr().out)["words"]
+    assert main(["train", *one, *words, *again]) == 0
+
+
+def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
+    losses = []
+    for name, modes in (("none", "null"), ("some", "[full,selective]")):
+        words = small_run(tmp_path / name, "trainer.max_steps=2", f"parallel.activation_checkpoint_layers={modes}")
+        assert main(["train", *words]) == 0
+        lines = (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()
+        losses.append([each["loss"] for each in map(json.loads, lines) if "loss" in each])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--search", "model=llama_tiny", "world=8"], "Set cluster=h100_dgx"),
+        (["--search", *TINY, "world=7"], "is 7, and there is no layout of so many ranks: "),
+        (["--search", *TINY, "parallel.tp=3"], "with tp=3 as typed"),
+        (["--search", *TINY, "--matrix"], "--matrix describes given ones"),
+        (["--search", *TINY, "--write", "best.yaml"], "Write DIR/parallel/NAME.yaml"),
+        (["--search", *TINY, "--pareto", "front.jpg"], "ends with .png or .svg"),
+        (["--search", *TINY, "--links", "links.yaml"], "--planner pipette"),
+        (["--planner", "galvatron"], "Add --search"),
+        (["--search", *TINY, "data.sequence_length=100000"], "model.max_sequence_length"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(words, told, capsys):
+    assert main(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_layouts_that_do_not_fit_say_by_how_much_and_what_would(capsys):
+    assert main(["plan", *TIGHT, "parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "--search", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    nearest = facts["too_large"]
+    assert len(nearest) == 3
+    for each in nearest:
+        words = [f"{key}={value}" for key, value in each["overrides"].items()]
+        assert main(["plan", *TIGHT, *words, "--json"]) == 0
+        held = json.loads(capsys.readouterr().out)["memory_bytes"]["total"]
+        assert held == each["memory_bytes"] == facts["limit_bytes"] + each["missing_bytes"]
+
+
+def test_where_nothing_fits_the_nearest_are_shown_and_refused(capsys):
+    words = ["model=llama_70b", "cluster=h100_dgx", "world=2", "data.global_batch_size=2", "data.micro_batch_size=1"]
+    assert main(["plan", *words, "--search"]) == 2
+    told = capsys.readouterr()
+    assert "hold too much, nearest first:" in told.out
+    assert " too many" in told.out
+    assert "no layout of so many ranks fits a device" in told.err
+
+
+def test_the_search_needs_no_torch(tmp_path: Path):
+    words = ["plan", *TINY, "parallel.pp=1", "parallel.tp=1", "data.micro_batch_size=2", "--search"]
+    code = (
+        f"import sys\nfrom lightning_llm.__main__ import main\nmain({words!r})\n"
+        "print(sorted({'torch', 'lightning', 'mlflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
