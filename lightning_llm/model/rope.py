@@ -98,7 +98,7 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = x.to(cosine.dtype)  # [B, T, H, K]
     first, second = wide.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
-    if not torch.compiler.is_compiling() and type(x) is Tensor:
+    if not torch.compiler.is_compiling():  # a compiler joins the halves by itself
         out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
         lower, upper = out.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
         torch.mul(first, cosine, out=lower).addcmul_(second, -sine)
