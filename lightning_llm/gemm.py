@@ -40,6 +40,14 @@ def unwidened() -> Iterator[None]:
         widens = before
 
 
+def operand(x: Tensor) -> Tensor:
+    """Return what `product` multiplies in place of `x`: made once for several products, it is theirs with `torch.bmm`.
+
+    The caller rounds the result to the dtype of `x`.
+    """
+    return x.float() if widens and x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return `a b` of matrices, or batches of them, of one dtype; sums are fp32 or wider, the result in that dtype."""
     if widens and a.dtype == torch.bfloat16 and a.device.type == "cpu":

@@ -37,9 +37,12 @@ class _CrossEntropySum(torch.autograd.Function):
         rows = chunk_rows(logits)
         for row, label, out in zip(logits.split(rows), labels.split(rows), grad_logits.split(rows), strict=True):
             counted = (label != IGNORED_LABEL)[:, None]  # [R, 1]
-            grad = torch.softmax(row, dim=-1, dtype=grad_output.dtype)  # [R, V]
+            in_place = out if out.dtype == grad_output.dtype else None
+            grad = torch.softmax(row, dim=-1, dtype=grad_output.dtype, out=in_place)  # [R, V]
             grad.scatter_add_(-1, label.clamp(min=0)[:, None], -torch.ones_like(counted, dtype=grad.dtype))
-            out.copy_(grad.mul_(counted * grad_output))
+            grad.mul_(counted * grad_output)
+            if in_place is None:
+                out.copy_(grad)
         return grad_logits, None
 
 

@@ -96,7 +96,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.to(cosine.dtype).chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
+    wide = x.to(cosine.dtype)  # [B, T, H, K]
+    first, second = wide.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
+    if not torch.compiler.is_compiling():  # a compiler joins the halves by itself
+        out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
+        lower, upper = out.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
+        torch.mul(first, cosine, out=lower).addcmul_(second, -sine)
+        torch.mul(second, cosine, out=upper).addcmul_(first, sine)
+        return out.to(x.dtype)  # [B, T, H, K]
     turned = (
         torch.addcmul(first * cosine, second, -sine),  # [B, T, H, K/2]
         torch.addcmul(second * cosine, first, sine),  # [B, T, H, K/2]

@@ -14,10 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_llm.gemm import product
+from lightning_llm.gemm import operand, product
 from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
 
 ROWS = 64
+SCORES = 1 << 19
+"""Scores that are there at once, 2 MB in fp32. A quarter of it costs calls, and on two threads more than it saves."""
 
 
 def is_faster_here(q: Tensor) -> bool:
@@ -39,40 +41,63 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tenso
 
     `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. No gradients.
     """
-    p = _probabilities(_by_head(q, k.shape[2]), _scaled_keys(k), mask)  # [BG, R b, t]
-    mixed = product(p.to(v.dtype), _by_key(v)).unflatten(1, (-1, q.shape[1]))  # [BG, R, b, K]
-    return _from_heads(mixed, q).contiguous()  # [B, b, H, K]
+    groups = k.shape[2]
+    queries, scaled_t = _wide(_by_head(q, groups)).flatten(0, 1), _scaled_keys(_by_key(k))  # [BG, R, b, K], [BG, K, t]
+    scores = queries.new_empty(len(queries) * queries.shape[1] * q.shape[1] * k.shape[1])
+    p = _probabilities(queries, scaled_t, mask, scores)  # [BG, R b, t]
+    mixed = product(p.to(v.dtype), _by_key(v).flatten(0, 1))  # [BG, R b, K]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _by_head(out, groups).copy_(mixed.view(len(q), groups, -1, q.shape[1], q.shape[3]))
+    return out
 
 
 @torch.library.custom_op("lightning_llm::short_attention", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    queries, scaled_t, values = _by_head(q, k.shape[2]), _scaled_keys(k), _by_key(v)
-    mixed = []
-    for start, stop in _row_blocks(q):
-        p = _probabilities(queries[:, :, start:stop], scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
-        mixed.append(product(p.to(v.dtype), values[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
-    return _from_heads(torch.cat(mixed, dim=2), q).contiguous()  # [B, T, H, K]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [B, T, H, K]
+    groups = k.shape[2]
+    scores = q.new_empty(0, dtype=_wide_dtype(q))
+    for part in _parts(q, groups):
+        query, mixed = _by_head(q, groups)[part], _by_head(out, groups)[part]  # 2 x [c, g, R, T, K]
+        queries, scaled_t = _wide(query).flatten(0, 1), _scaled_keys(_by_key(k)[part])  # [cg, R, T, K], [cg, K, T]
+        values = operand(_by_key(v)[part]).flatten(0, 1)  # [cg, T, K]
+        scores = _room(scores, queries)
+        for start, stop in _row_blocks(q):
+            seen = _rows(mask, part[0], start, stop)
+            p = _probabilities(queries[:, :, start:stop], scaled_t[:, :, :stop], seen, scores)  # [cg, R b, t]
+            block = torch.bmm(operand(p.to(v.dtype)), values[:, :stop])  # [cg, R b, K]
+            mixed[..., start:stop, :].copy_(block.view(mixed[..., start:stop, :].shape))
+    return out
 
 
 @torch.library.custom_op("lightning_llm::short_attention_backward", mutates_args=())
 def _backward(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, grads = _by_head(q, k.shape[2]), _by_head(grad_output, k.shape[2])  # [BG, R, T, K]
-    scaled_t, keys, values_t = _scaled_keys(k), _by_key(k), _wide(_by_key(v)).transpose(1, 2)
-    grad_q, grad_k, grad_v = [], torch.zeros_like(_wide(keys)), torch.zeros_like(_wide(keys))  # [BG, T, K]
-    for start, stop in _row_blocks(q):
-        query, grad = queries[:, :, start:stop], grads[:, :, start:stop].flatten(1, 2)  # [BG, R, b, K], [BG, R b, K]
-        p = _probabilities(query, scaled_t[:, :, :stop], _rows(mask, start, stop))  # [BG, R b, t]
-        grad_p = torch.bmm(_wide(grad), values_t[:, :, :stop])  # [BG, R b, t]
-        grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(q.dtype)  # [BG, R b, t]
-        grad_q.append(product(grad_s, keys[:, :stop]).unflatten(1, (-1, stop - start)))  # [BG, R, b, K]
-        grad_k[:, :stop] += product(grad_s.transpose(1, 2), query.flatten(1, 2))
-        grad_v[:, :stop] += product(p.to(q.dtype).transpose(1, 2), grad)
-    scale = 1 / math.sqrt(q.shape[-1])
-    dq = _from_heads(torch.cat(grad_q, dim=2), q) * scale  # [B, T, H, K]
-    dk, dv = _from_keys((grad_k * scale).to(k.dtype), k), _from_keys(grad_v.to(v.dtype), v)  # [B, T, G, K]
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v))
+    groups, scale = k.shape[2], 1 / math.sqrt(q.shape[-1])
+    scores = grads = q.new_empty(0, dtype=_wide_dtype(q))
+    for part in _parts(q, groups):
+        queries, grad = (_wide(_by_head(each, groups)[part]).flatten(0, 1) for each in (q, grad_output))
+        keys, values = (_wide(_by_key(each)[part]).flatten(0, 1) for each in (k, v))  # 2 x [cg, T, K]
+        scaled_t, values_t = (keys / math.sqrt(k.shape[-1])).transpose(1, 2), values.transpose(1, 2)  # 2 x [cg, K, T]
+        q_operand, grad_operand, k_operand = (_multiplied(each, q) for each in (queries, grad, keys))
+        grad_q, grad_k, grad_v = torch.empty_like(queries), torch.zeros_like(keys), torch.zeros_like(keys)
+        scores, grads = _room(scores, queries), _room(grads, queries)
+        for start, stop in _row_blocks(q):
+            rows = slice(start, stop)
+            seen = _rows(mask, part[0], start, stop)
+            p = _probabilities(queries[:, :, rows], scaled_t[:, :, :stop], seen, scores)  # [cg, R b, t]
+            grad_p = torch.bmm(grad[:, :, rows].flatten(1, 2), values_t[:, :, :stop], out=_shaped(grads, p))
+            torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_p)  # [cg, R b, t]
+            grad_s, own = operand(grad_p.to(q.dtype)), operand(p.to(q.dtype))  # 2 x [cg, R b, t]
+            block = torch.bmm(grad_s, k_operand[:, :stop]).to(q.dtype)  # [cg, R b, K]
+            grad_q[:, :, rows].copy_(block.unflatten(1, (-1, stop - start)))
+            grad_k[:, :stop].add_(torch.bmm(grad_s.transpose(1, 2), q_operand[:, :, rows].flatten(1, 2)).to(q.dtype))
+            grad_v[:, :stop].add_(torch.bmm(own.transpose(1, 2), grad_operand[:, :, rows].flatten(1, 2)).to(q.dtype))
+        _by_head(dq, groups)[part].copy_(grad_q.mul_(scale).view_as(_by_head(dq, groups)[part]))
+        _by_key(dk)[part].copy_(grad_k.mul_(scale).view_as(_by_key(dk)[part]))
+        _by_key(dv)[part].copy_(grad_v.view_as(_by_key(dv)[part]))
+    return dq, dk, dv
 
 
 @_forward.register_fake
@@ -101,49 +126,75 @@ def _row_blocks(q: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + ROWS, length)) for start in range(0, length, ROWS)]
 
 
-def _rows(mask: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if mask is None else mask[:, :, start:stop, :stop]
+def _parts(q: Tensor, groups: int) -> list[tuple[slice, slice]]:
+    """Return ranges of sequences and of key heads whose scores, of `ROWS` queries each, are `SCORES` at most."""
+    batch, length, heads, _ = q.shape
+    each = heads // groups * ROWS * length
+    if groups * each > SCORES:
+        step = max(1, SCORES // each)
+        return [(slice(b, b + 1), slice(g, g + step)) for b in range(batch) for g in range(0, groups, step)]
+    step = SCORES // (groups * each)
+    return [(slice(b, b + step), slice(None)) for b in range(0, batch, step)]
 
 
-def _probabilities(query: Tensor, scaled_t: Tensor, mask: Tensor | None) -> Tensor:
+def _rows(mask: Tensor | None, sequences: slice, start: int, stop: int) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask[sequences if len(mask) > 1 else slice(None), :, start:stop, :stop]
+
+
+def _room(flat: Tensor, queries: Tensor) -> Tensor:
+    """Return `flat`, or what is long enough for the scores of `queries` `[BG, R, T, K]`, `ROWS` at a time."""
+    elements = len(queries) * queries.shape[1] * min(ROWS, queries.shape[2]) * queries.shape[2]
+    return flat if flat.numel() >= elements else flat.new_empty(elements)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    return flat[: like.numel()].view_as(like)
+
+
+def _probabilities(query: Tensor, scaled_t: Tensor, mask: Tensor | None, room: Tensor) -> Tensor:
     """Return the attention weights, fp32 `[BG, R b, t]`, of b queries `[BG, R, b, K]` on t keys `[BG, K, t]`.
 
-    `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens.
+    `mask` is bool and broadcasts to `[B, H, b, t]`; None is causal attention of the last b of t tokens. They are
+    written to the flat `room`: fresh memory for each block costs more than the products.
     """
     rows, keys = query.shape[2], scaled_t.shape[-1]
-    scores = torch.bmm(_wide(query).flatten(1, 2), scaled_t)  # [BG, R b, t]
+    of_heads = query.flatten(1, 2)  # [BG, R b, K]
+    scores = room[: of_heads.shape[0] * of_heads.shape[1] * keys].view(*of_heads.shape[:2], keys)  # [BG, R b, t]
+    torch.bmm(of_heads, scaled_t, out=scores)
     by_row = scores.view(-1, query.shape[1], rows, keys)  # [BG, R, b, t]
     if mask is None:
-        by_row[..., keys - rows :] += torch.full((rows, rows), -math.inf, dtype=scores.dtype).triu(1)
+        by_row[..., keys - rows :].add_(scores.new_full((rows, rows), -math.inf).triu_(1))
     else:
         by_row.view(mask.shape[0], -1, rows, keys).masked_fill_(~mask, -math.inf)
-    return torch.softmax(scores, dim=-1)
+    return torch.softmax(scores, dim=-1, out=scores)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """Return a contiguous copy in fp32, or fp64."""
+    return torch.empty(x.shape, dtype=_wide_dtype(x), device=x.device).copy_(x)
 
 
-def _scaled_keys(k: Tensor) -> Tensor:
-    """Return keys `[B, T, G, K]` as fp32 `[BG, K, T]`, over sqrt(K)."""
-    return (_wide(_by_key(k)) / math.sqrt(k.shape[-1])).transpose(1, 2)
+def _multiplied(wide: Tensor, like: Tensor) -> Tensor:
+    """Return `wide`, which `like` was widened to, as what products in the dtype of `like` take."""
+    return wide if operand(like.new_empty(0)).dtype == wide.dtype else wide.to(like.dtype)
+
+
+def _scaled_keys(keys: Tensor) -> Tensor:
+    """Return keys `[B, G, T, K]` as fp32 `[BG, K, T]`, over sqrt(K)."""
+    return _wide(keys).div_(math.sqrt(keys.shape[-1])).flatten(0, 1).transpose(1, 2)
 
 
 def _by_key(x: Tensor) -> Tensor:
-    """`[B, T, G, K]` -> `[BG, T, K]`."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _from_keys(x: Tensor, like: Tensor) -> Tensor:
-    """`[BG, T, K]` -> `[B, T, G, K]`."""
-    return x.unflatten(0, (like.shape[0], -1)).transpose(1, 2)
+    """`[B, T, G, K]` -> `[B, G, T, K]`."""
+    return x.transpose(1, 2)
 
 
 def _by_head(x: Tensor, groups: int) -> Tensor:
-    """`[B, T, H, K]` -> `[BG, R, T, K]`: the query heads that share a key head lie together."""
-    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
-
-
-def _from_heads(x: Tensor, like: Tensor) -> Tensor:
-    """`[BG, R, T, K]` -> `[B, T, H, K]`."""
-    return x.unflatten(0, (like.shape[0], -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    """`[B, T, H, K]` -> `[B, G, R, T, K]`: the query heads that share a key head lie together."""
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)

@@ -104,13 +104,13 @@ class AttentionSpec(Mixer):
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
         """Return rotary positions of queries and keys.
 
-        `rope._rotate` casts to fp32, multiplies and adds halves (6 operators), joins them, and casts back.
+        `rope._rotate` casts to fp32, multiplies and adds halves into one tensor (6 operators), and casts back.
         """
         if model.position != "rope":
             return []
         turned, wide = (model.num_heads + model.num_kv_heads) * model.attention_head_dim, 4  # fp32
-        each = 2 * width if compiled else 2 * (width + wide) + (2 + 3) * wide + 2 * wide
-        return [MemoryPass(turned * each, turned * each, 2 if compiled else 18)]
+        each = 2 * width if compiled else 2 * (width + wide) + (2 + 3) * wide
+        return [MemoryPass(turned * each, turned * each, 2 if compiled else 16)]
 
     def problems(self, model: ModelConfig) -> Iterator[Problem]:
         if model.head_dim is None and model.hidden_size % model.num_heads:
