@@ -26,7 +26,7 @@ widens = not _cpu_multiplies_bf16()
 
 
 CHUNK_ELEMENTS = 1 << 22
-"""Of an fp32 copy, 16 MB: logits over a large vocabulary are never there whole in fp32."""
+"""Of an fp32 copy of activations, 16 MB: logits over a large vocabulary are never there whole in fp32. Weights are."""
 
 
 @contextmanager
@@ -45,51 +45,80 @@ def operand(x: Tensor) -> Tensor:
 
     The caller rounds the result to the dtype of `x`.
     """
-    return x.float() if widens and x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
+    return x.float() if _is_widened(x) else x
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a b` of matrices, or batches of them, of one dtype; sums are fp32 or wider, the result in that dtype."""
-    if widens and a.dtype == torch.bfloat16 and a.device.type == "cpu":
-        return torch.matmul(a.float(), b.float()).to(a.dtype)
-    return torch.matmul(a, b)
+    """Return `a b` of matrices, or batches of them, of one dtype; sums are fp32 or wider, the result in that dtype.
+
+    Without gradients where numbers are widened.
+    """
+    return _wide_product(a, b) if _is_widened(a) else torch.matmul(a, b)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x weight^T + bias` `[..., N]` of `x` `[..., K]`, `weight` `[N, K]` and `bias` `[N]`, all of one dtype."""
-    if widens and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        y: Tensor = _WideLinear.apply(x, weight, bias)
-        return y
-    return F.linear(x, weight, bias)
+    return _wide_linear(x, weight, bias) if _is_widened(x) else F.linear(x, weight, bias)
 
 
-class _WideLinear(torch.autograd.Function):
-    """Keeps what `F.linear` keeps for the backward pass, and of fp32 copies no more than `CHUNK_ELEMENTS` at once."""
+def _is_widened(x: Tensor) -> bool:
+    return widens and x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, weight)
-        wide, wide_bias = weight.float(), None if bias is None else bias.float()
-        parts = [F.linear(rows.float(), wide, wide_bias).to(x.dtype) for rows in _chunks(x, len(weight))]
-        return _joined(parts).view(*x.shape[:-1], -1)
 
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[no-untyped-def]
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        wide, parts, grad_weight = weight.float(), [], None
-        for rows, grads in zip(_chunks(x, len(weight)), _chunks(grad_output, x.shape[-1]), strict=True):
-            wide_grads = grads.float()  # [m, N]
-            if needs_x:
-                parts.append(torch.mm(wide_grads, wide).to(x.dtype))  # [m, K]
-            if needs_weight:
-                product = torch.mm(wide_grads.t(), rows.float())  # [N, K]
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-        return (
-            _joined(parts).view_as(x) if needs_x else None,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            grad_output.sum_to_size(len(weight)) if needs_bias else None,
-        )
+# Operators of their own: what checkpointing keeps of them is their bf16 result, and compilers see no fp32 copies.
+@torch.library.custom_op("lightning_llm::wide_product", mutates_args=())
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a.float(), b.float()).to(a.dtype)
+
+
+@_wide_product.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
+@torch.library.custom_op("lightning_llm::wide_linear", mutates_args=())
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide, wide_bias = weight.float(), None if bias is None else bias.float()
+    parts = [F.linear(rows.float(), wide, wide_bias).to(x.dtype) for rows in _chunks(x, len(weight))]
+    return _joined(parts).view(*x.shape[:-1], -1)
+
+
+@_wide_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@torch.library.custom_op("lightning_llm::wide_linear_backward", mutates_args=())
+def _wide_linear_backward(grad_output: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide, parts, grad_weight = weight.float(), [], torch.zeros(weight.shape)
+    for rows, grads in zip(_chunks(x, len(weight)), _chunks(grad_output, x.shape[-1]), strict=True):
+        wide_grads = grads.float()  # [m, N]
+        parts.append(torch.mm(wide_grads, wide).to(x.dtype))  # [m, K]
+        grad_weight.addmm_(wide_grads.t(), rows.float())  # [N, K]
+    return _joined(parts).view_as(x), grad_weight.to(weight.dtype)
+
+
+@_wide_linear_backward.register_fake
+def _(grad_output: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _differentiate(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[no-untyped-def]
+    x, weight = ctx.saved_tensors
+    grad_x, grad_weight = _wide_linear_backward(grad_output, x, weight)
+    return grad_x, grad_weight, grad_output.sum_to_size(len(weight)) if ctx.has_bias else None
+
+
+_wide_linear.register_autograd(_differentiate, setup_context=_keep)
+
+PRODUCTS = (torch.ops.lightning_llm.wide_product.default, torch.ops.lightning_llm.wide_linear.default)
+"""What selective checkpointing keeps the results of, as of torch's own products."""
 
 
 def _chunks(x: Tensor, other_width: int) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_llm.config.schema import ParallelConfig
+from lightning_llm.gemm import PRODUCTS
 from lightning_llm.precision.module import quantised_layers, recompute_contexts
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -66,7 +67,7 @@ def expensive_ops(block: nn.Module) -> list[Any]:
     """
     aten = torch.ops.aten
     kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *kernels]
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *PRODUCTS, *kernels]
 
 
 @contextmanager

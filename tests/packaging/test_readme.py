@@ -115,5 +115,7 @@ def test_make_targets_links_and_names_exist(file):
 def test_every_benchmark_has_its_line():
     listed = re.findall(r"^\| `(\w+)` \|.*`make bench ARGS=(\w+)`", BENCHMARKS.read_text(), re.MULTILINE)
     program = (ROOT / "benchmarks" / "__main__.py").read_text()
-    assert [name for name, _ in listed] == re.findall(r'^    "(\w+)": (?:partial\()?\w+\.measure', program, re.MULTILINE)
+    assert [name for name, _ in listed] == re.findall(
+        r'^    "(\w+)": (?:partial\()?\w+\.measure', program, re.MULTILINE
+    )
     assert all(name == argument for name, argument in listed)
