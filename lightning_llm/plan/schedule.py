@@ -65,7 +65,6 @@ def _interleaved(pp: int, virtual_stages: int, micro_batches: int, pp_rank: int)
         yield next_pass(False, number)
 
 
-@lru_cache(maxsize=256)
 def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
     """Return for each pipeline rank and each of its passes how many receives wait then: posted, their pass yet to come.
 
@@ -73,17 +72,20 @@ def receives_waiting(parallel: ParallelConfig, pp: int, micro_batches: int) -> l
     before its pass. For interleaved ones torch lays out all ranks' passes in one order, each rank in turn the next one
     whose input is sent by then, and posts each receive with its send (`schedules._add_send_recv`).
     """
-    if pp > 1 and parallel.schedule == INTERLEAVED:
-        return _laid_out(parallel, pp, micro_batches)
-    return [
-        [int(each.stage != (0 if each.forward else pp - 1)) for each in passes_of(parallel, pp, pp_rank, micro_batches)]
-        for pp_rank in range(pp)
-    ]
+    return _receives_waiting(parallel.schedule, parallel.virtual_stages, pp, micro_batches)
 
 
-def _laid_out(parallel: ParallelConfig, pp: int, micro_batches: int) -> list[list[int]]:
-    last = pp * parallel.virtual_stages - 1
-    orders = [passes_of(parallel, pp, pp_rank, micro_batches) for pp_rank in range(pp)]
+@lru_cache(maxsize=64)
+def _receives_waiting(schedule: str, virtual_stages: int, pp: int, micro_batches: int) -> list[list[int]]:
+    orders = [_passes_of(schedule, virtual_stages, pp, pp_rank, micro_batches) for pp_rank in range(pp)]
+    if pp > 1 and schedule == INTERLEAVED:
+        return _laid_out(orders, pp * virtual_stages - 1)
+    return [[int(each.stage != (0 if each.forward else pp - 1)) for each in order] for order in orders]
+
+
+def _laid_out(orders: list[list[Pass]], last: int) -> list[list[int]]:
+    """Return it for the `orders` of interleaved stages, of which `last` is the last one."""
+    pp = len(orders)
     found: list[list[int]] = [[] for _ in orders]
     posted, waiting = set[Pass](), [0] * pp
     while any(len(done) < len(order) for done, order in zip(found, orders, strict=True)):

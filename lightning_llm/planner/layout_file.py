@@ -1,6 +1,7 @@
 """The layout that was found as a file of the group `parallel`, which `train parallel=NAME --config-dir DIR` takes."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
@@ -8,19 +9,28 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema.run import ParallelConfig
-from lightning_llm.errors import Problem
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.fit import GIB
 from lightning_llm.planner.pricing import Priced
 from lightning_llm.planner.wording import layout_words
 
 GROUP = "parallel"
+NAME = re.compile(r"[\w-]{1,100}")
 
 
 def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
     """Yield why the layout cannot be written to `file`."""
-    if file.suffix != ".yaml" or file.parent.name != GROUP:
-        yield Problem("--write", f"is {file}, which no parallel=NAME finds. Write DIR/{GROUP}/NAME.yaml.")
+    if file.suffix != ".yaml" or file.parent.name != GROUP or not NAME.fullmatch(file.stem):
+        yield Problem(
+            "--write",
+            f"is {file}, which no parallel=NAME finds. Write DIR/{GROUP}/NAME.yaml, NAME of letters, digits, - and _.",
+        )
+    elif file.stem in option_files(GROUP):
+        yield Problem("--write", f"is {file}, and {GROUP}={file.stem} is a shipped layout. Choose another name.")
+    elif file.is_dir() or not _nearest_existing(file).is_dir():
+        yield Problem("--write", f"is {file}, and a file cannot be made there. Choose another folder or name.")
     elif file.exists() and not force:
         yield Problem("--write", f"{file} is there already. Add --force to replace it, or choose another name.")
     elif not os.access(_nearest_existing(file), os.W_OK):
@@ -28,12 +38,19 @@ def layout_file_problems(file: Path, force: bool) -> Iterator[Problem]:
 
 
 def write_layout(file: Path, priced: Priced, planner: str) -> list[str]:
-    """Write the layout to `file`, in whole or not at all, and return the words that choose it."""
+    """Write the layout to `file`, in whole or not at all, and return the words that choose it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     words = [f"{GROUP}={file.stem}", f"data.micro_batch_size={priced.choice.micro_batch_size}"]
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(layout_text(file.stem, priced, planner, words), encoding="utf-8")
-    partial.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(layout_text(file.stem, priced, planner, words), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(Problem("--write", f"{file} cannot be written: {error}. Choose another.")) from error
     return words
 
 

@@ -64,7 +64,7 @@ def read_links(file: Path, machines: int, devices: int) -> LinkMatrix:
         raise ConfigError(problems)
     what = "machine" if len(rows) == machines else "device"
     given = tuple(str(name) for name in names) if names else tuple(f"{what} {index}" for index in range(len(rows)))
-    return LinkMatrix(given, tuple(tuple(float(rate) for rate in row) for row in rows))
+    return LinkMatrix(given, tuple(_rates(index, row) for index, row in enumerate(rows)))
 
 
 def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: int) -> list[Problem]:
@@ -82,10 +82,18 @@ def _matrix_problems(file: Path, rows: Any, names: Any, machines: int, devices: 
         elif bad := [rate for other, rate in enumerate(row) if other != index and not _is_rate(rate)]:
             problems.append(Problem("--links", f"{file}: row {index} has {bad[0]!r}. Rates are GB/s, above 0."))
     if names is not None and (
-        not isinstance(names, Sequence) or len(names) != count or len(set(map(str, names))) != count
+        isinstance(names, str)
+        or not isinstance(names, Sequence)
+        or len(names) != count
+        or len(set(map(str, names))) != count
     ):
         problems.append(Problem("--links", f"{file}: names must be {count} different ones, one for each row."))
     return problems
+
+
+def _rates(own: int, row: Sequence[Any]) -> tuple[float, ...]:
+    """Return a row as numbers; what a unit sends to itself, whatever stands there, as 0."""
+    return tuple(0.0 if other == own else float(rate) for other, rate in enumerate(row))
 
 
 def _is_rate(rate: Any) -> bool:

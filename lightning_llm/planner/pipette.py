@@ -53,11 +53,6 @@ def placement_problem(pricer: Pricer, priced: Priced, matrix: LinkMatrix) -> Pla
     for each, cost in timer.costs.items():
         if each.micro_batch == min(1, last):  # one in the middle of a step
             (forward if each.forward else backward)[each.stage % degrees.pp] += cost.total
-    if not last:  # the only forward pass is the first, too
-        forward = [
-            sum(c.total for e, c in timer.costs.items() if e.forward and e.stage % degrees.pp == r)
-            for r in range(degrees.pp)
-        ]
     return PlacementProblem(
         seconds_per_byte=matrix.seconds_per_byte,
         pipelines=list(dict.fromkeys(tuple(rank // unit_ranks for rank in ranks) for ranks in degrees.groups("pp"))),

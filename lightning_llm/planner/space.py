@@ -52,14 +52,17 @@ def key_of(field: str) -> str:
     return MICRO_BATCH if field == "micro_batch_size" else f"parallel.{field}"
 
 
-def typed_values(words: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a `Choice` whose keys are among the overrides `words`, with their values; null leaves open.
+def typed_values(words: Sequence[str], config: Config) -> dict[str, Any]:
+    """Return the fields of a `Choice` whose keys are among `words`, with the values of `config`, made of them.
+
+    Null leaves a field open.
 
     A list of what each block recomputes keeps `activation_checkpoint` as it is.
     """
-    given = {each.key_or_group: each.value() for each in parse_overrides(words) if not each.is_sweep_override()}
-    typed = {field: given[key] for field in Choice._fields if (key := key_of(field)) in given}
-    if given.get("parallel.activation_checkpoint_layers") is not None:
+    given = {each.key_or_group for each in parse_overrides(words)}
+    values = config.parallel.model_dump() | {"micro_batch_size": config.data.micro_batch_size}
+    typed = {field: values[field] for field in Choice._fields if key_of(field) in given}
+    if "parallel.activation_checkpoint_layers" in given and config.parallel.activation_checkpoint_layers is not None:
         typed["activation_checkpoint"] = "none"
     return {field: value for field, value in typed.items() if value is not None}
 

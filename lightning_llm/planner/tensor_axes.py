@@ -1,14 +1,12 @@
 """Tensor-parallel axes of any transformer from the names and shapes of its weights alone: Redco's two rules."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 Axis = Literal["outputs", "inputs", "vocabulary", "replicate"]
 """The side of a weight that ranks have parts of. `vocabulary`: rows are token ids."""
-
-STYLES = {"outputs": "ColwiseParallel", "inputs": "RowwiseParallel", "vocabulary": "RowwiseParallel"}
-"""What `torch.distributed.tensor.parallel.parallelize_module` calls them; an embedding's rows are its inputs."""
 
 _NUMBER = re.compile(r"\.\d+\.")
 _FUSED = re.compile(r"^(c_attn|qkv|query_key_value|qkv_proj|w_?qkv|in_proj|W_pack|gate_up_proj)$")
@@ -47,7 +45,8 @@ def tensor_axes(
             if module not in found and f"{module}.weight" not in shapes:
                 found[module or name] = "replicate"
             continue
-        block = _NUMBER.split(f"{module}.")[0]
+        numbered = _NUMBER.search(f"{module}.")
+        block = module[: numbered.end()] if numbered else ""
         axis = _axis_of(module, shape, before.get(block))
         outputs, inputs = (shape[1], shape[0]) if module in turned and len(shape) == 2 else (*shape, 1)[:2]
         if axis != "replicate" and (inputs if axis == "inputs" else outputs) % ranks:
@@ -71,10 +70,16 @@ def _axis_of(module: str, shape: tuple[int, ...], before: Axis | None) -> Axis:
     return "inputs" if before == "outputs" else "outputs"
 
 
-def alike(axes: Mapping[str, Axis]) -> dict[str, tuple[Axis, int]]:
-    """Return the axes by module with block numbers as "*", and of how many modules each is."""
-    found: dict[str, tuple[Axis, int]] = {}
-    for name, axis in axes.items():
-        key = _NUMBER.sub(".*.", f"{name}.").removesuffix(".")
-        found[key] = axis, found.get(key, (axis, 0))[1] + 1
-    return found
+def style_of(module: str, axis: Axis) -> str:
+    """Return what `torch.distributed.tensor.parallel.parallelize_module` calls the axis of `module`, "" for none.
+
+    By the vocabulary an embedding is cut along its inputs, and the head, a linear, along its outputs.
+    """
+    if axis == "vocabulary":
+        return "ColwiseParallel" if _HEAD.search(module) else "RowwiseParallel"
+    return {"outputs": "ColwiseParallel", "inputs": "RowwiseParallel"}.get(axis, "")
+
+
+def alike(axes: Mapping[str, Axis]) -> Counter[tuple[str, Axis]]:
+    """Return how many modules there are of each name, block numbers as "*", and axis."""
+    return Counter((_NUMBER.sub(".*.", f"{name}.").removesuffix("."), axis) for name, axis in axes.items())

@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_llm.config.schema import Config
@@ -26,12 +27,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if problems := list(_option_problems(arguments)):
         raise ConfigError(problems)
     if arguments.tensor_axes:
-        from lightning_llm.planner.space import typed_values
         from lightning_llm.verb.tensor_axes import print_tensor_axes
 
-        return print_tensor_axes(
-            arguments.tensor_axes, typed_values(arguments.overrides).get("tp", 1), as_data=arguments.json
-        )
+        return print_tensor_axes(arguments.tensor_axes, _ranks(arguments.overrides), as_data=arguments.json)
     if arguments.search:
         from lightning_llm.verb.search import search_layouts
 
@@ -90,7 +88,23 @@ def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         text = f"counts what this trainer does, and --accounting {arguments.accounting} is another's. Leave one out."
         yield Problem("--dry-run", text)
     yield from search_option_problems(arguments)
-    others = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
-    if arguments.tensor_axes and (others or arguments.search or many):
+    if arguments.tensor_axes:
+        yield from _tensor_axes_problems(arguments, bool(foreign or many))
+
+
+def _tensor_axes_problems(arguments: argparse.Namespace, others: bool) -> Iterator[Problem]:
+    """Yield what goes not with --tensor-axes: all but a number of ranks."""
+    words = [word for word in arguments.overrides if not word.startswith("parallel.tp=")]
+    if words or others or arguments.search or arguments.dry_run or arguments.config:
         text = f"looks at the weights in {arguments.tensor_axes}, for parallel.tp=N ranks. Leave the rest out."
         yield Problem("--tensor-axes", text)
+    for word in arguments.overrides:
+        if word.startswith("parallel.tp=") and not re.fullmatch(r"parallel\.tp=0*[1-9]\d*", word):
+            yield Problem(
+                "parallel.tp", f"is {word.removeprefix('parallel.tp=')!r}, must be a whole number, at least 1."
+            )
+
+
+def _ranks(words: Sequence[str]) -> int:
+    """Return how many ranks share each weight, of the words that `_tensor_axes_problems` lets pass."""
+    return int(words[-1].removeprefix("parallel.tp=")) if words else 1

@@ -36,7 +36,7 @@ def search_layouts(arguments: argparse.Namespace) -> int:
     planner = arguments.planner or "exhaustive"
     config = settled(read_arguments(arguments)).checked()
     world = config.world or config.trainer.devices
-    space = Space(config, world, typed_values(arguments.overrides))
+    space = Space(config, world, typed_values(arguments.overrides, config))
     if problems := [*_output_problems(arguments), *_space_problems(space)]:
         raise ConfigError(problems)
     cluster = config.cluster
@@ -74,6 +74,8 @@ def _output_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     picture: Path | None = arguments.pareto
     if picture and picture.suffix not in PICTURES:
         yield Problem("--pareto", f"is {picture}. Give a name that ends with {' or '.join(PICTURES)}.")
+    elif picture and picture.is_dir():
+        yield Problem("--pareto", f"{picture} is a folder. Choose another name.")
     elif picture and not picture.absolute().parent.is_dir():
         yield Problem("--pareto", f"{picture.parent} is not there. Make it, or choose another folder.")
 

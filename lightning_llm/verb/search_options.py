@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from lightning_llm.errors import Problem
+from lightning_llm.plan.accounting import OURS
 
 
 def search_option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -18,9 +19,13 @@ def search_option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         ("--matrix", arguments.matrix),
         ("-m", arguments.multirun),
         ("--dry-run", arguments.dry_run),
+        ("--accounting", arguments.accounting != OURS.name),
     ):
         if chosen:
-            yield Problem("--search", f"looks for a layout, and {option} describes given ones. Leave one of them out.")
+            yield Problem(
+                "--search",
+                f"looks for a layout of this trainer's, and {option} describes given ones. Leave one of them out.",
+            )
     if arguments.links and arguments.planner != "pipette":
         yield Problem("--links", "has the links that --planner pipette places ranks on. Add that, or leave it out.")
     if arguments.force and not arguments.write:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from lightning_llm.model.weights.files import open_files
-from lightning_llm.planner.tensor_axes import STYLES, alike, tensor_axes
+from lightning_llm.planner.tensor_axes import alike, style_of, tensor_axes
 
 CONV1D = "GPT2", "OpenAIGPT"
 """Architectures of transformers whose linears, c_attn, c_proj and c_fc, keep [inputs, outputs]."""
@@ -22,7 +22,7 @@ def print_tensor_axes(folder: Path, ranks: int, *, as_data: bool) -> int:
     if as_data:
         print(json.dumps({"tensor_parallel_axes": axes}, indent=1))
         return 0
-    rows = [(name, axis, STYLES.get(axis, ""), f"{count}") for name, (axis, count) in alike(axes).items()]
+    rows = [(name, axis, style_of(name, axis), f"{count}") for (name, axis), count in alike(axes).items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -37,4 +37,4 @@ def _has_conv1d(folder: Path) -> bool:
         named = json.loads(file.read_text(encoding="utf-8")).get("architectures") or [""]
     except (ValueError, AttributeError):
         return False
-    return str(named[0]).startswith(CONV1D)
+    return isinstance(named, list) and str(named[0]).startswith(CONV1D)

@@ -59,7 +59,7 @@ WORDS = [
 def test_a_real_plan_recomputes_as_little_as_fits():
     """Its blocks are alike: how many of each mode is all that matters, and every split is tried."""
     config = compose_config(WORDS)
-    pricer = Pricer(Space(config, 2, typed_values(WORDS)), config.cluster)
+    pricer = Pricer(Space(config, 2, typed_values(WORDS, config)), config.cluster)
     (best,) = search(pricer, partial(mix_by_block, pricer)).fitting
     modes = best.plan.config.parallel.activation_checkpoint_layers
     assert best.choice.activation_checkpoint == "by block"

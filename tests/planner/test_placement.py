@@ -81,7 +81,8 @@ CHAIN = [[0, 4, 40, 4], [4, 0, 4, 40], [40, 4, 0, 40], [4, 40, 40, 0]]
 
 def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
     file = tmp_path / "links.yaml"
-    file.write_text(yaml.safe_dump({"names": ["a", "b", "c", "d"], "gb_per_second": CHAIN}))
+    own = [[None if a == b else rate for b, rate in enumerate(row)] for a, row in enumerate(CHAIN)]
+    file.write_text(yaml.safe_dump({"names": ["a", "b", "c", "d"], "gb_per_second": own}))
     assert main([*SEARCH, "--links", str(file)]) == 0
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     assert best["placement"]["order"] in (["a", "c", "d", "b"], ["b", "d", "c", "a"])
@@ -100,6 +101,7 @@ def test_a_plan_is_placed_where_its_pipeline_is_fast(tmp_path, capsys):
         ("{rates: 3}", "has no matrix"),
         ("[[0, 1, 1, 1], [1, 0, 1, -1], [1, 1, 0], [1, 1, 1, 0]]", "row 1 has -1"),
         ("[[0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0], [1, 1, 1, 0]]", "row 2 has 3 numbers"),
+        ("{names: abcd, gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different ones"),
         ("{names: [a, b, c, c], gb_per_second: [[0,1,1,1],[1,0,1,1],[1,1,0,1],[1,1,1,0]]}", "4 different ones"),
         ("[[", "neither YAML nor JSON"),
         (None, "cannot be read"),

@@ -28,7 +28,7 @@ def searched(words: list[str], **keywords: bool) -> tuple[Found, Pricer]:
     config = compose_config(words)
     assert config.world is not None
     assert config.cluster is not None
-    pricer = Pricer(Space(config, config.world, typed_values(words)), config.cluster)
+    pricer = Pricer(Space(config, config.world, typed_values(words, config)), config.cluster)
     return search(pricer, **keywords), pricer
 
 
@@ -170,6 +170,9 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
         (["--search", *TINY, "parallel.tp=3"], "with tp=3 as typed"),
         (["--search", *TINY, "--matrix"], "--matrix describes given ones"),
         (["--search", *TINY, "--write", "best.yaml"], "Write DIR/parallel/NAME.yaml"),
+        (["--search", *TINY, "--write", "mine/parallel/zero3.yaml"], "parallel=zero3 is a shipped layout"),
+        (["--search", *TINY, "--write", "/dev/null/parallel/best.yaml"], "a file cannot be made there"),
+        (["--search", *TINY, "--accounting", "megatron"], "--accounting describes given ones"),
         (["--search", *TINY, "--pareto", "front.jpg"], "ends with .png or .svg"),
         (["--search", *TINY, "--links", "links.yaml"], "--planner pipette"),
         (["--planner", "galvatron"], "Add --search"),

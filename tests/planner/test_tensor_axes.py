@@ -10,7 +10,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ModelConfig
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.planner.tensor_axes import tensor_axes
+from lightning_llm.planner.tensor_axes import alike, style_of, tensor_axes
 
 AXES = {
     "column": "outputs",
@@ -54,6 +54,18 @@ def test_unknown_names_of_matrices_alternate_as_they_should(name):
     found = tensor_axes(shapes, ranks=2)
     assert found["layers.0.feed_forward.alpha"] == "outputs"
     assert found["layers.0.feed_forward.omega"] == "inputs"
+
+
+def test_every_block_begins_anew():
+    odd = {f"layers.{block}.{name}.weight": (8, 8) for block in range(2) for name in ("alpha", "beta", "gamma")}
+    found = tensor_axes(odd, ranks=2)
+    assert [found[f"layers.1.{name}"] for name in ("alpha", "beta", "gamma")] == ["outputs", "inputs", "outputs"]
+    assert alike(found) == {(f"layers.*.{name}", found[f"layers.0.{name}"]): 2 for name in ("alpha", "beta", "gamma")}
+
+
+def test_the_head_is_a_linear_of_which_ranks_have_outputs():
+    assert style_of("lm_head", "vocabulary") == "ColwiseParallel"
+    assert style_of("model.embed_tokens", "vocabulary") == "RowwiseParallel"
 
 
 GPTJ = {
@@ -103,4 +115,7 @@ def test_a_folder_of_weights_is_read_by_its_names(tmp_path, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if "o_proj" in line)
     assert line.split() == ["model.layers.*.self_attn.o_proj", "inputs", "RowwiseParallel", "2"]
     assert main(["plan", "--tensor-axes", str(tmp_path / "nothing")]) == 2
-    assert main(["plan", "--tensor-axes", str(tmp_path / "llama"), "model=llama_tiny"]) == 2
+    for words in (["model=llama_tiny"], ["parallel.tp=0"], ["parallel.tp=two"], ["--dry-run"]):
+        assert main(["plan", "--tensor-axes", str(tmp_path / "llama"), *words]) == 2
+    (tmp_path / "llama" / "config.json").write_text('{"architectures": {"a": 1}}')
+    assert main(["plan", "--tensor-axes", str(tmp_path / "llama")]) == 0

@@ -29,6 +29,7 @@ COMPARED_KEYS = (
     "trainer.devices",
     "trainer.deterministic",
     "parallel.activation_checkpoint",
+    "parallel.activation_checkpoint_layers",
     "parallel.compile",
     "precision.compute_dtype",
     "model.num_layers",
