@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -29,7 +30,7 @@ from benchmarks import (
 from benchmarks.rotation import Row
 from benchmarks.shape import LARGE, MIDDLE, SMALL
 
-BENCHMARKS = {
+BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "startup": startup.measure,
     "loader": loader.measure,
     "tokenise": tokenise.measure,

@@ -7,6 +7,7 @@ widening first, summing in fp32 and rounding once gives what a bf16 GEMM gives, 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 
 def _cpu_multiplies_bf16() -> bool:
     """Return whether this CPU has instructions for bf16 products, or is none that is known to have none."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch >= 2.12
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch >= 2.12
     if capabilities.get("architecture") != "x86_64":
         return True
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))

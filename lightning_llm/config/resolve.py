@@ -114,7 +114,7 @@ def _resolve(tree: DictConfig, above: tuple[str, ...]) -> dict[tuple[str, ...], 
         else:
             if isinstance(value, DictConfig):
                 found |= _resolve(value, path)
-            elif OmegaConf.is_interpolation(tree, key) and _is_plain(value):
+            elif OmegaConf.is_interpolation(tree, str(key)) and _is_plain(value):
                 tree[key] = value
     return found
 
