@@ -86,8 +86,8 @@ def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def is_refused(rank: int, failure: Any) -> bool:
-    """Return whether an input is wrong, which is said here where another rank than the first found it.
+def say_refused(rank: int, failure: Any) -> bool:
+    """Say what is wrong with an input where another rank than the first found it; return whether an input is wrong.
 
     Of what all ranks found, which rank 0 says, the first to write it down may end by the agent's signal, not with 2.
     """

@@ -18,7 +18,7 @@ from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
-from lightning_llm.run.launch import failure_line, is_refused, launch_ranks
+from lightning_llm.run.launch import failure_line, launch_ranks, say_refused
 
 STOP_SECONDS = 10
 """How long ranks may take to end after a signal: they have nothing to save."""
@@ -103,7 +103,7 @@ def _start_ranks(request: Request, words: Sequence[str]) -> None:
         raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        refused = is_refused(rank, failure)
+        refused = say_refused(rank, failure)
         if not refused:
             if isinstance(failure.message, dict):
                 print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)

@@ -28,5 +28,8 @@ def search_option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
             )
     if arguments.links and arguments.planner != "pipette":
         yield Problem("--links", "has the links that --planner pipette places ranks on. Add that, or leave it out.")
+    if arguments.pareto and arguments.planner == "pipette":
+        text = "draws every layout that fits, and --planner pipette times but the few that it places. Leave one out."
+        yield Problem("--pareto", text)
     if arguments.force and not arguments.write:
         yield Problem("--force", "replaces the file of --write. Add that, or leave it out.")

@@ -172,6 +172,7 @@ def test_recomputing_by_block_changes_no_loss(tmp_path, small_run, capsys):
         (["--search", *TINY, "--write", "best.yaml"], "Write DIR/parallel/NAME.yaml"),
         (["--search", *TINY, "--write", "mine/parallel/zero3.yaml"], "parallel=zero3 is a shipped layout"),
         (["--search", *TINY, "--write", "/dev/null/parallel/best.yaml"], "a file cannot be made there"),
+        (["--search", *TINY, "--planner", "pipette", "--pareto", "x.svg"], "--pareto: draws every layout that fits"),
         (["--search", *TINY, "--accounting", "megatron"], "--accounting describes given ones"),
         (["--search", *TINY, "--pareto", "front.jpg"], "ends with .png or .svg"),
         (["--search", *TINY, "--links", "links.yaml"], "--planner pipette"),
