@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.gemm import linear
+from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention import document_mask, window_mask
 from lightning_llm.model.rope import rope_tables
-from lightning_llm.model.spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.stepping import (
     STEP_ROWS,
     BlockCache,

@@ -1,7 +1,8 @@
 """Names, roles and sizes of a decoder's linear layers, without building it: what is checked before anything starts."""
 
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.model.spec import LinearSpec, block_parts, for_layers
+from lightning_llm.model.block_spec import block_parts, for_layers
+from lightning_llm.model.spec import LinearSpec
 
 
 def block_linears(config: ModelConfig, index: int) -> list[LinearSpec]:

@@ -7,21 +7,16 @@ tensor-parallel ranks share and where a pipeline is cut follow by layer index. `
 Letters: D hidden_size, T tokens of a sequence.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from lightning_llm.config.schema.base import Group
-from lightning_llm.config.schema.block import NORMS
-from lightning_llm.config.schema.model import DEFAULT_LAYERS, ModelConfig
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
 
 if TYPE_CHECKING:
     from torch import nn
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -227,103 +222,3 @@ class Norm(Part):
 def hidden(model: ModelConfig) -> Size:
     """Return the size of the residual stream."""
     return Size(model.hidden_size, "model.hidden_size", 1, "model.hidden_size")
-
-
-def norm_of(model: ModelConfig) -> Norm:
-    """Return the model's kind of norm."""
-    return _checked(NORMS[model.norm](), Norm)
-
-
-def mixer_of(model: ModelConfig, index: int) -> Mixer:
-    """Return the mixer of block `index`."""
-    return _checked(block_parts(model, index)["attention"], Mixer)
-
-
-class Same:
-    """A model as the key of a cache: the object itself, which is frozen, and kept for as long as the key is."""
-
-    __slots__ = ("model",)
-
-    def __init__(self, model: ModelConfig):
-        self.model = model
-
-    def __hash__(self) -> int:
-        return id(self.model)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.model is self.model
-
-
-def first_alike(model: ModelConfig, index: int) -> int:
-    """Return the first block that is as block `index` is: of the same name."""
-    return (model.layers or DEFAULT_LAYERS).index(model.layer_name(index))
-
-
-def block_parts(model: ModelConfig, index: int) -> Mapping[str, Part]:
-    """Return the parts of block `index` by their names in it, in module order.
-
-    The mixer is called "attention", whatever its kind, so that names and globs hold across kinds.
-    """
-    return _block_parts(Same(model), first_alike(model, index))
-
-
-@lru_cache(maxsize=256)
-def _block_parts(same: Same, index: int) -> Mapping[str, Part]:
-    model = same.model
-    block, norm = model.block_at(index), norm_of(model)
-    parts: dict[str, Part] = {"attention_norm": norm, "attention": _checked(block.mixer, Mixer)}
-    parts |= {"attention_post_norm": norm} if block.post_norms else {}
-    parts |= {"feed_forward_norm": norm, "feed_forward": _checked(block.feed_forward, FeedForward)}
-    parts |= {"feed_forward_post_norm": norm} if block.post_norms else {}
-    return MappingProxyType(parts)
-
-
-PartClass = TypeVar("PartClass", bound=Part)
-
-
-def _checked(part: object, kind: type[PartClass]) -> PartClass:
-    if not isinstance(part, kind):
-        raise TypeError(f"{type(part).__qualname__} is registered as a {kind.__name__}, and derives from none")
-    return part
-
-
-def block_parameters(model: ModelConfig, index: int) -> Sequence[ParameterSpec]:
-    """Return the parameters of block `index`, by their names within it."""
-    return _block_parameters(Same(model), first_alike(model, index))
-
-
-@lru_cache(maxsize=256)
-def _block_parameters(same: Same, index: int) -> Sequence[ParameterSpec]:
-    model, found = same.model, []
-    for part_name, part in block_parts(model, index).items():
-        for linear in part.linears(model):
-            name, shape = f"{part_name}.{linear.name}", (linear.outputs.length, linear.inputs.length)
-            found.append(ParameterSpec(f"{name}.weight", shape, linear.role, None))
-            if linear.bias:
-                # A bias lies with the outputs: every rank has the whole of one whose weight is cut by its inputs.
-                role = "replicate" if linear.role == "row" else linear.role
-                found.append(ParameterSpec(f"{name}.bias", shape[:1], role, Distribution()))
-        found += [each._replace(name=f"{part_name}.{each.name}") for each in part.own_parameters(model)]
-    return tuple(found)
-
-
-def for_layers(model: ModelConfig, layers: Iterable[int], value: Callable[[int], Value]) -> list[Value]:
-    """Return `value(index)` of each of `layers`, where it depends on the block alone: once for each name of a block."""
-    made: dict[str, Value] = {}
-    for index in layers:
-        name = model.layer_name(index)
-        if name not in made:
-            made[name] = value(index)
-    return [made[model.layer_name(index)] for index in layers]
-
-
-def shape_problems(model: ModelConfig) -> list[Problem]:
-    """Return what does not fit together in a model's shape."""
-    found: dict[Problem, None] = {}
-    for index in range(len(model.layers or DEFAULT_LAYERS)):  # says it even where num_layers is wrong
-        for part in block_parts(model, index).values():
-            found |= dict.fromkeys(part.problems(model))
-    if model.rope_scaling is not None and model.position != "rope":
-        text = f"is set, and model.position={model.position}. Set it to null, or position to rope."
-        found[Problem("model.rope_scaling", text)] = None
-    return list(found)

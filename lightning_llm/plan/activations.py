@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from lightning_llm.config.schema import Config
+from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.spec import ForwardPass, SavedTensor, block_parts, mixer_of, norm_of
+from lightning_llm.model.spec import ForwardPass, SavedTensor
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.degrees import Degrees

@@ -15,8 +15,8 @@ from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.linear_names import linear_names, linears_of
-from lightning_llm.model.spec import shape_problems
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems

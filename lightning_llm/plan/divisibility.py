@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import Problem
+from lightning_llm.model.block_spec import block_parts, for_layers, mixer_of
 from lightning_llm.model.linear_names import linear_names, linears_of
-from lightning_llm.model.spec import LinearSpec, Size, block_parts, for_layers, mixer_of
+from lightning_llm.model.spec import LinearSpec, Size
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision.module_rules import layers_of_casts

@@ -7,9 +7,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig
-from lightning_llm.config.schema.model import DEFAULT_LAYERS
 from lightning_llm.errors import Problem
-from lightning_llm.model.spec import for_layers
+from lightning_llm.model.block_spec import for_layers
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.units import Units, micro_batches_per_rank, units_of
@@ -116,9 +115,8 @@ def stage_kind(config: Config, part: StagePart) -> Hashable:
 def block_kinds(config: Config, layers: Iterable[int]) -> Iterator[Hashable]:
     """Yield what each block of `layers` is: those of one kind hold as much, and take as long, on any stage."""
     parallel, quantises = config.parallel, config.precision.quantises
-    pattern = config.model.layers or DEFAULT_LAYERS
     for index in layers:  # which also says whose linears run in which casts
-        yield pattern[index % len(pattern)], parallel.checkpointing_of(index), index if quantises else 0
+        yield config.model.layer_name(index), parallel.checkpointing_of(index), index if quantises else 0
 
 
 def rank_kind(config: Config, parts: list[StagePart]) -> Hashable:

@@ -1,12 +1,11 @@
 """A layout in words, and why it is slower than another."""
 
-from lightning_llm.plan.nodes import nodes_of_groups, ranks_per_node
+from lightning_llm.plan.nodes import SHARD_AXES, nodes_of_groups, ranks_per_node
 from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.planner.pricing import Priced
 from lightning_llm.planner.space import CHECKPOINTING
 
 AXES = {"tensor_parallel": ("tp",), "context_parallel": ("cp",)}
-SHARDS = ("dp_shard", "cp")
 
 
 def layout_words(priced: Priced) -> str:
@@ -55,9 +54,9 @@ def _part_words(part: str, priced: Priced, best: Priced) -> str:
     if part in AXES:
         return f"{part.replace('_', ' ')} collectives {_where(priced, AXES[part])}"
     if part == "gathers":
-        return f"gathering weights {_where(priced, SHARDS)}, unhidden"
+        return f"gathering weights {_where(priced, SHARD_AXES)}, unhidden"
     if part == "reductions":
-        return f"summing gradients {_where(priced, ('dp_replicate', *SHARDS))}, unhidden"
+        return f"summing gradients {_where(priced, ('dp_replicate', *SHARD_AXES))}, unhidden"
     return part.replace("_", " ") + " operators"
 
 

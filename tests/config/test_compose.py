@@ -14,7 +14,7 @@ from lightning_llm.config.compose import compose_config, compose_sweep, load_con
 from lightning_llm.config.file import write_config
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.errors import ConfigError
-from lightning_llm.model.spec import shape_problems
+from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.plan.check import check_config
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -17,9 +17,9 @@ from model_shapes import build, llama, tokens_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_llm.config.compose import compose_config
+from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.mixer import gla_chunked
 from lightning_llm.model.mixer.gla_chunked import continue_from, gated_linear_attention
-from lightning_llm.model.spec import shape_problems
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.divisibility import sharding_problems
 

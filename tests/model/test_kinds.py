@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_llm.config.schema.block import FEED_FORWARDS, MIXERS, NORMS
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.block_spec import block_parameters, block_parts, mixer_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of
@@ -22,7 +23,7 @@ from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.mixer import attention
 from lightning_llm.model.mixer.attention import document_mask
 from lightning_llm.model.rope import rope_tables
-from lightning_llm.model.spec import ForwardPass, block_parameters, block_parts, mixer_of
+from lightning_llm.model.spec import ForwardPass
 
 LENGTH = 24
 KEYS = {"attention": [{"window": 8}], "soft_capped_attention": [{"window": 8, "query_pre_attention_scalar": 24}]}

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.gla_chunked import KERNEL, continue_from, gated_linear_attention
 from lightning_llm.model.mixer.gla_spec import GLA as Spec
-from lightning_llm.model.spec import norm_of
 
 
 @dataclass

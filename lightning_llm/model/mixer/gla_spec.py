@@ -12,6 +12,7 @@ from lightning_llm.config.schema.base import PositiveFloat, PositiveInt
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
+from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import (
     ForwardPass,
     LinearSpec,
@@ -21,7 +22,6 @@ from lightning_llm.model.spec import (
     SavedTensor,
     Size,
     hidden,
-    norm_of,
 )
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.mixer.attention import Attention
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.spec import norm_of
 
 
 class QKNormAttention(Attention):

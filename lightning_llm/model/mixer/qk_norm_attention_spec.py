@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_llm.config.schema.block import MIXERS
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
-from lightning_llm.model.spec import ForwardPass, MemoryPass, ParameterSpec, SavedTensor, norm_of
+from lightning_llm.model.spec import ForwardPass, MemoryPass, ParameterSpec, SavedTensor
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,9 +18,9 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.integrity import FileContent, content_problem, digest_of_file, parse_object, size_problem, unseal
+from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture_named, model_config_of
-from lightning_llm.model.spec import shape_problems
 from lightning_llm.model.weights.files import DTYPES, TensorFiles, open_files, some_of
 from lightning_llm.model.weights.tensors import Stored, parameter_shapes, stored_as
 

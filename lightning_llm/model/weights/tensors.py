@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.model.block_spec import block_parameters, norm_of
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.linear_names import linears_of
-from lightning_llm.model.spec import block_parameters, norm_of
 
 VOCABULARY = ("embedding.weight", "head.weight")
 """Parameters whose rows are token ids, those of padding included."""

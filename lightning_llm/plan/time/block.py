@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.model.block_spec import block_parts, for_layers, mixer_of
 from lightning_llm.model.linear_names import block_linears
-from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer, block_parts, for_layers, mixer_of
+from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import tokens_of
 from lightning_llm.plan.degrees import Degrees
