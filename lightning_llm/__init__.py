@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.lazy_torchmetrics import defer_torchmetrics
 from lightning_llm.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ __all__ = [
     "load",
     "train",
 ]
+
+defer_torchmetrics()
 
 # A bare checkout keeps callbacks/, conf/ and recipes/ at its top; both kinds of installation map them into the package.
 _checkout = Path(__file__).resolve().parent.parent

@@ -10,7 +10,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "gemm", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "version"),
+    (
+        "errors",
+        "gemm",
+        "hardware",
+        "integrity",
+        "keyed_hash",
+        "lazy_torchmetrics",
+        "slow_imports",
+        "terminal",
+        "version",
+    ),
     ("registry",),
     ("config",),
     ("model", "precision", "data", "optim"),

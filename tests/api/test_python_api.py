@@ -51,6 +51,7 @@ def test_importing_it_imports_no_library_and_no_module_but_its_version():
             "lightning_llm",
             "lightning_llm.compare",
             "lightning_llm.evaluate",
+            "lightning_llm.lazy_torchmetrics",
             "lightning_llm.train",
             "lightning_llm.version",
         ]

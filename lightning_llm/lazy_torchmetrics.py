@@ -1,0 +1,75 @@
+"""Torchmetrics, run when a metric is asked for: Lightning asks for two base classes, and got transformers and scipy.
+
+Lightning imports `Metric` and `MetricCollection` to recognise them. Python runs a package's `__init__` before any
+module in it, and torchmetrics' imports every metric there is: language models for BERTScore, signal processing for
+audio, 2.8 of 7.4 CPU seconds of every start of a command and of a rank.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_NAME = "torchmetrics"
+_HOMES = {"__version__": f"{_NAME}.__about__", "Metric": f"{_NAME}.metric", "MetricCollection": f"{_NAME}.collections"}
+"""What Lightning asks of the package, and the modules that have it."""
+
+
+class _UnrunPackage(ModuleType):
+    """The package before its `__init__` ran: asked for more than Lightning does, it becomes itself."""
+
+    __loader__: Loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_logger":  # what the base classes' own modules ask of the package
+            return logging.getLogger(_NAME)
+        if name in _HOMES:
+            try:
+                if name != "__version__":
+                    import_module(f"{_NAME}.utilities")  # before `metric`, with which it imports in a circle
+                return getattr(import_module(_HOMES[name]), name)
+            except ImportError:  # a version whose modules ask for more of the package
+                for module in [module for module in sys.modules if module.startswith(f"{_NAME}.")]:
+                    del sys.modules[module]
+        elif name.startswith("__"):  # Python's own questions
+            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
+        self.__class__ = ModuleType
+        self.__loader__.exec_module(self)
+        return getattr(self, name)
+
+
+class _UnrunLoader(Loader):
+    """Loads the package unrun, and leaves it its own loader."""
+
+    def __init__(self, spec: ModuleSpec, loader: Loader):
+        self._spec, self._loader = spec, loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._spec.loader = module.__loader__ = self._loader
+        module.__class__ = _UnrunPackage
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _NAME:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _UnrunLoader(spec, spec.loader)
+        return spec
+
+
+def defer_torchmetrics() -> None:
+    """Let the next import of torchmetrics run its `__init__` only when more than a base class is asked of it.
+
+    Whatever is asked of it later is there, as ever. Where it has been imported already, nothing changes.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
