@@ -16,10 +16,12 @@ from lightning_llm.dry_run.counting import Counting
 from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.loss import chunked_for
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice, materialise
+from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
@@ -99,7 +101,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()
         counting.begin()
-        with sends_held() if fake else nullcontext():
+        planned_for = "cuda" if fake and on_gpu(plan) else "cpu"
+        with sends_held() if fake else nullcontext(), chunked_for(planned_for):
             step(batch)
     return RankCounts(
         rank=layout.rank,
