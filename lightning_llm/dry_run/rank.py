@@ -65,7 +65,7 @@ def dry_rank(plan: Plan, rank: int) -> RankCounts:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    gc.freeze()  # imports, which no collection needs to look through: a tenth of the time
+    gc.freeze()  # imports, which no collection needs to look through
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
