@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 import yaml
+from torch import Tensor
 
 from benchmarks.parallel import join
 from benchmarks.rotation import Row
@@ -25,6 +26,7 @@ from benchmarks.trainer_overhead import trainer_steps
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.gemm import linear
 from lightning_llm.parallel.torch_private import all_gather
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.time.step import StepTimer
@@ -32,7 +34,7 @@ from lightning_llm.run.rank import quiet_lightning
 
 RANKS, TOKENS = 2, 2048
 SHAPES = ((256, 768), (512, 1408))
-"""Widths of linears, as `TOKENS` multiply them: forward, the gradient of x, that of the weight."""
+"""Widths of linears that `TOKENS` go through, forward and backward."""
 GATHERED_BYTES = 4 * 2**20
 SIZE = ("data.micro_batch_size=4", "data.sequence_length=256", "model.max_sequence_length=256", "model.vocab_size=4096")
 STEPS, WARMUP = 5, 1
@@ -71,19 +73,26 @@ def cpu_seconds(run: Callable[[], Any], times: int = 15) -> float:
     return median(found[2:])
 
 
-def gemm_tflops(dtype: torch.dtype) -> dict[str, float]:
-    """Return the speed of GEMMs by shape, 10^12 FLOP/s."""
+def linear_seconds(dtype: torch.dtype) -> dict[tuple[int, int, int], float]:
+    """Return the CPU seconds of a linear's three products, forward and backward, by (tokens, inputs, outputs).
+
+    As the model multiplies them: with the casts of a CPU that has no unit for `dtype`.
+    """
     found = {}
     for narrow, wide in SHAPES:
-        x, w, dy = (torch.randn(*shape).to(dtype) for shape in ((TOKENS, narrow), (wide, narrow), (TOKENS, wide)))
-        flops = 2 * TOKENS * narrow * wide
-        for name, gemm in (
-            ("fprop", partial(F.linear, x, w)),
-            ("dgrad", partial(torch.matmul, dy, w)),
-            ("wgrad", partial(torch.matmul, dy.T, x)),
-        ):
-            found[f"{name} of {TOKENS} x {narrow} x {wide}"] = flops / cpu_seconds(gemm) / 1e12
+        x, weight = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((TOKENS, narrow), (wide, narrow)))
+        dy = torch.randn(TOKENS, wide).to(dtype)
+
+        def products(x: Tensor = x, weight: Tensor = weight, dy: Tensor = dy) -> None:
+            torch.autograd.grad(linear(x, weight), (x, weight), dy)
+
+        found[TOKENS, narrow, wide] = cpu_seconds(products)
     return found
+
+
+def flops_of(tokens: int, inputs: int, outputs: int) -> int:
+    """Return the FLOPs of a linear's three products."""
+    return 6 * tokens * inputs * outputs
 
 
 def memory_gb_per_second() -> float:
@@ -145,7 +154,7 @@ def collective_seconds() -> tuple[float, float]:
 def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
     """Return the cluster as its file holds it, and the speed of each GEMM."""
     torch.set_num_threads(1)
-    by_format = {name: gemm_tflops(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+    by_format = {name: linear_seconds(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
     large, small = collective_seconds()
     link = {"gb_per_second": GATHERED_BYTES / max(large - small, 1e-9) / 1e9, "latency_microseconds": 0.0}
     memory = memory_gb_per_second()
@@ -160,14 +169,24 @@ def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
         "start_microseconds": small * 1e6,
         "operator_microseconds": operator_microseconds(),
         "overlap": False,
-        "peak_tflops": {name: median(speeds.values()) for name, speeds in by_format.items()},
+        "peak_tflops": {
+            name: sum(flops_of(*shape) for shape in seconds) / sum(seconds.values()) / 1e12
+            for name, seconds in by_format.items()
+        },
     }
-    return cluster, {f"{name} {shape}": speed for name, speeds in by_format.items() for shape, speed in speeds.items()}
+    speeds = {
+        f"{name} linear of {' x '.join(map(str, shape))}": flops_of(*shape) / each / 1e12
+        for name, seconds in by_format.items()
+        for shape, each in seconds.items()
+    }
+    return cluster, speeds
 
 
 def _words(run: Sequence[str]) -> list[str]:
     folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
+    # Every rank composes them, and a name made of the time would not be the same for all.
     more = "trainer.threads=1", "callbacks=none", "logger=none", "trainer.max_steps=1000", f"run.root={folder}"
+    more += ("run.name=measured",)
     never = "trainer.validate_every_steps=null", "checkpoint.every_steps=null", "schedule.warmup_steps=1"
     batch = () if any(word.startswith("data.global_batch_size") for word in run) else ("data.global_batch_size=4",)
     return ["model=llama_tiny", *SIZE, *batch, *more, *never, *run]

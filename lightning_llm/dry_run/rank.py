@@ -1,5 +1,6 @@
 """One fake rank's training step: the code that trains, on tensors without data and a process group without others."""
 
+import gc
 import time
 import warnings
 from contextlib import nullcontext
@@ -16,10 +17,12 @@ from lightning_llm.dry_run.counting import Counting
 from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.loss import chunked_for
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice, materialise
+from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
@@ -62,6 +65,7 @@ def dry_rank(plan: Plan, rank: int) -> RankCounts:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    gc.freeze()  # imports, which no collection needs to look through
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
@@ -99,7 +103,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()
         counting.begin()
-        with sends_held() if fake else nullcontext():
+        planned_for = "cuda" if fake and on_gpu(plan) else "cpu"
+        with sends_held() if fake else nullcontext(), chunked_for(planned_for):
             step(batch)
     return RankCounts(
         rank=layout.rank,

@@ -37,7 +37,9 @@ def dry_run(plan: Plan) -> dict[str, Any]:
     context.set_forkserver_preload(["lightning_llm.dry_run.rank", "torch.testing._internal.distributed.fake_pg"])
     try:
         with ProcessPoolExecutor(min(AT_ONCE, os.cpu_count() or 1), context, max_tasks_per_child=1) as pool:
-            counts = list(pool.map(dry_rank, [plan] * plan.degrees.pp, range(0, plan.degrees.world, stride)))
+            # The last stage takes longest, by its loss: begun last it would run alone.
+            ranks = range(0, plan.degrees.world, stride)[::-1]
+            counts = list(pool.map(dry_rank, [plan] * plan.degrees.pp, ranks))[::-1]
     except BrokenProcessPool:
         text = (
             "a rank's process was ended from outside, as the system does where memory runs out. A rank of a large "

@@ -1,5 +1,8 @@
 """Cross entropy over the vocabulary, summed in fp32, without an fp32 copy of the logits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,9 +12,25 @@ from lightning_llm.model.loss_spec import CHUNK_ELEMENTS
 IGNORED_LABEL = -100
 
 
+_planned_for: str | None = None
+"""The kind of device whose chunks are taken, whichever the logits are on; None: theirs."""
+
+
+@contextmanager
+def chunked_for(kind: str) -> Iterator[None]:
+    """Run the block with the loss in the chunks of a `kind` of device: "cpu" or "cuda"."""
+    global _planned_for
+    before, _planned_for = _planned_for, kind
+    try:
+        yield
+    finally:
+        _planned_for = before
+
+
 def chunk_rows(logits: Tensor) -> int:
     """Return how many rows of `logits` [N, V] are worked on at once."""
-    return max(1, CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
+    kind = _planned_for or logits.device.type
+    return max(1, CHUNK_ELEMENTS.get(kind, CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
 
 
 class _CrossEntropySum(torch.autograd.Function):

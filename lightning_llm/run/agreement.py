@@ -12,7 +12,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.start import Start, decide_start, lock_run
+from lightning_llm.run.lock import lock_run
+from lightning_llm.run.start import Start, decide_start
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_damage
 
 

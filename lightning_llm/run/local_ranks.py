@@ -12,7 +12,7 @@ from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
 from lightning_llm.run.launch import failure_line, launch_ranks, message_of, say_refused
-from lightning_llm.run.start import lock_run
+from lightning_llm.run.lock import lock_run
 from lightning_llm.slow_imports import slow_imports
 
 SAVE_SECONDS = 120

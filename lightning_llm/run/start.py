@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from lightning_llm.config.branching import changed_keys
 from lightning_llm.config.commands import how_to_go_further, resume_elsewhere_command
 from lightning_llm.config.compose import load_config
@@ -16,14 +14,12 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.state import settled_state, state_of
-from lightning_llm.record.sweep_definition import LOCKS
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
     Damage,
     Verify,
     newest_verified,
-    step_folders,
     verified,
 )
 from lightning_llm.train.checkpoint.ownership import RunIdentity
@@ -223,43 +219,6 @@ def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
         )
         raise ConfigError(Problem("resume", text))
     return Start(None, finished=True, made_steps=steps)
-
-
-def resumable_runs(config: Config) -> list[Path]:
-    """Return the folders of the experiment's runs that `resume=auto` would go on with, the newest first."""
-    found = []
-    for file in Path(config.run.dir).parent.glob("*/config.yaml"):
-        try:
-            old = load_config(file, [])
-        except ConfigError:  # of another version, say: not one to go on with
-            continue
-        state = state_of(file.parent)
-        unfinished = state in ("stopped", "failed") or old.trainer.max_steps < config.trainer.max_steps
-        saved = step_folders(file.parent / "checkpoints")
-        if unfinished and saved and state != "running" and not differences_on_resume(old, config):
-            found.append((saved[0].stat().st_mtime, file.parent))
-    return [folder for _, folder in sorted(found, reverse=True)]
-
-
-def lock_run(folder: Path) -> FileLock:
-    """Return the lock of a run's folder, beside it and taken: held until its process ends, or it is released.
-
-    `summary.json` says "running" only once the data are ready; until then the lock keeps a second process away.
-
-    Raises:
-        ConfigError: another process holds it, or it cannot be made.
-    """
-    lock = FileLock(folder.parent / LOCKS / f"{folder.name}.run")
-    try:
-        (folder.parent / LOCKS).mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        text = f"{folder} is being trained right now, by another process. Wait, or stop it."
-        raise ConfigError(Problem("run.dir", text)) from error
-    except OSError as error:
-        text = f"{folder} cannot be written ({error.strerror}). Choose a folder that can."
-        raise ConfigError(Problem("run.dir", text)) from error
-    return lock
 
 
 def _refuse_running(folder: Path, wait: bool) -> None:

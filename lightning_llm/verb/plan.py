@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.schema import Config
@@ -43,11 +44,9 @@ def plan(arguments: argparse.Namespace) -> int:
         made = matrix_of(planned.config)
         print(json.dumps(matrix_facts(made), indent=1) if arguments.json else render_matrix(made))
         return 0
-    facts, lines = plan_facts(planned, ACCOUNTINGS[arguments.accounting]), notes(planned, to_train=False)
-    if planned.config.branch_from is not None:
-        more_facts, more_lines = _of_branch(planned.config)
-        facts |= more_facts
-        lines += more_lines
+    of_start, start_lines = _of_start(planned.config, None if arguments.config else arguments.overrides)
+    facts = plan_facts(planned, ACCOUNTINGS[arguments.accounting]) | of_start
+    lines = [*notes(planned, to_train=False), *start_lines]
     if arguments.dry_run:
         from lightning_llm.dry_run.ranks import dry_run
         from lightning_llm.dry_run.report import render_counts
@@ -62,18 +61,22 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_branch(config: Config) -> tuple[dict[str, Any], list[str]]:
-    """Return what a run that goes on from another's checkpoint is, as data and as lines; nothing once it has begun."""
-    from lightning_llm.run.branch import branch_facts  # these import torch, which other plans do without
-    from lightning_llm.run.start import first_start
-    from lightning_llm.run.start_lines import branch_lines
-    from lightning_llm.run.trunk import look_once
-    from lightning_llm.run.weights import begins_anew
+def _of_start(config: Config, words: Sequence[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what a run goes on from, another's checkpoint or its own, as data and as lines.
 
-    if not begins_anew(config):
+    Raises:
+        ConfigError: `train` refuses to.
+    """
+    if config.resume is None and config.branch_from is None and not Path(config.run.dir).is_dir():
         return {}, []
-    start = first_start(config, look_once)
-    return branch_facts(config, start), list(branch_lines(config, start))
+    from lightning_llm.run.branch import branch_facts  # these import what other plans do without
+    from lightning_llm.run.going_on import planned_start
+    from lightning_llm.run.start_lines import branch_lines
+
+    start, lines = planned_start(config, words)
+    if start.trunk is None:
+        return {}, lines
+    return branch_facts(config, start), [*lines, *branch_lines(config, start)]
 
 
 def _option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:

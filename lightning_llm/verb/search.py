@@ -10,17 +10,19 @@ from lightning_llm.config.commands import program
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.check import config_problems, layout_rule_problems
+from lightning_llm.plan.degrees import checkpointing_problems
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.planner.front import draw_front
 from lightning_llm.planner.galvatron import mix_by_block
 from lightning_llm.planner.layout_file import layout_file_problems, write_layout
 from lightning_llm.planner.link_matrix import LinkMatrix, read_links, uniform_links
+from lightning_llm.planner.pins import no_layout_problems
 from lightning_llm.planner.pipette import place_fastest
 from lightning_llm.planner.pricing import Pricer
 from lightning_llm.planner.report import render_search, search_facts
 from lightning_llm.planner.search import Found, search
-from lightning_llm.planner.space import Space, divisors, typed_values
+from lightning_llm.planner.space import Space, typed_values
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.trunk import settled
 
@@ -86,27 +88,13 @@ def _space_problems(space: Space) -> list[Problem]:
     if config.cluster is None:
         text = "is none, and a search orders layouts by their time. Set cluster=h100_dgx (or a100_dgx, ...)."
         return [Problem("cluster", text)]
+    listed = list(checkpointing_problems(config.parallel, config.model.num_layers))  # kept as it was typed
     first = next(space.choices(), None)
     if first is None:
-        return [Problem("world", _no_layout(space))]
+        return [*no_layout_problems(space), *listed]
     found = Resolution(space.config_of(first))
     of_layout = set(layout_rule_problems(found))
-    return [problem for problem in config_problems(found) if problem not in of_layout]
-
-
-def _no_layout(space: Space) -> str:
-    batch, layers = space.config.data.global_batch_size, space.config.model.num_layers
-    fitting = [each for each in divisors(space.world) if batch % each == 0]
-    kept = ", ".join(f"{name}={value}" for name, value in space.typed.items())
-    text = (
-        f"is {space.world}, and there is no layout of so many ranks{f' with {kept} as typed' if kept else ''}: tp, cp "
-        f"and pp (of {layers} layers) have to leave a number of data-parallel ranks that divides "
-        f"data.global_batch_size={batch}, which {', '.join(map(str, fitting))} do{'es' if len(fitting) == 1 else ''}. "
-    )
-    return (
-        text
-        + f"Set it to a multiple of {space.world}, or change the number of ranks{' or what was typed' if kept else ''}."
-    )
+    return [*listed, *(problem for problem in config_problems(found) if problem not in of_layout)]
 
 
 def _matrix(file: Path | None, config: Config, world: int) -> LinkMatrix:

@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import re
-import shlex
 import signal
 import sys
 import threading
@@ -13,22 +11,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lightning_llm.config.compose import typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.going_on import refuse_unnamed_resume
 from lightning_llm.run.local_ranks import crowd_note, start_ranks
-from lightning_llm.run.start import decide_start, lock_run, resumable_runs
+from lightning_llm.run.lock import lock_run
+from lightning_llm.run.start import decide_start
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.sweep.run import sweep
 from lightning_llm.terminal.lasting_output import lasting_output
 from lightning_llm.train.checkpoint.manifest import content_damage
-
-MADE_OF_TIME = re.compile(r"-\d{8}-\d{6}$")
-"""The end of a run.name that conf/config.yaml makes."""
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -136,24 +132,6 @@ def _start(plan: Plan, quiet: bool = False) -> int:
     if note := crowd_note(config, os.cpu_count() or 1):
         print(note, flush=True)
     return start_ranks(config, quiet)
-
-
-def refuse_unnamed_resume(config: Config, overrides: list[str]) -> None:
-    """Return quietly unless the run's name is made of the time, under which there can be nothing to go on with.
-
-    Raises:
-        ConfigError: it is; with the newest run of the experiment that would go on.
-    """
-    if any(typed_value(overrides, key) for key in ("run.name", "run.dir")) or not MADE_OF_TIME.search(config.run.name):
-        return
-    text = f"is auto, and run.name is made of the time ({config.run.name}): no earlier run can be found by it. "
-    found = resumable_runs(config)
-    if found:
-        text += f"Set run.dir={shlex.quote(str(found[0]))}, which is the newest run that this config goes on with"
-        text += f" (of {len(found)})." if len(found) > 1 else "."
-    else:
-        text += f"Set run.name or run.dir. No unfinished run in {Path(config.run.dir).parent} has this config."
-    raise ConfigError(Problem("resume", text))
 
 
 def _run_alone(plan: Plan) -> int:

@@ -6,6 +6,7 @@ to the byte, tests/model/test_kinds.py compares every kind of block.
 """
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from traced_run import run_with
+from traced_run import Trace, difference, run_with, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
@@ -52,8 +53,10 @@ class Saved(pl.Callback):
             self.model = pl_module.model
             self.hooks = saved_tensors_hooks(self._keep, lambda held: held.tensor)
             self.hooks.__enter__()
-            if pl_module.config.parallel.activation_checkpoint == "selective":
-                self.kept = Kept(self.model)
+            parallel = pl_module.config.parallel
+            blocks = self.model.layers.items()
+            if chosen := [block for key, block in blocks if parallel.checkpointing_of(int(key)) == "selective"]:
+                self.kept = Kept(chosen)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -71,12 +74,12 @@ class Saved(pl.Callback):
 
 
 class Kept(TorchDispatchMode):
-    """Counts bytes of what the blocks' forward passes give that selective checkpointing keeps, in its own memory."""
+    """Counts bytes of what blocks' forward passes give that selective checkpointing keeps, in its own memory."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, blocks: list[torch.nn.Module]) -> None:
         super().__init__()
-        self.bytes, self.ops = 0, {op for block in model.layers.values() for op in expensive_ops(block)}
-        for block in model.layers.values():  # not its recomputation, which is no call of the module
+        self.bytes, self.ops = 0, {op for block in blocks for op in expensive_ops(block)}
+        for block in blocks:  # not its recomputation, which is no call of the module
             block.register_forward_pre_hook(lambda *_: self.__enter__() and None)
             block.register_forward_hook(lambda *_: self.__exit__(None, None, None))
 
@@ -90,12 +93,21 @@ class Kept(TorchDispatchMode):
 def measured(config: Config) -> list[int]:
     saved = Saved()
     run_with(config, saved)
-    found = [saved.most]
+    return of_all_ranks(saved)
+
+
+def traced(config: Config) -> tuple[Trace, list[int]]:
+    """Return all that must not depend on what is recomputed, and what ranks saved."""
+    saved = Saved()
+    return traced_run(config, saved, saves=False), of_all_ranks(saved)
+
+
+def of_all_ranks(saved: Saved) -> list[int]:
+    every = [saved.most]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        every: list[Any] = [None] * dist.get_world_size()
+        every *= dist.get_world_size()
         dist.all_gather_object(every, saved.most)
-        found = every
-    return found
+    return every
 
 
 def planned(plan: Plan, pp_rank: int) -> int:
@@ -150,14 +162,35 @@ COMBINED = [
 CASES += [pytest.param(*case, marks=pytest.mark.full) for case in COMBINED]
 
 
-@pytest.mark.parametrize(("model", "layout", "world", "precision", "more"), CASES)
-def test_saved_tensors_are_those_of_the_plan(model, layout, world, precision, more, ranks, small_run, tmp_path):
-    words = [each for each in small_run(tmp_path) if not each.startswith("model")]
+def words_of(small_run, folder: Path, model: str, layout: str, world: int, precision: str) -> list[str]:
+    words = [each for each in small_run(folder) if not each.startswith("model")]
     words += [f"model={model}", *SHAPE, "model.num_layers=4", "model.vocab_size=320", f"precision={precision}"]
     words += ["precision.casts=eager", f"parallel={layout}", f"trainer.devices={world}", "data.sequence_length=256"]
     words += ["model.max_sequence_length=1024", "data.global_batch_size=8", "data.micro_batch_size=2"]
-    words += ["trainer.max_steps=1", "schedule.warmup_steps=0", "trainer.validate_every_steps=null", *more]
-    config = compose_config([*words, "checkpoint.every_steps=null"])
+    return [*words, "schedule.warmup_steps=0", "trainer.validate_every_steps=null", "checkpoint.every_steps=null"]
+
+
+@pytest.mark.parametrize(("model", "layout", "world", "precision", "more"), CASES)
+def test_saved_tensors_are_those_of_the_plan(model, layout, world, precision, more, ranks, small_run, tmp_path):
+    words = words_of(small_run, tmp_path, model, layout, world, precision)
+    config = compose_config([*words, "trainer.max_steps=1", *more])
     plan, found = plan_of(config), ranks(world).call(measured, config)
     for rank, most in enumerate(found):
         assert most == pytest.approx(planned(plan, plan.degrees.coordinates(rank).pp), rel=0.02), rank
+
+
+@pytest.mark.parametrize(
+    ("layout", "modes"), [("zero3", "[full,selective,none,full]"), ("pp", "[full,none,none,full]")]
+)
+def test_what_blocks_recompute_over_ranks_saves_bytes_and_changes_no_bit(layout, modes, ranks, small_run, tmp_path):
+    """Each stage looks up its own blocks in `parallel.activation_checkpoint_layers`, which is of the whole model."""
+    runs = {}
+    for name, word in (("without", "null"), ("with", modes)):
+        words = words_of(small_run, tmp_path / name, "llama_tiny", layout, 2, "bf16")
+        config = compose_config([*words, "trainer.max_steps=2", f"parallel.activation_checkpoint_layers={word}"])
+        runs[name] = plan_of(config), *ranks(2).call(traced, config)
+    (_, ours, saved), (plan, theirs, fewer) = runs["without"], runs["with"]
+    assert difference(ours, theirs) is None
+    for rank, (more, most) in enumerate(zip(saved, fewer, strict=True)):
+        assert most == pytest.approx(planned(plan, plan.degrees.coordinates(rank).pp), rel=0.02), rank
+        assert most < 0.8 * more

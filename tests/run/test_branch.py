@@ -160,6 +160,36 @@ def test_a_damaged_summary_of_the_trunk_is_named(trunk, tmp_path, capsys):
     assert "data: is 5, must be a mapping" in refused(capsys, f"branch_from={step(copy, 3)}")
 
 
+def test_plan_refuses_to_go_on_where_train_does(trunk, small_run, tmp_path, capsys):
+    own, named = small_run(tmp_path), [f"run.root={tmp_path}", "run.name=branch"]
+    other = tmp_path / "other"
+    shutil.copytree(trunk, other)
+    for words, told in (
+        ([f"branch_from={step(trunk, 2)}", f"resume={other}", *named], f"and None in the run of {other}. Set it back"),
+        ([f"branch_from={step(trunk, 2)}", f"resume={trunk}", *named], f"and None in the run of {trunk}. Set it back"),
+        ([*own, f"resume={tmp_path}"], f"resume: {tmp_path} holds no checkpoint. Give a .../checkpoints/step=N folder"),
+        ([*own, f"resume={step(trunk, 4)}"], "seed: is 0, and 3 in the run of"),
+        (
+            ["--config", trunk / "config.yaml", f"resume={trunk}", "trainer.max_steps=2"],
+            "trainer.max_steps: is 2, and the",
+        ),
+        (["recipe=quickstart", "resume=auto"], "resume: is auto, and run.name is made of the time"),
+        ([f"branch_from={step(trunk, 2)}", "resume=auto", f"run.dir={trunk}"], "branch_from: is"),
+    ):
+        assert told in refused(capsys, *words), words
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_says_how_a_run_goes_on(trunk, tmp_path, capsys):
+    again = ["plan", "--config", str(trunk / "config.yaml"), f"resume={step(trunk, 3)}", f"run.dir={tmp_path / 'new'}"]
+    assert main(again) == 0
+    assert f"resume from step 3: {step(trunk, 3)}" in capsys.readouterr().out
+    assert main(["plan", "recipe=quickstart", f"run.dir={trunk}"]) == 0  # which may be free where it is to train
+    assert f"note   train refuses run.dir: {trunk} already holds a run." in capsys.readouterr().out
+    assert main(["plan", "--config", str(trunk / "config.yaml")]) == 0
+    assert "train refuses" not in capsys.readouterr().out
+
+
 def test_plan_says_what_a_branch_changes(trunk, capsys):
     words = [f"branch_from={step(trunk, 2)}", "precision=mxfp8", "optim.learning_rate=1e-4", "parallel=zero3"]
     assert main(["plan", *words]) == 0
