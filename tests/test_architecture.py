@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "gemm", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "version"),
+    ("errors", "gemm", "hardware", "integrity", "keyed_hash", "slow_imports", "terminal", "user_cache", "version"),
     ("registry",),
     ("config",),
     ("model", "precision", "data", "optim"),

@@ -93,6 +93,19 @@ def scales_partial_sums(cast: CastConfig) -> bool:
     return cast.block != "tensor" and cast.scale == "fp32"
 
 
+def read_by_scale(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `scale` does not read: one kernel serves all casts of one such."""
+    kept = {"format", "block", "scale", "prescale", "delayed"}
+    return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
+
+
+def read_by_rounding(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `round_blocks` does not read."""
+    kept = {"format", "block", "rounding", "clip_gradient"} | ({"noise_bits"} if cast.stochastic else set())
+    scale = "fp32" if scales_partial_sums(cast) else "power_of_two"
+    return CastConfig.model_construct(**{key: value for key, value in cast if key in kept}, scale=scale)
+
+
 def _missing(length: int, size: int) -> int:
     """Return by how much `length` falls short of a multiple of `size`.
 
