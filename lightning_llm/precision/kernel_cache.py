@@ -94,7 +94,10 @@ def folder() -> Path | None:
     # A folder per processor: Inductor builds for the very one it runs on, which its own names do not tell, and a home
     # folder may be shared by machines of several kinds.
     kind = blake2b(repr(processor()).encode(), digest_size=8).hexdigest()
-    os.environ.setdefault(INDUCTOR_FOLDER, str(path / f"inductor-{kind}"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(INDUCTOR_FOLDER) in (None, default_cache_dir()):  # which it sets itself when it is imported
+        os.environ[INDUCTOR_FOLDER] = str(path / f"inductor-{kind}")
     return path
 
 
@@ -136,7 +139,7 @@ class Kernels:
     def _next(self, kind: str, number: int, args: tuple[Any, ...]) -> Any:
         """Return a kernel, loaded if it is there and whole, else compiled for `args` and kept. Raises Unusable."""
         kept = folder()
-        if kept is None or not all(hasattr(torch.compiler, name) for name in ("load_compiled_function",)):
+        if kept is None or not hasattr(torch.compiler, "load_compiled_function"):
             raise Unusable
         device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
         key = json.dumps([software(device), processor(), self.identity, kind, number]).encode()
@@ -192,7 +195,7 @@ def load(file: Path, key: bytes) -> Any | None:
         _say(f"{file} is damaged and is built again")
         return None
     names, _, content = body.partition(b"\n")
-    if not all([_is_whole(Path(name), digest) for name, digest in json.loads(names).items()]):
+    if [name for name, digest in json.loads(names).items() if not _is_whole(Path(name), digest)]:
         return None
     try:
         kernel = torch.compiler.load_compiled_function(io.BytesIO(content))
