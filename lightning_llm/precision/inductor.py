@@ -57,7 +57,7 @@ def why_not(device_type: str) -> str | None:
         return reason
     probe = 1 + 2.0**-12 * torch.arange(1024, device=device_type).reshape(2, -1)
     try:
-        wrong = (_kept(_trial, "trial")(probe) != _trial(probe)).sum((1, 2)).tolist()
+        wrong = (_kept(_trial, "trial", waits=True)(probe) != _trial(probe)).sum((1, 2)).tolist()
     except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
         return f"the compiler fails ({_first_error(error)})"
     if not any(wrong):
@@ -112,10 +112,10 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     return compiled_function
 
 
-def _kept(function: Callable[P, R], identity: Any) -> Callable[P, R]:
-    """Return `function` compiled, by a kernel that is kept where there can be one."""
+def _kept(function: Callable[P, R], identity: Any, waits: bool = False) -> Callable[P, R]:
+    """Return `function` compiled, by a kernel that is kept where there can be one; `waits`: see `Kernels`."""
     inner = _compile(function)
-    kernels = Kernels(identity, inner)
+    kernels = Kernels(identity, function, inner, waits)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lightning_llm.integrity import digest_of_file
@@ -98,7 +99,30 @@ def folder() -> Path | None:
 
     if os.environ.get(INDUCTOR_FOLDER) in (None, default_cache_dir()):  # which it sets itself when it is imported
         os.environ[INDUCTOR_FOLDER] = str(path / f"inductor-{kind}")
+        _remember_probes()
     return path
+
+
+def _remember_probes() -> None:
+    """Let Inductor ask but once for its folder whether this processor runs its vector code: 1.5 CPU seconds a process.
+
+    It asks another Python that loads a library of it; nothing is lost where torch does that in another way one day.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+
+    def remembered(isa: Any, library: str) -> bool:
+        note = Path(f"{library}.loads")
+        if note.exists():
+            return True
+        loads = bool(probe and probe(isa, library))
+        if loads:
+            note.touch()
+        return loads
+
+    if probe is not None and probe.__name__ != remembered.__name__:
+        VecISA._probe_load = remembered
 
 
 def _say(text: str) -> None:
@@ -106,15 +130,20 @@ def _say(text: str) -> None:
 
 
 class Kernels:
-    """The kept kernels of one function. `identity`: JSON data that tells it from others of the same source."""
+    """The kept kernels of `function`. `identity`: JSON data that tells it from others of the same source.
 
-    def __init__(self, identity: Any, compiled: Any):
-        self.identity, self.compiled = identity, compiled
+    Of several processes one compiles. Others run `function` itself meanwhile, to the same bits, and compile what comes
+    next: so the cores share the work of ranks, or of a sweep's jobs. They wait on a GPU, whose memory eager casts may
+    not fit, and where `waits` says so.
+    """
+
+    def __init__(self, identity: Any, function: Callable[..., Any], compiled: Any, waits: bool = False):
+        self.identity, self.function, self.compiled, self.waits = identity, function, compiled, waits
         self._held: dict[tuple[Hashable, ...], list[Any]] = {}
         self._given_up = False
 
     def of(self, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return the kernel for `args`, loaded or compiled now if need be; None where Dynamo is to compile as ever."""
+        """Return what runs `args`, a kernel that is loaded or compiled now if need be; None: Dynamo is to, as ever."""
         if self._given_up:
             return None
         kind = signature(args)
@@ -128,6 +157,8 @@ class Kernels:
                 held.append(self._next(repr(kind), len(held), args))
                 if held[-1].guard_check(*args):
                     return held[-1].fn  # type: ignore[no-any-return]
+        except Timeout:
+            return self.function
         except Unusable as error:
             self._given_up = True
             if str(error):
@@ -137,7 +168,7 @@ class Kernels:
         return None
 
     def _next(self, kind: str, number: int, args: tuple[Any, ...]) -> Any:
-        """Return a kernel, loaded if it is there and whole, else compiled for `args` and kept. Raises Unusable."""
+        """Return a kernel, loaded if it is whole, else compiled for `args` and kept. Raises Unusable, Timeout."""
         kept = folder()
         if kept is None or not hasattr(torch.compiler, "load_compiled_function"):
             raise Unusable
@@ -146,12 +177,12 @@ class Kernels:
         file = kept / f"{blake2b(key, digest_size=16).hexdigest()}.kernel"
         if (kernel := load(file, key)) is not None:
             return kernel
-        from filelock import FileLock
-
         try:
-            with FileLock(f"{file}.lock", mode=0o600):  # whoever waited finds it made
+            with FileLock(f"{file}.lock", timeout=-1 if self.waits or device != "cpu" else 0, mode=0o600):
                 kernel = load(file, key) if file.exists() else None
                 return make(file, key, self.compiled, args) if kernel is None else kernel
+        except Timeout:  # is an OSError
+            raise
         except OSError as error:
             raise Unusable(str(error)) from error
 
