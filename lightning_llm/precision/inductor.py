@@ -146,6 +146,7 @@ def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
     return run_by(backend, quantize.tensor_amax, "tensor_amax")
 
 
+@functools.cache
 def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
     """Return the stages for `cast` with blocks along `axis`; compiled at their first call, then for all shapes."""
     shape = quantize.block_shape(cast.block, axis)

@@ -16,7 +16,6 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision import kernel_cache
-from lightning_llm.precision.swap import choose_backend
 from lightning_llm.probe.subject import device_of
 from lightning_llm.run.checked_plan import checked_resolution
 from lightning_llm.train.parallel_model import ParallelModel
@@ -80,7 +79,6 @@ def _warmed(plan: Plan, device: torch.device) -> str:
         return f"runs natively here, without these kernels ({plan.decision.reason})"
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
-    choose_backend(config.precision, device.type)  # as a run does first, for the trial's kernel to be the same
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, plan.decision)
     parallel = ParallelModel.of(config, Layout(config.parallel, Degrees()), device, quantisation)
     if quantisation.report is not None and quantisation.report.note:

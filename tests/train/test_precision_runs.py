@@ -147,9 +147,8 @@ def test_recomputation_gives_the_same_bits(recipe, small_run, whole, tmp_path):
 def test_compiled_casts_train_to_eagers_bits(recipe, small_run, whole, tmp_path, capsys):
     """By kernels that `warm` has compiled, all of them."""
     words = small_run(tmp_path, *SHAPE, f"precision={recipe}", *THREE_STEPS, "precision.casts=compiled")
-    assert (
-        main(["warm", f"precision={recipe},bf16", *(each for each in words if not each.startswith("precision"))]) == 0
-    )
+    others = [each for each in words if not each.startswith("precision")]
+    assert main(["warm", f"precision={recipe},bf16", *others]) == 0
     first, second, last = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{recipe}  \d+ kernels compiled and \d+ loaded in [\d.]+ s; ready after [\d.]+ s", first)
     assert (second.split(), last) == (["bf16", "casts", "nothing"], f"kept in {kernel_cache.folder()}")
