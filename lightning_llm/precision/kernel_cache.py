@@ -58,6 +58,8 @@ class Tally:
 
 
 tally = Tally()
+before_compiling: Callable[[], None] | None = None
+"""Called once, before the next kernel for a CPU is compiled: whoever sets it has somebody help."""
 
 
 def folder_path() -> Path:
@@ -180,11 +182,21 @@ class Kernels:
         try:
             with FileLock(f"{file}.lock", timeout=-1 if self.waits or device != "cpu" else 0, mode=0o600):
                 kernel = load(file, key) if file.exists() else None
-                return make(file, key, self.compiled, args) if kernel is None else kernel
+                if kernel is None:
+                    _call_for_help(device)
+                    kernel = make(file, key, self.compiled, args)
+                return kernel
         except Timeout:  # is an OSError
             raise
         except OSError as error:
             raise Unusable(str(error)) from error
+
+
+def _call_for_help(device_type: str) -> None:
+    global before_compiling
+    if before_compiling is not None and device_type == "cpu":
+        call, before_compiling = before_compiling, None
+        call()
 
 
 def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:

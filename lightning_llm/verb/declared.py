@@ -176,9 +176,7 @@ def _conformance(parser: ArgumentParser) -> None:
 
 
 def _warm(parser: ArgumentParser) -> None:
-    text = "Hydra overrides: precision=NAME[,NAME...] (all shipped), model=NAME, ..."
-    overrides: Any = parser.add_argument("overrides", nargs="*", help=text)
-    overrides.completer = completion.complete_override
+    _add_composition(parser)
     _add_config_dir(parser)
     _add_device(parser)
     parser.add_argument("--clear", action="store_true", help="remove all kernels that are kept, and compile none")
@@ -285,7 +283,7 @@ VERBS = {
         "lightning_llm.verb.warm:warm",
         "compile the emulated casts of precision recipes ahead of runs",
         _warm,
-        explains_overrides=True,
+        composes=True,
     ),
     "sync": Verb(
         "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync

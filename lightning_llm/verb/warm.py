@@ -17,7 +17,7 @@ from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision import kernel_cache
 from lightning_llm.probe.subject import device_of
-from lightning_llm.run.checked_plan import checked_resolution
+from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.train.parallel_model import ParallelModel
 from lightning_llm.train.quantisation import Quantisation
 
@@ -25,14 +25,16 @@ from lightning_llm.train.quantisation import Quantisation
 def warm(arguments: argparse.Namespace) -> int:
     """Run one micro-batch under each recipe, so that all its casts are there; print a line for each. Return 0.
 
-    Without `precision=` these are all that there are.
+    Recipes are those of `precision=A,B`, or of the run whose config.yaml is given, or else all that there are.
 
     Raises:
         ConfigError: with what is wrong with the configs; casts cannot be compiled or kept here.
     """
     if arguments.clear:
         return _clear(arguments.overrides)
-    chosen = any(each.key_or_group == "precision" for each in parse_overrides(arguments.overrides))
+    chosen = arguments.config is not None or any(
+        each.key_or_group == "precision" for each in parse_overrides(arguments.overrides)
+    )
     if not chosen:
         names = ",".join(option_files("precision", arguments.config_dir))
         arguments.overrides = [*arguments.overrides, f"precision={names}"]
@@ -52,6 +54,9 @@ def warm(arguments: argparse.Namespace) -> int:
 
 def _plans(arguments: argparse.Namespace) -> Iterator[Plan]:
     """Yield the plan of each combination that the overrides name. Raises ConfigError with the problems of all."""
+    if arguments.config is not None:
+        yield checked_plan(arguments, to_train=False)
+        return
     problems: list[Problem] = []
     for _, reading in read_sweep(arguments.overrides, arguments.config_dir):
         with gathered(problems):
