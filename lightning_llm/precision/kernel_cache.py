@@ -58,8 +58,6 @@ class Tally:
 
 
 tally = Tally()
-before_compiling: Callable[[], None] | None = None
-"""Called once, before the next kernel for a CPU is compiled: whoever sets it has somebody help."""
 
 
 def folder_path() -> Path:
@@ -124,7 +122,8 @@ def _remember_probes() -> None:
         return loads
 
     if probe is not None and probe.__name__ != remembered.__name__:
-        VecISA._probe_load = remembered
+        patched: Any = VecISA
+        patched._probe_load = remembered
 
 
 def _say(text: str) -> None:
@@ -152,13 +151,13 @@ class Kernels:
         held = self._held.setdefault(kind, [])
         for kernel in held:
             if kernel.guard_check(*args):
-                return kernel.fn  # type: ignore[no-any-return]
+                return kernel.fn
         started = time.perf_counter()
         try:
             while len(held) < VARIANTS:
                 held.append(self._next(repr(kind), len(held), args))
                 if held[-1].guard_check(*args):
-                    return held[-1].fn  # type: ignore[no-any-return]
+                    return held[-1].fn
         except Timeout:
             return self.function
         except Unusable as error:
@@ -183,7 +182,6 @@ class Kernels:
             with FileLock(f"{file}.lock", timeout=-1 if self.waits or device != "cpu" else 0, mode=0o600):
                 kernel = load(file, key) if file.exists() else None
                 if kernel is None:
-                    _call_for_help(device)
                     kernel = make(file, key, self.compiled, args)
                 return kernel
         except Timeout:  # is an OSError
@@ -192,18 +190,12 @@ class Kernels:
             raise Unusable(str(error)) from error
 
 
-def _call_for_help(device_type: str) -> None:
-    global before_compiling
-    if before_compiling is not None and device_type == "cpu":
-        call, before_compiling = before_compiling, None
-        call()
-
-
 def make(file: Path, key: bytes, compiled: Any, args: tuple[Any, ...]) -> Any:
     """Compile for `args` and write `file`, whole or not at all; return the kernel. Raises OSError, Unusable."""
     import torch._dynamo.config as dynamo_config
-    import torch.fx.experimental._config as shapes_config
+    import torch.fx.experimental._config as shapes
 
+    shapes_config: Any = shapes  # whose `patch` a type checker does not see
     try:
         # Floats are compiled in: tracing would otherwise start again, which this road cannot. Sizes that happen to be
         # equal are no reason to compile for equal ones.

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_llm import keyed_hash
-
 
 @functools.cache
 def processor() -> list[str]:
@@ -46,7 +44,8 @@ def software(device_type: str) -> dict[str, Any]:
         from torch.utils._triton import get_triton_version
 
         gpu = torch.cuda.get_device_properties(0)
-        versions = [torch.version.cuda, torch.version.hip, torch._C._cuda_getDriverVersion(), get_triton_version()]
+        native: Any = torch._C
+        versions = [torch.version.cuda, torch.version.hip, native._cuda_getDriverVersion(), get_triton_version()]
         found["gpu"] = [str(each) for each in (gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count, *versions)]
     return found
 
@@ -54,7 +53,8 @@ def software(device_type: str) -> dict[str, Any]:
 def _sources() -> str:
     """Return a digest of all that Dynamo may trace into: this package, and the hash that it draws bits by."""
     digest = blake2b(digest_size=16)
-    for file in [*sorted(Path(__file__).parent.glob("*.py")), Path(keyed_hash.__file__)]:
+    package = Path(__file__).parent
+    for file in [*sorted(package.glob("*.py")), package.with_name("keyed_hash.py")]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -6,7 +6,7 @@ returns everything that can be looked at.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +102,8 @@ def read_by_scale(cast: CastConfig) -> CastConfig:
 def read_by_rounding(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for all that `round_blocks` does not read."""
     kept = {"format", "block", "rounding", "clip_gradient"} | ({"noise_bits"} if cast.stochastic else set())
-    scale = "fp32" if scales_partial_sums(cast) else "power_of_two"
-    return CastConfig.model_construct(**{key: value for key, value in cast if key in kept}, scale=scale)
+    read: dict[str, Any] = {key: value for key, value in cast if key in kept}
+    return CastConfig.model_construct(**read, scale="fp32" if scales_partial_sums(cast) else "power_of_two")
 
 
 def _missing(length: int, size: int) -> int:

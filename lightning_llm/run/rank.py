@@ -44,7 +44,6 @@ from lightning_llm.run.build import build_callbacks, build_module, build_trainer
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
-from lightning_llm.run.precompile import compile_ahead
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, data_line, left_out_lines, phase_lines, resume_lines
@@ -180,7 +179,6 @@ def fit(rank: Rank, start: Start) -> None:
     if is_first_rank() and (earlier := resume_history(config, start, origin_here(device) | facts)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
-    compile_ahead(config)
     module = build_module(rank.plan, corpus, initial)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
