@@ -3,8 +3,11 @@
 import functools
 import gc
 import json
+import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -37,6 +40,14 @@ SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(config))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its environment from here
+        # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault.
+        os.environ["LIGHTNING_LLM_KERNELS"] = tempfile.mkdtemp(prefix="lightning-llm-kernels-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["LIGHTNING_LLM_KERNELS"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "lazy_torchmetrics",
         "slow_imports",
         "terminal",
+        "user_cache",
         "version",
     ),
     ("registry",),

@@ -22,6 +22,7 @@ from typing import Any
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.integrity import FileContent, content_problem, digest_of_file, seal, size_problem, unseal
+from lightning_llm.user_cache import user_cache_dir
 
 CODE_VERSION = 1  # of everything under data/ that shapes a product; raise it when the same input gives another output
 MANIFEST = "manifest.json"
@@ -33,9 +34,7 @@ Build = Callable[[Path], dict[str, Any]]
 
 def default_cache_dir() -> Path:
     """Return the folder of token caches within the user's cache folder."""
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("lightning-llm"))
+    return user_cache_dir()
 
 
 def digest_of(content: Any) -> str:

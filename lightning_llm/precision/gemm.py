@@ -78,4 +78,4 @@ def _scale_and_cast(product: Tensor, factor: Tensor, bias: Tensor | None, dtype:
 
 @functools.cache
 def _finish(backend: Backend) -> Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]:
-    return run_by(backend, _scale_and_cast)
+    return run_by(backend, _scale_and_cast, "scale_and_cast")

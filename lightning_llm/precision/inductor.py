@@ -17,6 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import quantize, scales
+from lightning_llm.precision.kernel_cache import Kernels
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.shapes import only_shapes
@@ -48,14 +49,15 @@ def no_compiler(device_type: str) -> str | None:
 def why_not(device_type: str) -> str | None:
     """Return why quantisers cannot be compiled on this kind of device here, or None where a small one was.
 
-    The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers.
+    The trial costs what the first cast would otherwise pay: loading Inductor and precompiling torch's headers. It is
+    kept as casts are, and what was kept is tried.
     """
     reason = no_compiler(device_type)
     if reason is not None:
         return reason
     probe = 1 + 2.0**-12 * torch.arange(1024, device=device_type).reshape(2, -1)
     try:
-        wrong = (_compile(_trial)(probe) != _trial(probe)).sum((1, 2)).tolist()
+        wrong = (_kept(_trial, "trial", waits=True)(probe) != _trial(probe)).sum((1, 2)).tolist()
     except Exception as error:  # a broken toolchain raises what it likes; the reason is returned, not lost
         return f"the compiler fails ({_first_error(error)})"
     if not any(wrong):
@@ -77,12 +79,13 @@ def _first_error(error: Exception) -> str:
 _numbers = itertools.count()
 
 
-def compiled(function: Callable[P, R]) -> Callable[P, R]:
+def compiled(function: Callable[P, R], identity: Any = None) -> Callable[P, R]:
     """Return `function`, a plain one or a closure, compiled whole, for every shape of its tensors at once.
 
-    It is compiled at its first call, which raises ConfigError where that fails.
+    It is compiled at its first call, which raises ConfigError where that fails. `identity`: JSON data that names the
+    function and all that it closes over, by which its kernels are kept for other processes; None: they are not kept.
     """
-    inner = _compile(function)
+    inner = _compile(function) if identity is None else _kept(function, identity)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -109,11 +112,25 @@ def _compile(function: Callable[P, R]) -> Callable[P, R]:
     return compiled_function
 
 
-def run_by(backend: Backend, function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` as `backend` runs it."""
+def _kept(function: Callable[P, R], identity: Any, waits: bool = False) -> Callable[P, R]:
+    """Return `function` compiled, by a kernel that is kept where there can be one; `waits`: see `Kernels`."""
+    inner = _compile(function)
+    kernels = Kernels(identity, function, inner, waits)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        kernel = None if kwargs else kernels.of(args)
+        made: R = inner(*args, **kwargs) if kernel is None else kernel(*args)
+        return made
+
+    return call
+
+
+def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callable[P, R]:
+    """Return `function` as `backend` runs it; `identity`: see `compiled`."""
     if backend == "eager":
         return function
-    return compiled(function) if backend == "compiled" else only_shapes(function)
+    return compiled(function, identity) if backend == "compiled" else only_shapes(function)
 
 
 class Stages(NamedTuple):
@@ -126,24 +143,41 @@ class Stages(NamedTuple):
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
     """Return `quantize.tensor_amax` for `backend`."""
-    return run_by(backend, quantize.tensor_amax)
+    return run_by(backend, quantize.tensor_amax, "tensor_amax")
 
 
 @functools.cache
 def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
     """Return the stages for `cast` with blocks along `axis`; compiled at their first call, then for all shapes."""
+    shape = quantize.block_shape(cast.block, axis)
+    if shape is None or shape[0] == shape[1]:
+        axis = 1  # and as well the other
+    # A scale per tensor is a handful of scalar operations: not worth a compilation.
+    few = cast.block == "tensor" and backend == "compiled"
+    return Stages(
+        _scale(quantize.read_by_scale(cast), axis, "eager" if few else backend),
+        _round_blocks(quantize.read_by_rounding(cast), axis, backend),
+    )
 
+
+@functools.cache
+def _scale(cast: CastConfig, axis: int, backend: Backend) -> Callable[[Tensor, Tensor | None, Tensor | None], Scaled]:
     def scale(x: Tensor, amax: Tensor | None, delayed: Tensor | None) -> Scaled:
         return quantize.scale(x, cast, axis, amax, delayed)
 
+    return run_by(backend, scale, ["scale", cast.model_dump(mode="json"), axis])
+
+
+@functools.cache
+def _round_blocks(
+    cast: CastConfig, axis: int, backend: Backend
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Origin], tuple[Tensor, Tensor | None]]:
     def round_blocks(
         x: Tensor, multiplier: Tensor, block: Tensor | None, key: Tensor | None, origin: Origin
     ) -> tuple[Tensor, Tensor | None]:
         return quantize.round_blocks(x, cast, axis, multiplier, block, key, origin)
 
-    # A scale per tensor is a handful of scalar operations: not worth a compilation.
-    few = cast.block == "tensor" and backend == "compiled"
-    return Stages(scale if few else run_by(backend, scale), run_by(backend, round_blocks))
+    return run_by(backend, round_blocks, ["round_blocks", cast.model_dump(mode="json"), axis])
 
 
 def operand(

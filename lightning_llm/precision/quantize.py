@@ -6,7 +6,7 @@ returns everything that can be looked at.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,19 @@ def needs_tensor_amax(cast: CastConfig) -> bool:
 def scales_partial_sums(cast: CastConfig) -> bool:
     """Whether the cast's block scales wait for the GEMM: grid value times scale fits bf16, but for fp32 scales."""
     return cast.block != "tensor" and cast.scale == "fp32"
+
+
+def read_by_scale(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `scale` does not read: one kernel serves all casts of one such."""
+    kept = {"format", "block", "scale", "prescale", "delayed"}
+    return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
+
+
+def read_by_rounding(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `round_blocks` does not read."""
+    kept = {"format", "block", "rounding", "clip_gradient"} | ({"noise_bits"} if cast.stochastic else set())
+    read: dict[str, Any] = {key: value for key, value in cast if key in kept}
+    return CastConfig.model_construct(**read, scale="fp32" if scales_partial_sums(cast) else "power_of_two")
 
 
 def _missing(length: int, size: int) -> int:

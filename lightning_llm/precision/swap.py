@@ -50,6 +50,7 @@ def choose_backend(recipe: PrecisionConfig, device_type: str) -> tuple[Backend, 
         return "eager", None
     if recipe.casts == "eager":
         return "eager", "casts run eagerly, some ten times slower, since precision.casts=eager asks for it"
+    sum_in_fp32()  # a kernel is kept for the state of torch that it was made in
     reason = inductor.why_not(device_type)
     if reason is None:
         return "compiled", None

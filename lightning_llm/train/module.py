@@ -16,6 +16,7 @@ from lightning_llm.model.flops import flops_per_token
 from lightning_llm.parallel.gathered_logits import GatheredLogits
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.parallel.pipeline import PipelinedDecoder
+from lightning_llm.precision.kernel_cache import tally
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
 from lightning_llm.train.health.spike_policy import SpikePolicy
@@ -114,6 +115,8 @@ class LanguageModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step; return its loss, fp32, the mean over the step's target tokens."""
         loss = self.train_step(batch)
+        if (kernels := tally.take()) and self.trainer.is_global_zero:
+            print(f"casts  {kernels}", flush=True)
         set_global_step(self.trainer, self.completed_steps)
         self.trainer.strategy.agree_on_stop()
         self._publish(self.step_record)

@@ -175,6 +175,13 @@ def _conformance(parser: ArgumentParser) -> None:
     parser.add_argument("--eager", action="store_true", help="eager only; otherwise eager and compiled")
 
 
+def _warm(parser: ArgumentParser) -> None:
+    _add_composition(parser)
+    _add_config_dir(parser)
+    _add_device(parser)
+    parser.add_argument("--clear", action="store_true", help="remove all kernels that are kept, and compile none")
+
+
 def _sync(parser: ArgumentParser) -> None:
     folders = "folders of runs or above runs, experiments, SWEEP or SWEEP/N; none: every run of the outputs folder"
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=folders)
@@ -271,6 +278,12 @@ VERBS = {
     ),
     "conformance": Verb(
         "lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors", _conformance
+    ),
+    "warm": Verb(
+        "lightning_llm.verb.warm:warm",
+        "compile the emulated casts of precision recipes ahead of runs",
+        _warm,
+        composes=True,
     ),
     "sync": Verb(
         "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync

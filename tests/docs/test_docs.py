@@ -124,7 +124,7 @@ def test_commands_parse_and_compose(command, own_recipe, monkeypatch, tmp_path):
     if arguments.config_dir is not None:
         folder = own_recipe[0]
         assert str(arguments.config_dir) == folder.name
-    if getattr(arguments, "multirun", False):
+    if getattr(arguments, "multirun", False) or arguments.verb == "warm":
         configs = [config for _, config in compose_sweep(arguments.overrides, folder)]
         assert len(configs) > 1
     else:

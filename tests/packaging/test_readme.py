@@ -54,6 +54,9 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     arguments = _parser().parse_args(words)
     if arguments.verb in ("recipes", "conformance") or str(getattr(arguments, "config_dir", None)) in THEIR_OWN:
         return
+    if arguments.verb == "warm":  # compiles; tests/train/test_precision_runs.py
+        assert len(compose_sweep(arguments.overrides)) > 1
+        return
     if arguments.verb not in ("train", "plan"):  # others than config take folders of runs, which are not there
         assert main(words) == (0 if arguments.verb == "config" else 2)
         return

@@ -6,7 +6,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from lightning_llm.errors import ConfigError
-from lightning_llm.precision import inductor
+from lightning_llm.precision import inductor, kernel_cache
 
 MESSAGE = "CppCompileError: C++ compile error\n\nOutput:\n a.h:1:2: fatal error: bits/b.h: No such file\nmore"
 
@@ -25,6 +25,12 @@ def fresh():
     inductor.no_compiler.cache_clear()
 
 
+@pytest.fixture
+def nothing_kept(monkeypatch):
+    """What is planted is compiled here, and nothing loaded."""
+    monkeypatch.setattr(kernel_cache, "folder", lambda: None)
+
+
 @pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
 def test_a_compiler_that_works():
     assert inductor.why_not("cpu") is None
@@ -38,6 +44,7 @@ def test_no_compiler(monkeypatch):
     assert "no C++ compiler was found (" in inductor.why_not("cpu")
 
 
+@pytest.mark.usefixtures("nothing_kept")
 def test_a_compiler_that_fails(monkeypatch):
     monkeypatch.setattr(inductor, "no_compiler", lambda device_type: None)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
@@ -45,6 +52,7 @@ def test_a_compiler_that_fails(monkeypatch):
     assert "a.h:1:2: fatal error: bits/b.h: No such file" in inductor.why_not("cpu")
 
 
+@pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize(("planted", "said"), [
     (lambda x: torch.stack([x, 1 / x.double()]), "(of 1024, 992 bf16 roundings and 0 quotients)"),
     (lambda x: torch.stack([x.bfloat16().float(), (1 / x).nextafter(x)]), "0 bf16 roundings and 1023 quotients)"),
