@@ -131,7 +131,7 @@ def trajectory(recipe: str, folder: Path, cache: Path) -> str:
     ]
     norms, curve = _GradientNorms(), _Curve()
     with patch("lightning_llm.callbacks.run_folder.draw_losses"), gemm.unwidened():  # nobody looks at the picture
-        run_with(compose_config(words), norms, curve)
+        run_with(compose_config(words), norms, curve, saves=False)
     lines = ["step  loss                grad_norm"]
     lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]
     width = max(map(len, norms.norms[0]))

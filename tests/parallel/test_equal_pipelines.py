@@ -23,7 +23,7 @@ from layout_matrix import (
 from traced_run import difference, unsaved_run
 
 LAYERS = 5
-"""Uneven over two and four stages."""
+"""Uneven over four stages."""
 SHARED = [
     "model.num_heads=2",
     "model.num_kv_heads=2",
@@ -37,9 +37,19 @@ SOME = ["bf16", "mxfp4_sr"]
 """In `make test`; test_resume_layouts.py has delayed scaling through pipelines, to the bits of one rank, too."""
 
 
+def stages_of(layout: str, world: int) -> int:
+    """Return the stages of a layout file on so many ranks, 0 where it does not fit them."""
+    degrees = degrees_of(layout, world)
+    return 0 if degrees is None else degrees.pp * (2 if layout.endswith("interleaved") else 1)
+
+
 def stages_fit(case: Case) -> bool:
-    degrees = degrees_of(case.layout, case.world)
-    return degrees is not None and degrees.pp * (2 if case.layout.endswith("interleaved") else 1) <= LAYERS
+    return 0 < stages_of(case.layout, case.world) <= LAYERS
+
+
+def layers_over(stages: int) -> str:
+    """Return the word of the fewest blocks that are uneven over so many stages."""
+    return f"model.num_layers={3 if stages == 2 else LAYERS}"
 
 
 MOST = {"bf16": 8}
@@ -60,7 +70,7 @@ CLOSE = [f"model.num_layers={LAYERS}", *lasting(CLOSE_STEPS)]
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)
 def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
-    to_the_bits(case, *SHAPE)
+    to_the_bits(case, *SHAPE, layers_over(stages_of(case.layout, case.world)))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_a_pipeline_trains_to_the_bits_of_one_rank(case: Case, to_the_bits):
 )
 def test_a_tied_embedding_is_close(layout, world, precision, ranks, matrix_run, alone):
     """`of_all_stages` has compared the copies of first and last stage, gradients and parameters, bit for bit."""
-    tied = [*CLOSE, "model.tie_embeddings=true"]
+    tied = [*CLOSE, layers_over(stages_of(layout, world)), "model.tie_embeddings=true"]
     ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 8, precision, *tied))
     single = alone(8, precision, *tied)
     assert exceeded(off(ours, single), limits_of(precision)) == []
@@ -96,8 +106,9 @@ PLACES = [
 @pytest.mark.parametrize(("layout", "world", "keys"), PLACES)
 def test_other_points_of_the_same_keys_are_equal(layout, world, keys, ranks, matrix_run, alone):
     compiled = ["parallel.compile=true"] if "compile" in keys else []
-    ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 8, "fp32", *SHAPE, *keys.split()))
-    assert difference(ours, alone(8, "fp32", *SHAPE, *compiled)) is None
+    shape = [*SHAPE, layers_over(4 if "interleaved" in layout else 2)]
+    ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 8, "fp32", *shape, *keys.split()))
+    assert difference(ours, alone(8, "fp32", *shape, *compiled)) is None
 
 
 def test_documents_are_masked_on_every_stage(ranks, matrix_run, alone):

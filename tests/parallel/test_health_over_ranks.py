@@ -24,7 +24,7 @@ class Counting(QuantisationHealth):
 
 def healthy_run(config: Any) -> list[list[float]]:
     health = Counting(every_steps=2)
-    run_with(config, health)
+    run_with(config, health, saves=False)
     return health.elements
 
 

@@ -46,7 +46,7 @@ class FirstAmaxes(pl.Callback):
 
 def first_amaxes(config: Any) -> list[float]:
     seen = FirstAmaxes()
-    traced_run(config, seen)
+    traced_run(config, seen, saves=False)
     return seen.amaxes
 
 
@@ -79,7 +79,7 @@ def test_a_round_of_micro_batches_is_one_update_of_delayed_scales(ranks, small_r
 
 
 def overflowing_run(config: Any) -> dict[str, Any]:
-    return traced_run(config, OverflowIn())
+    return traced_run(config, OverflowIn(), saves=False)
 
 
 @pytest.mark.parametrize(("layout", "world"), [("ddp", 4), ("zero1", 2), ("zero3", 4)])

@@ -176,7 +176,7 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
     if unsharded is not None:
         SHARD_AXES[unsharded]["dy"] = None
     try:
-        run_with(config)
+        run_with(config, saves=False)
     finally:
         _Call.operand, QuantisedLinear.multiply = operand, place
         SHARD_AXES[unsharded or "column"].update(table)
@@ -216,7 +216,7 @@ def operands_of_a_run(ranks, small_run, tmp_path):
             "model.num_heads=4",
             "model.num_kv_heads=4",
             "model.hidden_size=64",
-            "model.num_layers=3",
+            "model.num_layers=2",
         ]
         words += ["trainer.max_steps=1", "schedule=constant", "schedule.warmup_steps=0", "data.sequence_length=64"]
         words += ["precision.modules.first_blocks_high_precision=0", "trainer.validate_every_steps=null"]
