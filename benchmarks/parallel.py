@@ -48,9 +48,12 @@ def _rank(rank: int, world: int, folder: str) -> None:
     words = [f"trainer.devices={world}", "logger=none", "trainer.threads=1"]
     runs = {
         name: config(
-            *words, "parallel=zero3", f"parallel.reduction={name}", f"data.global_batch_size={8 * world}",
+            *words,
+            "parallel=zero3",
+            f"parallel.reduction={name}",
+            f"data.global_batch_size={8 * world}",
             f"run.dir={folder}/{name}",  # the same on all ranks
-        )  # fmt: skip
+        )
         for name in REDUCTIONS
     }
     corpus = open_corpus(runs["tree"].data, 0, runs["tree"].model.vocab_size)
