@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.errors import AgreedError
@@ -17,6 +19,9 @@ from lightning_llm.terminal.text import escaped
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
+
+LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited|DistNetworkError")
+"""What gloo, NCCL and torch's store say on a rank whose peer is gone."""
 
 
 def launch_ranks(
@@ -42,6 +47,7 @@ def launch_ranks(
     """
     with slow_imports():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
@@ -64,6 +70,9 @@ def launch_ranks(
         cores = threads or max(1, (os.cpu_count() or 1) // count)
         with _for_ranks({"OMP_NUM_THREADS": str(cores), **(environment or {})}):
             elastic_launch(settings, sys.executable)("-m", "lightning_llm", *words)
+    except ChildFailedError as error:
+        _add_failures(error, Path(logs))
+        raise
     finally:
         shutil.rmtree(logs, ignore_errors=True)
 
@@ -84,6 +93,34 @@ def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
             del os.environ[name]
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _add_failures(error: Any, logs: Path) -> None:
+    """Add to the failures that the agent has seen those of ranks that had written down theirs and had not ended yet.
+
+    A rank takes a moment to end, in which its peers lose it, fail and may end before it.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    for file in logs.glob("*/attempt_0/*/error.json"):  # RUN/attempt_0/RANK: a machine's ranks are all that there are
+        rank = int(file.parent.name)
+        if rank not in error.failures:
+            error.failures[rank] = ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=str(file))
+
+
+def first_failure(error: Any) -> tuple[int, Any]:
+    """Return the rank that failed first, and its failure, of a ChildFailedError.
+
+    The agent knows the second of each. Of those within one, a rank that has lost a peer was not the first.
+    """
+    rank, first = error.get_first_failure()
+    if not LOST_PEER.search(message_of(first)):
+        return rank, first
+    for each, other in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
+        own = isinstance(other.message, dict) and not LOST_PEER.search(message_of(other))
+        if own and other.timestamp <= first.timestamp + 1:
+            return each, other
+    return rank, first
 
 
 def say_refused(rank: int, failure: Any) -> bool:

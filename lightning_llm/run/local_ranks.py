@@ -11,7 +11,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
-from lightning_llm.run.launch import failure_line, launch_ranks, message_of, say_refused
+from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.slow_imports import slow_imports
 
@@ -59,7 +59,7 @@ def start_ranks(config: Config, quiet: bool = False) -> int:
 
 def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
     """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
-    rank, failure = error.get_first_failure()
+    rank, failure = first_failure(error)
     if say_refused(rank, failure):  # what is wrong with the data, say, is found by the rank that reads them first
         return 2
     if failure.exitcode in (130, 143) and summary_of(folder).get("status") == "failed":

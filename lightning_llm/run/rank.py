@@ -41,12 +41,13 @@ from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
+from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
-from lightning_llm.run.start_lines import branch_lines, data_line, left_out_lines, phase_lines, resume_lines
+from lightning_llm.run.start_lines import branch_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of

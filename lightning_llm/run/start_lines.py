@@ -1,4 +1,4 @@
-"""Lines that a run prints as it starts: where it goes on from, and which data it takes."""
+"""Lines that a run prints as it starts, and its plan before: where it goes on from. Imports no torch."""
 
 import json
 from collections.abc import Iterator
@@ -10,8 +10,6 @@ from lightning_llm.config.compose import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.addressing import Mixture
-from lightning_llm.data.corpus import Corpus
-from lightning_llm.data.corpus_report import phase_reports, source_reports
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.run_tokenizer import tokenizer_problem
 from lightning_llm.record.state import is_among_jobs
@@ -122,37 +120,3 @@ def _end_lines(start: Start, before: int, now: int) -> list[str]:
     if now < before:
         return [f"note   trainer.max_steps was {before} and is {now}: the run ends at step {now}"]
     return []
-
-
-def data_line(config: Config, corpus: Corpus) -> str:
-    """Return what the run takes from each source, in tokens and epochs, and how much is held out."""
-    parts = [
-        f"{each.name} only watched ({each.validation_tokens:,} tokens)"
-        if each.name in config.data.watched
-        else f"{each.name} {each.achieved_share:.1%} = {each.drawn_tokens:,} tokens"
-        f" ({each.epochs:.2f} epochs of {each.available_tokens:,}; {each.validation_tokens:,} held out)"
-        for each in source_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
-    ]
-    return "data   " + " | ".join(parts)
-
-
-def phase_lines(config: Config, corpus: Corpus) -> list[str]:
-    """Return what each phase of the mixture takes from each source, in tokens and epochs, where there are several."""
-    phases = phase_reports(corpus, config.trainer.max_steps * config.data.global_batch_size)
-    if len(phases) == 1:
-        return []
-    lines = []
-    for phase in phases:
-        drawn = phase.drawn_tokens
-        parts = [f"{name} {drawn[name]:,} tokens ({phase.epochs[name]:.2f} epochs)" for name in drawn]
-        lines.append(f"phase  {phase.name}, steps {phase.first_step + 1} to {phase.last_step}: {' | '.join(parts)}")
-    return lines
-
-
-def left_out_lines(corpus: Corpus) -> list[str]:
-    """Return how many records of each source have no text, where there are any."""
-    return [
-        f"note   data.sources.{name}: {count:,} record{'' if count == 1 else 's'} left out, whose text is null or blank"
-        for name, count in corpus.left_out.items()
-        if count
-    ]

@@ -18,7 +18,7 @@ from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
-from lightning_llm.run.launch import failure_line, launch_ranks, say_refused
+from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, say_refused
 
 STOP_SECONDS = 10
 """How long ranks may take to end after a signal: they have nothing to save."""
@@ -102,7 +102,7 @@ def _start_ranks(request: Request, words: Sequence[str]) -> None:
     except SignalException as stop:
         raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error)
         refused = say_refused(rank, failure)
         if not refused:
             if isinstance(failure.message, dict):

@@ -147,15 +147,19 @@ def test_g2_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine,
     assert [row.status for row in agreement.products(recipe)] == ["ok"] * 3
 
 
+def forget_casts() -> None:
+    for kept in (inductor.stages, inductor._scale, inductor._round_blocks, inductor.tensor_amax):
+        kept.cache_clear()
+
+
 @pytest.mark.parametrize("name", ["fp8_subchannel_fp32scales", "nvfp4", "mxfp4_sr_fp8"])
 def test_g2_sees_a_compiled_cast_that_is_not_eagers(name, on_cpu, monkeypatch):
     """Compilation is stood for by nothing at all, then by scales that are an ulp off."""
     monkeypatch.setattr(inductor, "why_not", lambda device_type: None)
     for wrong in (False, True):
-        inductor.stages.cache_clear()
-        inductor.tensor_amax.cache_clear()
+        forget_casts()
 
-        def plain(function, wrong=wrong):
+        def plain(function, identity, wrong=wrong):
             def off(*args):
                 made = function(*args)
                 return made._replace(multiplier=made.multiplier.nextafter(torch.tensor(torch.inf)))
@@ -165,8 +169,7 @@ def test_g2_sees_a_compiled_cast_that_is_not_eagers(name, on_cpu, monkeypatch):
         monkeypatch.setattr(inductor, "compiled", plain)
         (row,) = agreement.compiled_casts(load(name))
         assert row.status == ("off" if wrong else "ok"), row
-    inductor.stages.cache_clear()
-    inductor.tensor_amax.cache_clear()
+    forget_casts()
     monkeypatch.setattr(inductor, "why_not", lambda device_type: "no compiler")
     (row,) = agreement.compiled_casts(load(name))
     assert (row.status, row.note) == ("not available", "no compiler")

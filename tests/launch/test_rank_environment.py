@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
+from lightning_llm.run.launch import first_failure, launch_ranks
 from lightning_llm.run.local_ranks import _first_failure, crowd_note, start_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -125,3 +127,40 @@ def test_the_silence_of_an_earlier_start_is_not_this_ones(tmp_path, monkeypatch,
     said = capsys.readouterr().err
     assert "rank 0 failed first (exit code 1): RuntimeError: no memory" in said
     assert "sign of life" not in said
+
+
+PLANTED = "RuntimeError: planted failure"
+LOST = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("seen", "left_behind", "first"),
+    [
+        ({0: (LOST, 7), 1: (PLANTED, 7)}, {}, 1),
+        ({0: (LOST, 7)}, {1: (PLANTED, 7)}, 1),  # the agent looked before it had ended
+        ({0: (LOST, 7)}, {1: (PLANTED, 60)}, 0),  # which failed of its own long after
+        ({0: (PLANTED, 7), 1: (LOST, 7)}, {}, 0),
+        ({0: (LOST, 7), 1: (LOST, 8)}, {}, 0),
+    ],
+)
+def test_of_failures_within_a_second_the_one_that_lost_no_peer_is_first(seen, left_behind, first, monkeypatch):
+    def reply(folder: Path, rank: int, text: str, at: int) -> str:
+        file = folder / "run" / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        about = {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(at)}}
+        file.write_text(json.dumps({"message": about}))
+        return str(file)
+
+    def agent(settings, *_):
+        def fail(*_):
+            logs = Path(settings.logs_specs.root_log_dir)
+            files = {rank: reply(logs, rank, *what) for rank, what in (seen | left_behind).items()}
+            known = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=files[rank]) for rank in seen}
+            raise ChildFailedError("train", known)
+
+        return fail
+
+    monkeypatch.setattr(torch.distributed.launcher.api, "elastic_launch", agent)
+    with pytest.raises(ChildFailedError) as caught:
+        launch_ranks(2, ["train"], threads=1, shutdown_seconds=1)
+    assert first_failure(caught.value)[0] == first
