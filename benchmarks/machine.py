@@ -185,8 +185,8 @@ def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
 def _words(run: Sequence[str]) -> list[str]:
     folder = tempfile.mkdtemp(prefix="lightning-llm-bench-")
     # Every rank composes them, and a name made of the time would not be the same for all.
-    more = "trainer.threads=1", "callbacks=none", "logger=none", "trainer.max_steps=1000", f"run.root={folder}"
-    more += ("run.name=measured",)
+    place = f"run.root={folder}", "run.name=measured"
+    more = "trainer.threads=1", "callbacks=none", "logger=none", "trainer.max_steps=1000", *place
     never = "trainer.validate_every_steps=null", "checkpoint.every_steps=null", "schedule.warmup_steps=1"
     batch = () if any(word.startswith("data.global_batch_size") for word in run) else ("data.global_batch_size=4",)
     return ["model=llama_tiny", *SIZE, *batch, *more, *never, *run]

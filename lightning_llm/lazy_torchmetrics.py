@@ -37,7 +37,7 @@ class _UnrunPackage(ModuleType):
                     del sys.modules[module]
         elif name.startswith("__"):  # Python's own questions
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]  # what it is from now on
         self.__loader__.exec_module(self)
         return getattr(self, name)
 
