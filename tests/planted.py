@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from lightning_llm.data.corpus import Batch, Corpus
+from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Corpus
 
 
 def corrupted(step: int, micro_batch: int) -> Callable[..., Batch]:

@@ -17,6 +17,9 @@ NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tok
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, and
 how many processes built its token cache."""
 
+ONCE_WRITTEN = {"data.num_workers": 0}
+"""What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""
+
 OBSERVERS = "lightning_llm.callbacks."
 """Where callbacks lie that only watch; others may act on training."""
 
@@ -66,7 +69,8 @@ def config_hash(config: Config) -> str:
     What is null is left out, so that an optional key that is added later changes no hash; so does no new name of a key.
     """
     flat = flatten(config.model_dump())
-    flat = {first_name(key): value for key, value in flat.items() if in_hash(key) and value is not None}
+    flat = {key: ONCE_WRITTEN.get(key) if value is None else value for key, value in flat.items() if in_hash(key)}
+    flat = {first_name(key): value for key, value in flat.items() if value is not None}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
+from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.cache import digest_of
 from lightning_llm.data.token_files import TokenStream
 from lightning_llm.data.tokenizer import Tokenizer
@@ -51,31 +51,6 @@ class Origin:
     start: int
     first_document: int
     last_document: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one rank computes in one step: int64 [A, B, T] each; `labels[..., t]` is the token after `tokens[..., t]`.
-
-    `document_ids` counts documents from 0 within each row, None unless `data.document_mask`.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    document_ids: Tensor | None
-
-
-@dataclass(frozen=True)
-class ValidationBatch:
-    """Like one micro-batch of `Batch`: int64 [B, T], labels -100 where there is no target; `sources` int64 [B].
-
-    Rows that only fill up the last batch have no target at all, and source 0.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    document_ids: Tensor | None
-    sources: Tensor
 
 
 class Corpus:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Batch
+from lightning_llm.data.batch import Batch
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_llm.config.schema import PrecisionConfig
-from lightning_llm.data.corpus import IGNORED, Corpus, ValidationBatch
+from lightning_llm.data.batch import ValidationBatch
+from lightning_llm.data.corpus import IGNORED, Corpus
 from lightning_llm.evaluate.members import Combine, Ensemble
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout

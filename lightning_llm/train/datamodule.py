@@ -7,8 +7,12 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Batch, Corpus
+from lightning_llm.data.batch import Batch
+from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.units import micro_batches_per_rank
+
+WORKERS_ON_CUDA = 2
+"""Loader processes that read ahead of a device whose steps the host only launches."""
 
 
 class StepDataset(Dataset[Batch]):
@@ -47,16 +51,24 @@ class CorpusDataModule(pl.LightningDataModule):
         first = self.trainer.lightning_module.completed_steps
         layout = self.trainer.strategy.layout
         count = micro_batches_per_rank(self.config, layout.degrees)
+        workers = self.config.data.num_workers
+        if workers is None:
+            workers = WORKERS_ON_CUDA if self._on_cuda else 0
         return DataLoader(
             StepDataset(self.corpus, layout.micro_batches(count)),
             batch_size=None,
             sampler=StepSampler(first, self.config.trainer.max_steps),
-            num_workers=self.config.data.num_workers,
-            persistent_workers=self.config.data.num_workers > 0,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=self._on_cuda,
         )
 
     def val_dataloader(self) -> Any:
         layout = self.trainer.strategy.layout
         batches = self.corpus.validation_batches(self.config.data.micro_batch_size, layout.dp_rank, layout.degrees.dp)
         fixed: Any = list(batches)
-        return DataLoader(fixed, batch_size=None)
+        return DataLoader(fixed, batch_size=None, pin_memory=self._on_cuda)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return bool(self.trainer.strategy.root_device.type == "cuda")

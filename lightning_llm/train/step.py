@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Batch
+from lightning_llm.data.batch import Batch
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients

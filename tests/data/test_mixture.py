@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lightning_llm.config.schema.data import MIXTURES, DataConfig
 from lightning_llm.data.addressing import SampleOrder, Shares
+from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.data.check import check_data
-from lightning_llm.data.corpus import Corpus, ValidationBatch
+from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.corpus_report import phase_reports, source_reports
 from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases

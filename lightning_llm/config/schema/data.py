@@ -175,7 +175,9 @@ class DataConfig(Group):
     shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
-    num_workers: int = Field(0, ge=0, le=1024, description="loader processes per rank")
+    num_workers: Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        None, description="loader processes per rank; null: 2 on CUDA, none on a CPU"
+    )
     tokenize_processes: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         None, description="processes that build a token cache; null: the cores, and one for a short text"
     )
