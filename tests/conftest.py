@@ -35,19 +35,24 @@ new interpreter, which imports for 6, or, where it has to be another process, `f
 files, since a set of files that was not composed before takes a quarter of a second; a copy of `empty_store` where
 MLflow writes; and cases that cover pairs of values (`parallel/layout_matrix.py`), with the rest marked `full`.
 """
+KERNELS = "LIGHTNING_LLM_KERNELS"
 SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuSeconds(config))
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has its environment from here
-        # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault.
-        os.environ["LIGHTNING_LLM_KERNELS"] = tempfile.mkdtemp(prefix="lightning-llm-kernels-")
+    # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault. A worker
+    # has a folder of its own: of two that want a kernel at once, one would go on with eager casts.
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        os.environ[KERNELS] = tempfile.mkdtemp(prefix="lightning-llm-kernels-")
+    else:
+        os.environ[KERNELS] += f"/{worker}"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["LIGHTNING_LLM_KERNELS"], ignore_errors=True)
+        shutil.rmtree(os.environ[KERNELS], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
