@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         os.environ[KERNELS] = tempfile.mkdtemp(prefix="lightning-llm-kernels-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ[KERNELS]}/inductor"  # C++ compiled serves all
     else:
         os.environ[KERNELS] += f"/{worker}"
 

@@ -90,7 +90,8 @@ def wandb_history(folder: Path) -> list[tuple[int, dict[str, float]]]:
     from wandb.proto import wandb_internal_pb2
 
     found = []
-    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+    parts = folder.glob("wandb/offline-run-*/*.wandb")
+    for file in sorted(parts, key=lambda file: file.parent.name):  # TIME-ID, and TIME-ID-1 in the same second
         for data in wandb_records(file):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
