@@ -4,7 +4,7 @@ Letters: A micro-batches per rank and step (gradient accumulation), B micro-batc
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ class Batch:
     labels: Tensor
     document_ids: Tensor | None
 
-    def pin_memory(self) -> Self:
+    def pin_memory(self) -> "Batch":
         """Return it in page-locked memory, from which a copy to CUDA does not wait; a `DataLoader` asks for it."""
         return _pinned(self)
 
@@ -39,7 +39,7 @@ class ValidationBatch:
     document_ids: Tensor | None
     sources: Tensor
 
-    def pin_memory(self) -> Self:
+    def pin_memory(self) -> "ValidationBatch":
         """Return it in page-locked memory, as `Batch.pin_memory` does."""
         return _pinned(self)
 
