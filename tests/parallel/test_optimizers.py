@@ -25,8 +25,7 @@ KEYS = {
     "adamw8bit": ["optim.block_size=24"],  # several blocks in a row of 64, the last one short
     "muon": ["optim.learning_rate=2e-3", "optim.adamw_learning_rate=5e-4"],
 }
-SHAPE = ["model.num_heads=4", "model.num_kv_heads=2", "model.ffn_hidden_size=132", "trainer.max_steps=3"]
-SHAPE += ["trainer.validate_every_steps=3"]
+SHAPE = ["model.num_heads=4", "model.num_kv_heads=2", "model.ffn_hidden_size=132", "trainer.max_steps=4"]
 SHAPE += ["model.num_layers=4"]  # of each shape as many matrices as there are ranks, or a multiple: all send the same
 
 # Measured over 4 steps (gradient, parameter): Muon 1.8e-4, 1.5e-3, since its updates are rounded to bf16; 8-bit AdamW
@@ -117,7 +116,7 @@ def test_bits_are_those_of_one_rank_and_state_is_as_planned(kind, layout, world,
 
 
 def test_the_schedule_moves_each_group_from_its_own_peak(alone):
-    """The last of three steps of wsd, of which the last fifth decays: at its final factor."""
+    """The last of four steps of wsd, of which the last fifth decays: at its final factor."""
     hidden, head, others = alone("muon")["rates"]
     assert (hidden, head, others) == (pytest.approx(2e-4), pytest.approx(5e-5), pytest.approx(5e-5))
 
@@ -132,7 +131,6 @@ def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run
 
 
 CHAIN = [("zero3", 4), ("ddp", 2), ("single", 1), ("zero2", 2)]
-LAST = f"trainer.max_steps={len(CHAIN)}"
 MOVED = [pytest.param(kind, marks=pytest.mark.full if kind == "adamw" else []) for kind in KINDS]
 """In `make test` adamw's state moves between these layouts in test_resume_layouts.py."""
 
@@ -144,7 +142,7 @@ def test_a_run_goes_on_to_the_same_bits_under_other_layouts(kind, run, tmp_path)
     for steps, (layout, world) in enumerate(CHAIN, 1):
         more = [f"run.dir={tmp_path / 'run'}", f"trainer.max_steps={steps}", "resume=auto"]
         parts = run(kind, layout, world, *words, *more, function=traced_run)[1]
-    whole = run(kind, "single", 1, *words, f"run.dir={tmp_path / 'whole'}", LAST, function=traced_run)[1]
+    whole = run(kind, "single", 1, *words, f"run.dir={tmp_path / 'whole'}", function=traced_run)[1]
     whole["gradients"] = parts["gradients"] = []  # those of a run's own first steps
     curves = [[line for line in trace["curve"] if line[3] is not None] for trace in (parts, whole)]
     parts["curve"], whole["curve"] = curves  # without validations, which a run has at its end, too

@@ -41,10 +41,7 @@ def train(small_run, folder: Path, *words: str) -> int:
 
 
 LEARNING = ["trainer.max_steps=25", "trainer.validate_every_steps=null", "data.micro_batch_size=4"]
-LEARNING += [
-    "model.num_layers=2",
-    "checkpoint.every_steps=null",
-]  # and one micro-batch per step: what these runs show is their losses
+LEARNING += ["checkpoint.every_steps=null"]  # and one micro-batch per step: what these runs show is their losses
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +101,10 @@ def stop_and_resume(small_run, whole, tmp_path: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
+        "fp8_delayed",
         "mxfp4_sr",
         "fp16",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("fp8_delayed", "nvfp4", "quartet", "bf16_true")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("nvfp4", "quartet", "bf16_true")),
     ],
 )
 def test_resume_gives_the_same_bits(recipe, small_run, whole, tmp_path):
@@ -197,7 +195,7 @@ def test_casts_that_must_be_compiled_and_cannot_be_are_an_error(small_run, tmp_p
 
 
 def test_validation_of_a_quantising_recipe_has_two_views(small_run, tmp_path):
-    steps = ["trainer.max_steps=1", "schedule.total_steps=3", "trainer.validate_every_steps=1", UNSAVED]
+    steps = ["trainer.max_steps=3", "trainer.validate_every_steps=2", UNSAVED]
     assert train(small_run, tmp_path / "a", "precision=mxfp8", *steps) == 0
     record = [each for each in read_metrics(tmp_path / "a" / "run") if "val_loss" in each][-1]
     assert record["val_loss"] != record["val_loss_high_precision"]
@@ -322,12 +320,12 @@ def test_scales_that_move_with_every_micro_batch_do_not_go_with_a_pipeline(small
 
 def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
     phase = "precision.phases=[{start: 0.5}]"  # no slot named: high precision from half of the run on
-    steps = ["trainer.max_steps=2", "schedule.total_steps=3", "trainer.validate_every_steps=null", UNSAVED]
+    steps = ["trainer.max_steps=4", "trainer.validate_every_steps=null", UNSAVED]
     assert train(small_run, tmp_path / "a", "precision=mxfp8", phase, *steps) == 0
     assert train(small_run, tmp_path / "b", "precision=mxfp8", *steps) == 0
     ours, plain = losses(tmp_path / "a" / "run"), losses(tmp_path / "b" / "run")
-    assert ours[0] == plain[0]
-    assert ours[1] != plain[1]
+    assert ours[:2] == plain[:2]
+    assert ours[2] != plain[2]
 
 
 @pytest.mark.parametrize(
