@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
 from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.composition import Composer, shipped_composer
+from lightning_llm.config.file_sources import register_sources
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
-from lightning_llm.config.recipe_source import register_recipes
 from lightning_llm.config.recipes import folder_problems, group_names
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.resolve import first_line, read_tree
@@ -188,7 +188,7 @@ def _hydra(config_dir: Path | None) -> Iterator[Composer]:
         raise ConfigError(Problem("--config-dir", f"{config_dir} is no folder. Give a folder of config groups."))
     if config_dir is not None and (problems := folder_problems(config_dir)):
         raise ConfigError(problems)
-    register_recipes()
+    register_sources()
     OmegaConf.register_new_resolver("outputs_root", default_outputs, replace=True)
     GlobalHydra.instance().clear()
     if config_dir:  # its files may be others than last time; what is shipped stays

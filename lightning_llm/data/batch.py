@@ -3,16 +3,33 @@
 Letters: A micro-batches per rank and step (gradient accumulation), B micro-batch size, T sequence length.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Self
 
+import torch
 from torch import Tensor
-
-B = TypeVar("B", "Batch", "ValidationBatch")
 
 
 @dataclass(frozen=True)
-class Batch:
+class _Tensors:
+    """Tensors by name, of which some may be None."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """Return it on `device`; `non_blocking`: see `Tensor.to`."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return it in page-locked memory, from which a copy to CUDA does not wait; a `DataLoader` asks for it."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in tensors.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class Batch(_Tensors):
     """What one rank computes in one step: int64 [A, B, T] each; `labels[..., t]` is the token after `tokens[..., t]`.
 
     `document_ids` counts documents from 0 within each row, None unless `data.document_mask`.
@@ -22,13 +39,9 @@ class Batch:
     labels: Tensor
     document_ids: Tensor | None
 
-    def pin_memory(self) -> "Batch":
-        """Return it in page-locked memory, from which a copy to CUDA does not wait; a `DataLoader` asks for it."""
-        return _pinned(self)
-
 
 @dataclass(frozen=True)
-class ValidationBatch:
+class ValidationBatch(_Tensors):
     """Like one micro-batch of `Batch`: int64 [B, T], labels -100 where there is no target; `sources` int64 [B].
 
     Rows that only fill up the last batch have no target at all, and source 0.
@@ -38,12 +51,3 @@ class ValidationBatch:
     labels: Tensor
     document_ids: Tensor | None
     sources: Tensor
-
-    def pin_memory(self) -> "ValidationBatch":
-        """Return it in page-locked memory, as `Batch.pin_memory` does."""
-        return _pinned(self)
-
-
-def _pinned(batch: B) -> B:
-    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: value.pin_memory() for name, value in tensors.items() if value is not None})

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -107,21 +107,10 @@ def validation_losses(
     size = subject.config.data.micro_batch_size
     batches = list(corpus.validation_batches(size, layout.dp_rank, layout.degrees.dp))
     for index, batch in enumerate(batches):
-        validation.add(_on(batch, device), index, models[0].step)
+        validation.add(batch.to(device), index, models[0].step)
         progress(index + 1, len(batches))
     losses: dict[str, float] = validation.finish()
     return losses | _per_byte(losses, list(corpus.validation_batches(size)), corpus, watched)
-
-
-def _on(batch: ValidationBatch, device: torch.device) -> ValidationBatch:
-    ids = batch.document_ids
-    return replace(
-        batch,
-        tokens=batch.tokens.to(device),
-        labels=batch.labels.to(device),
-        document_ids=None if ids is None else ids.to(device),
-        sources=batch.sources.to(device),
-    )
 
 
 def _per_byte(

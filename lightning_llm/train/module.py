@@ -1,6 +1,5 @@
 """The LightningModule: makes the model, the optimizer and the step, and hands batches to them."""
 
-from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -108,9 +107,7 @@ class LanguageModule(pl.LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the (frozen) batch with its tensors on `device`."""
-        tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if value is not None}
-        return replace(batch, **moved)
+        return batch.to(device, non_blocking=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step; return its loss, fp32, the mean over the step's target tokens."""

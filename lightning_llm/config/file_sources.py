@@ -24,7 +24,7 @@ GROUPS_SCHEME, PACKAGE_SCHEME = "groups", "pkg"
 
 
 @cache
-def register_recipes() -> None:
+def register_sources() -> None:
     """Have Hydra find every shipped recipe in its `recipe` group, and read groups once, from its next start on."""
     for plugin in (RecipeSource, GroupSource, _SearchPath):
         Plugins.instance().register(plugin)
