@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_llm.errors import ConfigError
-from lightning_llm.precision import inductor, rounding, scales
+from lightning_llm.precision import rounding, scales
 from lightning_llm.precision.vectors.conformance import run_conformance
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -17,36 +17,11 @@ def failures(verdicts):
     return {verdict.case: verdict.errors for verdict in verdicts if not verdict.passed}
 
 
-def subset(folder, keep):
-    """A folder with the cases that `keep` selects, its arrays shared."""
-    manifest = json.loads((VECTORS / "manifest.json").read_text())
-    manifest["cases"] = [case for case in manifest["cases"] if keep(case)]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    for name in {case["file"] for case in manifest["cases"]}:
-        (folder / name).symlink_to(VECTORS / name)
-    return folder
-
-
 def test_every_case_passes_eagerly():
     verdicts = run_conformance(VECTORS, compiled=False)
     assert failures(verdicts) == {}
     assert len(verdicts) == 244
     assert sum(verdict.checks for verdict in verdicts) == 829
-
-
-@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
-def test_special_values_pass_compiled(tmp_path):
-    kept = ("mxfp8te_e4m3_fp32_special", "sr_e2m1_8bit")
-    verdicts = run_conformance(subset(tmp_path, lambda case: case["name"].startswith(kept)), compiled=True)
-    assert failures(verdicts) == {}
-    assert len(verdicts) == 3
-
-
-@pytest.mark.full
-def test_every_case_passes_compiled():
-    verdicts = run_conformance(VECTORS, compiled=True)
-    assert failures(verdicts) == {}
-    assert len(verdicts) == 244
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from traced_run import run_with
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
-from lightning_llm.precision import inductor, kernel_cache
+from lightning_llm.precision import inductor
 from lightning_llm.train.checkpoint.state import read_tensors
 from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.quantisation import Quantisation
@@ -141,30 +140,6 @@ def test_recomputation_gives_the_same_bits(recipe, small_run, whole, tmp_path):
     words = [f"precision={recipe}", *THREE_STEPS, "trainer.validate_every_steps=2"]
     assert train(small_run, tmp_path, *words, "parallel.activation_checkpoint=full") == 0
     assert losses(tmp_path / "run") == losses(whole(f"precision={recipe}"))
-
-
-@pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
-@pytest.mark.parametrize("recipe", [pytest.param("fp8_delayed", marks=pytest.mark.full), "mxfp4_sr"])
-def test_compiled_casts_train_to_eagers_bits(recipe, small_run, whole, tmp_path, capsys):
-    """By kernels that `warm` has compiled, all of them."""
-    words = small_run(tmp_path, *SHAPE, f"precision={recipe}", *THREE_STEPS, "precision.casts=compiled")
-    others = [each for each in words if not each.startswith("precision")]
-    assert main(["warm", f"precision={recipe},bf16", *others]) == 0
-    first, second, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{recipe}  \d+ kernels compiled and \d+ loaded in [\d.]+ s; ready after [\d.]+ s", first)
-    assert (second.split(), last) == (["bf16", "casts", "nothing"], f"kept in {kernel_cache.folder()}")
-    for found in (inductor.why_not, inductor.tensor_amax, inductor._scale, inductor._round_blocks, inductor.stages):
-        found.cache_clear()  # as in another process
-    assert main(["train", *words]) == 0
-    out = capsys.readouterr().out
-    assert "emulated, compiled (precision.casts=compiled)" in out
-    assert re.findall(r"(\d+) kernels compiled and (\d+) loaded", out)[0][0] == "0"
-    assert out.count("kernels compiled") == 1
-    seen = []
-    for run in (whole(f"precision={recipe}"), tmp_path / "run"):
-        seen.append([(each["loss"], each["grad_norm"]) for each in read_metrics(run) if "loss" in each])
-    assert len(seen[0]) == 3
-    assert seen[0] == seen[1]
 
 
 def broken_compiler(folder: Path) -> dict[str, str]:
