@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 LARGEST_BYTES = 16 << 20
 """No config comes near; what does is another file."""
+DEEPEST = 100
+"""Levels of nesting. libyaml's composer ends the process, by a full stack, where Python's raises an error."""
 
 
 def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value`.") -> DictConfig:
@@ -35,11 +39,11 @@ def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value
 
     text = _text(file, key, wanted)
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        node, loader = _composed(text)
         problems = [Problem(key, f"{file}, {each}. {wanted}") for each in _faults(node)]
         if problems:
             raise ConfigError(problems)
-        tree = OmegaConf.create(text)
+        tree = OmegaConf.create(loader("").construct_document(node))
     except yaml.YAMLError as error:
         raise ConfigError(Problem(key, f"{file}{_yaml_fault(error, text)}. {wanted}")) from error
     except RecursionError as error:
@@ -47,6 +51,40 @@ def read_mapping(file: Path, key: str, wanted: str = "Write lines of `key: value
     if not isinstance(tree, DictConfig):
         raise TypeError(f"{file}: a mapping node became {type(tree).__name__}")
     return tree
+
+
+def _composed(text: str) -> tuple[yaml.Node | None, Any]:
+    """Return the document's node, and the loader that reads it: by libyaml, ten times as fast, where that takes it.
+
+    What it refuses Python's own parser reads, or says in its words what is wrong. Raises YAMLError, RecursionError.
+    """
+    slow, fast = _loaders()
+    if fast is not None:
+        with suppress(yaml.YAMLError):
+            if _is_flat_enough(text, fast):
+                return yaml.compose(text, fast), fast
+    return yaml.compose(text, slow), slow
+
+
+@cache
+def _loaders() -> tuple[Any, Any | None]:
+    """Return OmegaConf's loader, to which `1e-3` is a number and a date a text, and one like it on libyaml's parser."""
+    from omegaconf._utils import get_yaml_loader
+
+    slow = get_yaml_loader()
+    if not yaml.__with_libyaml__:
+        return slow, None
+    tables = {name: getattr(slow, name) for name in ("yaml_implicit_resolvers", "yaml_constructors")}
+    return slow, type("LibyamlLoader", (yaml.CSafeLoader,), tables)
+
+
+def _is_flat_enough(text: str, loader: Any) -> bool:
+    depth = 0
+    for event in yaml.parse(text, loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            return False
+    return True
 
 
 def file_fault(file: Path) -> str | None:
