@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import sys
 import lightning_llm, lightning.pytorch as pl
@@ -41,6 +43,7 @@ def test_lightning_gets_its_base_classes_and_a_user_every_metric() -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_version_whose_modules_ask_for_more_is_run_whole(tmp_path: Path) -> None:
     (tmp_path / "torchmetrics").mkdir()
     for name, text in OTHER_VERSION.items():

@@ -65,7 +65,8 @@ def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING and "MLflow" in record.msg]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 8])
 def test_processes_that_start_at_once_on_a_fresh_database_are_all_recorded(tmp_path: Path, processes: int) -> None:
     started = []
     for number in range(processes):

@@ -42,7 +42,7 @@ def rows(folder):
     return found
 
 
-@pytest.mark.parametrize("more", [(), ("parallel.activation_checkpoint=full",)])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.full), ("parallel.activation_checkpoint=full",)])
 def test_losses_and_weights_have_the_same_bits(more, small_run, tmp_path):
     run_with(config_of(small_run, tmp_path / "bare", "nvfp4", *more))
     run_with(config_of(small_run, tmp_path / "seen", "nvfp4", *more), QuantisationHealth(every_steps=2))

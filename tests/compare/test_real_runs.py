@@ -62,6 +62,7 @@ def check(sweep: Path, capsys, seeds: int) -> None:
     assert itself["verdicts"][0]["verdict"] != "lossy"
 
 
+@pytest.mark.full
 def test_a_broken_recipe_is_lossy_and_a_recipe_is_not_lossy_against_itself(tmp_path, small_run, capsys):
     sweep = train_all(tmp_path, small_run, range(3))
     check(sweep, capsys, 3)

@@ -40,6 +40,7 @@ def installed(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_documents_mixer_trains_from_an_installed_package(installed, small_run):
     words = small_run(installed, "data.document_mask=true", "model.num_layers=3", "trainer.max_steps=4")
     words[words.index("model=llama_tiny")] = "model=average_tiny"

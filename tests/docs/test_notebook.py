@@ -24,6 +24,7 @@ def test_it_is_kept_as_jupyter_reads_it_without_outputs(notebook):
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
+@pytest.mark.full
 def test_it_runs(notebook, tmp_path, monkeypatch, capsys):
     """As a script: a kernel would be another interpreter, which imports torch for as long as all of this takes."""
     monkeypatch.chdir(tmp_path)

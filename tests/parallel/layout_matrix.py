@@ -56,7 +56,7 @@ class Case:
         return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
 
 
-CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 2
+CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 1
 """Of runs whose sums are in another order than one rank's, which grows with the steps."""
 
 
@@ -70,12 +70,13 @@ def lasting(steps: int) -> list[str]:
 
 
 def length_of(precision: str) -> list[str]:
-    """Return the words of how long a run is that must be equal: 20 steps in `make test-full`, here the fewest.
+    """Return the words of how long a run is that must be equal: some steps in `make test-full`, here the fewest.
 
-    One step makes weights and state; the gradients of the next one, behind a validation, show the weights, and what its
-    update makes the state. Delayed scales take one more: the second step's are of one amax, the third's of a history.
+    The weights after one step, and their validation, show its gradients and its update. Delayed scales take another
+    step, which uses them. What optimizers keep from step to step is compared in test_optimizers.py and
+    test_resume_layouts.py, over four and six.
     """
-    return lasting(int(os.environ.get("LAYOUT_STEPS", 3 if precision == "fp8_delayed" else 2)))
+    return lasting(int(os.environ.get("LAYOUT_STEPS", 2 if precision == "fp8_delayed" else 1)))
 
 
 def layers_of(precision: str) -> str:

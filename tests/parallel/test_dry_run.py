@@ -17,7 +17,7 @@ from lightning_llm.plan.resolve import plan_of
 
 FULL = pytest.mark.full
 LAYOUTS = [
-    ("zero3", 4, ["parallel.reduction=native"]),
+    pytest.param("zero3", 4, ["parallel.reduction=native"], marks=FULL),
     ("fsdp_pp", 4, ["model.num_layers=4", "model.tie_embeddings=true"]),
     pytest.param("tp", 2, ["data.document_mask=true"], marks=FULL),
     pytest.param("fsdp_cp", 4, ["parallel.activation_checkpoint=full"], marks=FULL),

@@ -30,7 +30,8 @@ from lightning_llm.plan.resolve import plan_of
 FULL = pytest.mark.full
 PIECES = {token: [token % 7, 3, token % 50] for token in range(300, 310)}
 LAYOUTS = [
-    ("zero3", 2, False), ("tp", 2, True), ("pp", 2, True), ("cp", 2, False), ("hsdp", 4, True), ("pp_tp", 4, False),
+    ("zero3", 2, False), ("tp", 2, True), ("hsdp", 4, True), ("pp_tp", 4, False),
+    pytest.param("pp", 2, True, marks=FULL), pytest.param("cp", 2, False, marks=FULL),
     pytest.param("zero2", 2, True, marks=FULL), pytest.param("fsdp_cp_tp", 8, False, marks=FULL),
 ]  # fmt: skip
 SHAPE = ["model.num_heads=4", "model.num_kv_heads=2", "model.num_layers=4", "model.vocab_size=310"]

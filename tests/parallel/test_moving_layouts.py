@@ -72,13 +72,14 @@ def slowly_traced_run(config: Any) -> dict[str, Any]:
         return traced_run(config)
 
 
+def updates(traced: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [record for record in traced["curve"] if record[2] is not None]  # each leg ends with a validation
+
+
 def test_an_algorithms_state_moves_between_layouts(run):
     """Its tensors and its number are saved between two moves; data-parallel layouts go on with the bits of one rank."""
     words = ["precision.casts=eager", "checkpoint.every_steps=2"]
     words += ["schedule.total_steps=8", "trainer.validate_every_steps=null", "data.micro_batch_size=1"]
-
-    def updates(traced: dict[str, Any]) -> list[tuple[Any, ...]]:
-        return [record for record in traced["curve"] if record[2] is not None]  # each leg ends with a validation
 
     alone = updates(run("alone", "single", 1, *words, "trainer.max_steps=6", function=slowly_traced_run))
     without = updates(run("without", "single", 1, *words, "trainer.max_steps=6"))
@@ -88,6 +89,13 @@ def test_an_algorithms_state_moves_between_layouts(run):
         more = [f"trainer.max_steps={steps}", "resume=auto"]
         parts = run("parts", layout, world, *words, *more, function=slowly_traced_run)
     assert updates(parts) == alone
+
+
+@pytest.mark.full
+def test_an_algorithms_state_moves_to_a_cut_layout(run):
+    words = ["precision.casts=eager", "checkpoint.every_steps=2"]
+    words += ["schedule.total_steps=8", "trainer.validate_every_steps=null", "data.micro_batch_size=1"]
+    alone = updates(run("alone", "single", 1, *words, "trainer.max_steps=6", function=slowly_traced_run))
     run("cut", "zero3", 2, *words, "trainer.max_steps=2", function=slowly_traced_run)
     more = ["trainer.max_steps=6", "resume=auto"]
     cut = updates(run("cut", "fsdp_tp", 4, *words, *more, function=slowly_traced_run))

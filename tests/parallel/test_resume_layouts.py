@@ -45,7 +45,7 @@ def words(small_run):
 
 
 CHAINS = [
-    ("fp8_delayed", [("zero3", 2), ("hsdp", 4), ("single", 1)]),
+    pytest.param("fp8_delayed", [("zero3", 2), ("hsdp", 4), ("single", 1)], marks=pytest.mark.full),
     ("mxfp4_sr", [("single", 1), ("zero2", 4), ("ddp", 2)]),
     pytest.param("fp16", [("zero1", 4), ("single", 1), ("zero3", 4)], marks=pytest.mark.full),
     ("fp8_delayed", [("fsdp_pp", 4), ("zero3", 2), ("pp", 2)]),
