@@ -71,7 +71,7 @@ def off(ours: Trace, alone: Trace) -> dict[str, float]:
     noise = set()
     start, expected = ours["curve"][0][2], alone["curve"][0][2]
     same_start = abs(start - expected) <= SAME_START * expected
-    kinds = ("first" if same_start else "gradient", "gradient")
+    kinds = ("first" if same_start else "gradient", "gradient")[: len(alone["gradients"])]
     for kind, one, other in zip(kinds, ours["gradients"], alone["gradients"], strict=True):
         whole = torch.stack([gradient.norm() for gradient in other.values()]).norm()
         for name, gradient in other.items():
