@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
 from lightning_llm.optim.adamw_spec import AdamWFields
@@ -12,16 +13,31 @@ from lightning_llm.optim.adamw_spec import AdamWFields
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, which works on this rank's shards: an update is element by element, of whichever elements.
+
+    DTensor would look up anew, for each list of parameters and in each process, where the results of one fused kernel
+    lie: half of a rank's first step. Bits are those of torch's own.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        return has_complex
+
+
 def adamw(
     parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWFields, learning_rate: float | None = None
-) -> torch.optim.AdamW:
-    """Return torch's AdamW over `parameters`; `learning_rate`: another peak than the config's.
+) -> AdamW:
+    """Return AdamW over `parameters`; `learning_rate`: another peak than the config's.
 
     Fused kernels: one pass over parameter, gradient and both moments, on CPU and CUDA alike.
     """
     rate = config.learning_rate if learning_rate is None else learning_rate
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups_of(parameters, config), lr=rate, betas=betas, eps=config.eps, fused=True)
+    return AdamW(groups_of(parameters, config), lr=rate, betas=betas, eps=config.eps, fused=True)
 
 
 def groups_of(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:

@@ -115,14 +115,17 @@ def cases_on(worlds: tuple[int, ...], layouts: list[str], precisions: list[str])
 def covering(cases: list[Any], strength: int) -> list[Any]:
     """Return few of `cases` that hold every combination of `strength` values that occurs, picked greedily."""
 
-    def combined(case: Any) -> set:
-        return set(combinations(enumerate(case.values()), strength))
+    bits: dict[tuple[Any, ...], int] = {}  # of each combination one: sets of them are integers
 
-    open_cases = [(case, combined(case)) for case in cases]
-    wanted = set().union(*(values for _, values in open_cases))
+    def combined(case: Any) -> int:
+        found = combinations(enumerate(case.values()), strength)
+        return sum(1 << bits.setdefault(combination, len(bits)) for combination in found)
+
+    held = [combined(case) for case in cases]
+    wanted = (1 << len(bits)) - 1
     chosen = []
     while wanted:
-        case, values = max(open_cases, key=lambda each: len(each[1] & wanted))
-        chosen.append(case)
-        wanted -= values
+        most = max(range(len(cases)), key=lambda number: (held[number] & wanted).bit_count())
+        chosen.append(cases[most])
+        wanted &= ~held[most]
     return chosen
