@@ -57,7 +57,14 @@ def needed(recipe: str, folder: Path) -> list[str]:
     return [*model, *(f"data.sources.{name}.path={file}" for name in sources)]
 
 
-@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if name.startswith("sweep/")])
+SWEEPS = [name for name, _ in recipe_files() if name.startswith("sweep/")]
+IN_THE_README = ("sweep/precision_shootout", "sweep/optimizers", "sweep/gla", "sweep/replay")
+"""Whose jobs tests/packaging/test_readme.py composes, as it does all commands of the documents."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.full) if each in IN_THE_README else each for each in SWEEPS]
+)
 def test_every_sweep_composes_job_by_job_and_needs_m(recipe, tmp_path):
     with pytest.raises(ConfigError, match="Add -m"):
         compose_config([f"recipe={recipe}"])

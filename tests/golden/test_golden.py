@@ -34,7 +34,13 @@ def test_every_recipe_is_recorded_with_the_pinned_torch_and_the_same_kernels():
     assert heads[0]["torch"].split("+")[0] == pinned.group(1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+ALIKE = ("mxfp4_sr_fp8", "mxfp4_sr_norht", "mxfp4_rht_rne", "nvfp4_all_blocks", "fp16_mxfp8_hybrid")
+"""Other combinations of the casts that the others have: in `make test-full`."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=pytest.mark.full) if each in ALIKE else each for each in RECIPES]
+)
 def test_the_first_steps_are_the_recorded_bits(recipe, same_kernels, tmp_path, cache):
     assert first_difference(recorded(recipe)[1], trajectory(recipe, tmp_path, cache)) is None
 

@@ -28,7 +28,7 @@ def train(small_run, folder, *words):
     ("recipe", "more"),
     [
         ("fp8_delayed", ("parallel.activation_checkpoint=full",)),
-        ("fp8_subchannel", ("parallel=zero3",)),
+        pytest.param("fp8_subchannel", ("parallel=zero3",), marks=pytest.mark.full),
     ],
 )
 def test_a_native_run_is_the_emulated_run(recipe, more, small_run, tmp_path, hopper, capsys):

@@ -166,7 +166,9 @@ def test_from_an_earlier_step_of_its_own_folder_drops_the_later_ones(whole, tmp_
     assert same_weights(run, whole, 6)
 
 
-@pytest.mark.parametrize("phase", ["start: 0.0, end: 0.5", "start: 0.5, end: 0.84"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("start: 0.0, end: 0.5", marks=pytest.mark.full), "start: 0.5, end: 0.84"]
+)
 def test_across_a_high_precision_phase(phase, tmp_path, small_run, monkeypatch):
     monkeypatch.setattr(inductor, "why_not", lambda device_type: "the test wants it so")  # eager: no compile time
     plain = ["precision=fp8_delayed", "checkpoint.keep_last=3"]

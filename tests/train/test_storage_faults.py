@@ -116,7 +116,7 @@ def killed_at(words: list[str], run: str, count: int) -> int:
     return seen[0]
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_at_any_operation_it_goes_on_to_the_same_bits(every, begun, child, small_run):
     """From a start-up that moves a damaged checkpoint aside, through a save that prunes, to the end."""
 
