@@ -22,8 +22,8 @@ def words(folder: Path, name: str, sequences: int, length: int, steps: int, *mor
         "data=python", "data.tokenizer.kind=bytes", f"data.sequence_length={length}",
         f"data.micro_batch_size={sequences}", f"data.global_batch_size={sequences}", f"trainer.max_steps={steps}",
         "trainer.validate_every_steps=null", "data.validation.sequences=32", "checkpoint.every_steps=null",
-        "logger=none", "callbacks.sample=null", "callbacks.memory.every_steps=1", f"run.root={folder}",
-        f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}", *more,
+        "checkpoint.keep_last=1", "logger=none", "callbacks.sample=null", "callbacks.memory.every_steps=1",
+        f"run.root={folder}", f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}", *more,
     ]  # fmt: skip
 
 
