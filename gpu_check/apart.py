@@ -1,6 +1,7 @@
 """A check in a process of its own: what it is asked, its items in turn, and how it is ended by the one that asked."""
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ from gpu_check.wheels import lacking
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "the check"
 """Stands for the items of a check that are not known: it was not begun."""
+PR_SET_PDEATHSIG = 1
 OWN_SHARE = 0.93
 """Of its time, what a check plans with: it then ends by itself, and says of each item whether there was time for it."""
 
@@ -101,8 +103,16 @@ def measure(name: str, items: list[Item], journal: Journal, clock: Clock, again:
         journal.end(name, item.name, clock.now() - began)
 
 
+def end_with_caller() -> None:
+    """Have Linux end this process group when the process that started it is gone: a killed one cannot."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def main(argument: str) -> int:
     """Measure the check that is asked for."""
+    end_with_caller()
     asked: dict[str, Any] = json.loads(argument)
     check, name = Check(**asked["check"]), asked["name"]
     journal = Journal(Path(asked["file"]), Machine(**asked["machine"]), asked["commit"])

@@ -28,7 +28,7 @@ class Baseline:
         if shape not in self._made:
             inputs, outputs = LAYERS[shape]
             layer = layer_of(recipes()["bf16"], inputs, outputs)
-            self._made[shape] = step_of(torch.compile(layer), layer, inputs, outputs)
+            self._made[shape] = step_of(torch.compile(layer, dynamic=False), layer, inputs, outputs)
         return self._made[shape]
 
 

@@ -17,7 +17,7 @@ from gpu_check.call import Call
 from gpu_check.checks import RUN
 from gpu_check.journal import Journal
 from gpu_check.machine import Machine
-from gpu_check.plain_llama import PlainLlama, plain_step
+from gpu_check.plain_llama import PlainBlock, PlainLlama, plain_step
 from gpu_check.rows import Clock, Row
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
@@ -77,7 +77,8 @@ def hopper_on_cpu(engine, on_cpu, monkeypatch):
     for place in (speed, layers):
         monkeypatch.setattr(place, "milliseconds", once)
     monkeypatch.setattr(speed, "peak_flops_per_second", lambda device, dtype: 1e9)
-    monkeypatch.setattr(torch, "compile", lambda layer: layer)
+    monkeypatch.setattr(torch, "compile", lambda layer, **_: layer)
+    monkeypatch.setattr(PlainBlock, "compile", lambda block: None)
     monkeypatch.setattr(speed, "compile_blocks", lambda blocks: None)
 
 

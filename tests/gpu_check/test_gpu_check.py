@@ -224,8 +224,9 @@ def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(how, status,
     assert began == ["behind", "hangs"]  # quick has its row; what hung goes last
 
 
-def test_a_call_that_is_ended_itself_keeps_its_rows_and_leaves_nothing_behind(planted, tmp_path):
-    """As a machine's time limit ends it: SIGTERM to `python -m gpu_check` alone."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_call_that_is_ended_itself_keeps_its_rows_and_leaves_nothing_behind(number, code, planted, tmp_path):
+    """As a machine's time limit ends it: a signal to `python -m gpu_check` alone."""
     script = f"""
 import sys
 sys.path.insert(0, {str(apart.ROOT)!r})
@@ -239,8 +240,8 @@ sys.exit(call.main(["--out", {str(tmp_path / "out")!r}]))
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    call.send_signal(signal.SIGTERM)
-    assert call.wait(20) == 128 + signal.SIGTERM
+    call.send_signal(number)
+    assert call.wait(20) == code
     assert_ended(tmp_path / "pid")
     (file,) = (tmp_path / "out").glob("*.jsonl")
     found = Journal(file, Machine("d", "1", "2", None)).results("c")
