@@ -11,6 +11,7 @@ from torch import nn
 from gpu_check import setting
 from gpu_check.aims import MFU, MODEL, NATIVE_RATIO, NATIVE_STEP
 from gpu_check.call import Call
+from gpu_check.checks import RUN
 from gpu_check.journal import Journal
 from gpu_check.layers import Baseline, native_rows
 from gpu_check.plain_llama import plain_step
@@ -37,7 +38,6 @@ PLAIN_TARGET = 1.0
 ORDER = ("fp8_current", "fp8_subchannel", "fp8_delayed")
 LOOP_RATE = f"{MODEL}, bf16, our model in a loop"
 TRAIN_RATE = f"{MODEL}, bf16, train"
-RUN_NEEDS = ("hydra", "omegaconf", "lightning")
 
 
 def items(call: Call) -> list[Item]:
@@ -65,7 +65,7 @@ def sequences() -> int:
 
 def trained(call: Call) -> Iterator[Row]:
     """Yield tokens/s and model FLOPs utilisation of `lightning-llm train`, compiled: medians of the steps it times."""
-    if gone := lacking(RUN_NEEDS):
+    if gone := lacking(RUN):
         yield missing(TRAIN_RATE, f"{', '.join(gone)} not installed")
         return
     overrides = words(
