@@ -27,7 +27,7 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
         shape = AttentionShape(
             model.num_heads // degrees.tp, model.num_kv_heads // degrees.tp, model.attention_head_dim,
             config.data.sequence_length, is_masked(mixer, config, degrees.cp, device.type == "cuda"),
-            DTYPES[config.precision.compute_dtype],
+            DTYPES[config.precision.compute_dtype], shared=degrees.cp > 1,
         )  # fmt: skip
         try:
             found[layer] = kernel_of(name, shape, device)

@@ -50,6 +50,10 @@ def test_the_kernel_that_is_told_is_the_one_that_runs(name, tokens, masked):
     torch.testing.assert_close(found.double(), reference(q, k, v, mask), rtol=1e-5, atol=1e-5)
 
 
+def test_ranks_that_share_a_sequence_take_torchs_kernel():
+    assert kernel_of("auto", shape(40, masked=True)._replace(shared=True), CPU) == "flash"
+
+
 def test_what_was_chosen_ends_with_the_run_and_not_within_a_cache():
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
 

@@ -23,7 +23,10 @@ _chosen = AUTO
 
 
 class AttentionShape(NamedTuple):
-    """What a kernel is asked for: heads of one rank, elements per head, tokens of a sequence, with a mask or not."""
+    """What a kernel is asked for: heads of one rank, elements per head, tokens of a sequence, with a mask or not.
+
+    `shared`: each rank has a part of the queries, and keys that it gathers (`parallel.cp`).
+    """
 
     heads: int
     kv_heads: int
@@ -31,6 +34,12 @@ class AttentionShape(NamedTuple):
     tokens: int
     masked: bool
     dtype: torch.dtype
+    shared: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `attention_cpu` takes it on a CPU unless told otherwise."""
+        return self.tokens <= SHORT_KERNEL_TOKENS and not self.shared
 
 
 class NoKernelError(Exception):
@@ -66,7 +75,7 @@ def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
     Raises:
         NoKernelError: it has none there; the text says why, in torch's words.
     """
-    if name == SHORT or (name == AUTO and device.type == "cpu" and shape.tokens <= SHORT_KERNEL_TOKENS):
+    if name == SHORT or (name == AUTO and device.type == "cpu" and shape.is_short):
         return SHORT
     tokens = min(shape.tokens, LOOKED_AT_TOKENS)
     batch = (1, shape.heads, tokens, shape.head_dim)
