@@ -5,10 +5,12 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from gpu_check.wheels import lacking
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = "the check"
 """Stands for the items of a check that are not known: it was not begun."""
+SPOILT = re.compile(r"CUDA error|cudaError|CUBLAS_STATUS|device-side assert")
+"""What errors say after which every further use of the device fails in the same process."""
+SPOILT_CODE = 3
 PR_SET_PDEATHSIG = 1
 OWN_SHARE = 0.93
 """Of its time, what a check plans with: it then ends by itself, and says of each item whether there was time for it."""
@@ -33,13 +38,37 @@ def run_apart(
 ) -> None:
     """Have a process measure one check, which a crash or the clock may end; its rows are in the journal then.
 
+    Where it ends by itself before it is through, a part that broke the device or the process, another one goes on
+    behind that part.
+    """
+    clock, lines = Clock(seconds), journal.lines
+    while True:
+        plans, tried = journal.plans(name), journal.begun(name, lines)
+        request = {
+            "name": name, "check": check._asdict(), "file": str(journal.file), "machine": asdict(journal.machine),
+            "commit": journal.commit, "seconds": OWN_SHARE * clock.left, "again": again, "tried": sorted(tried),
+        }  # fmt: skip
+        ended = _run_once(request, environment, clock.left)
+        if ended is None:
+            return
+        if journal.plans(name) == plans:
+            journal.leave_out(name, WHOLE, _named(ended, WHOLE))
+            return
+        for item, begun in journal.unfinished(name).items():
+            if begun:
+                journal.add(name, item, _named(ended, item))
+                journal.end(name, item, 0)
+        if ended.status == "cut off" or journal.begun(name, lines) == tried:
+            for item in journal.unfinished(name):
+                journal.leave_out(name, item, cut_off(item, f"not begun: {ended.note}"))
+            return
+
+
+def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: float) -> Row | None:
+    """Run a process to its end, or to that of its time; return None where it was through, else how it ended.
+
     It leads a process group that is ended with it: whatever a check started would keep the GPU from the next one.
     """
-    request: dict[str, Any] = {
-        "name": name, "check": check._asdict(), "file": str(journal.file), "machine": asdict(journal.machine),
-        "commit": journal.commit, "seconds": OWN_SHARE * seconds, "again": again,
-    }  # fmt: skip
-    plans = journal.plans(name)
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
         tempfile.TemporaryFile("w+", errors="replace") as said,  # no pipe: a grandchild would hold it open
@@ -51,45 +80,35 @@ def run_apart(
         )  # fmt: skip
         try:
             process.wait(seconds)
-            if not process.returncode:
-                return
-            said.seek(0)
-            last = (said.read().strip().splitlines() or ["without a word"])[-1]
-            row = Row("", None, "", "error", f"exit code {process.returncode}: {last[:300]}")
         except subprocess.TimeoutExpired:
-            row = cut_off("", f"stopped after {seconds:.0f} s")
+            return cut_off("", f"stopped after {seconds:.0f} s")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    _close(name, journal, row, planned=journal.plans(name) > plans)
-
-
-def _close(name: str, journal: Journal, row: Row, planned: bool) -> None:
-    """Say of every item that the process left open how it ended: `row` of the one that was under way."""
-    if not planned:
-        journal.leave_out(name, WHOLE, _named(row, WHOLE))
-        return
-    for item, begun in journal.unfinished(name).items():
-        if begun:
-            journal.add(name, item, _named(row, item))
-            journal.end(name, item, 0)
-        else:
-            journal.leave_out(name, item, cut_off(item, f"not begun: {row.note}"))
+        if not process.returncode:
+            return None
+        said.seek(0)
+        last = (said.read().strip().splitlines() or ["without a word"])[-1]
+        return Row("", None, "", "error", f"exit code {process.returncode}: {last[:300]}")
 
 
 def _named(row: Row, what: str) -> Row:
     return Row(what, row.value, row.unit, row.status, row.note)
 
 
-def measure(name: str, items: list[Item], journal: Journal, clock: Clock, again: bool = False) -> None:
+def measure(
+    name: str, items: list[Item], journal: Journal, clock: Clock, again: bool = False, tried: Collection[str] = ()
+) -> bool:
     """Measure the items that have no rows yet, all with `again`; what did not come to its end before goes last.
 
-    Each row is written as it is found. What there is no time for is said to be cut off.
+    Each row is written as it is found. What there is no time for is said to be cut off. `tried`: items that this call
+    has begun already. Returns False where the device is of no more use to this process, and items are left.
     """
     before = journal.attempts(name)
     tries = {item.name: [each for each in before.get(item.name, []) if each.begun] for item in items}
     open_items = [item for item in items if again or not any(each.stands for each in tries[item.name])]
+    open_items = [item for item in open_items if item.name not in tried]
     journal.plan(name, [item.name for item in items], [item.name for item in open_items])
     for item in sorted(open_items, key=lambda item: 0 if again else len(tries[item.name])):
         if not clock.allows(item.seconds):
@@ -98,9 +117,14 @@ def measure(name: str, items: list[Item], journal: Journal, clock: Clock, again:
             continue
         journal.begin(name, item.name)
         began = clock.now()
+        spoilt = False
         for row in guarded(item.name, item.work):
             journal.add(name, item.name, row)
+            spoilt = spoilt or (row.status == "error" and SPOILT.search(row.note) is not None)
         journal.end(name, item.name, clock.now() - began)
+        if spoilt:
+            return False
+    return True
 
 
 def end_with_caller() -> None:
@@ -123,8 +147,8 @@ def main(argument: str) -> int:
         return 0
     call = Call(journal, clock, Path(asked["scratch"]))
     items = importlib.import_module(check.module).items(call)
-    measure(name, items, journal, clock, asked["again"])
-    return 0
+    through = measure(name, items, journal, clock, asked["again"], asked["tried"])
+    return 0 if through else SPOILT_CODE
 
 
 if __name__ == "__main__":

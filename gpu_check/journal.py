@@ -74,6 +74,16 @@ class Journal:
                 made[-1].rows.append(of_data(line))
         return found
 
+    @property
+    def lines(self) -> int:
+        """Lines of this machine that the file has."""
+        return sum(1 for _ in self._lines())
+
+    def begun(self, check: str, behind: int) -> set[str]:
+        """Return the items of a check that were begun behind so many `lines`."""
+        later = list(self._lines())[behind:]
+        return {line["item"] for line in later if line["check"] == check and line.get("event") == "began"}
+
     def unfinished(self, check: str) -> dict[str, bool]:
         """Return the items that the newest plan of a check is to measure and no line behind it ends: are they begun?"""
         found: dict[str, bool] = {}

@@ -182,11 +182,16 @@ def items(call):
         yield Row("begun", 1.0)
         if (FOLDER / "mended").exists():
             return
+        if "spoils" in CALLS:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(60); open('{FOLDER}/lived', 'w')"])
         (FOLDER / "pid").write_text(f"{child.pid} {os.getpid()}")
         os._exit(7) if "dies" in CALLS else time.sleep(60)
 
-    return [Item("quick", 0.1, quick), Item("hangs", 0.1, hangs), Item("behind", 0.1, quick)]
+    def behind():
+        yield Row("by", float(os.getpid()))
+
+    return [Item("quick", 0.1, quick), Item("hangs", 0.1, hangs), Item("behind", 0.1, behind)]
 """
 CHECK = Check("planted", "planted_check", 1, ("json",))
 
@@ -208,20 +213,34 @@ def assert_ended(pid_file, *, within=5):
     assert not (pid_file.parent / "lived").exists()  # ended, not waited for
 
 
-@pytest.mark.parametrize(("how", "status"), [("hangs", "cut off"), ("dies", "error")])
-def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(how, status, planted, journal, tmp_path):
-    apart.run_apart("c", CHECK, journal, {**planted, "PLANTED_CALLS": how}, seconds=2.5)
-    assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", status], "behind": ["cut off"]}
+def test_a_check_ends_with_all_it_started_and_the_next_call_goes_on(planted, journal, tmp_path):
+    apart.run_apart("c", CHECK, journal, planted, seconds=2.5)
+    assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "cut off"], "behind": ["cut off"]}
     assert_ended(tmp_path / "pid")
-    note = journal.results("c")["hangs"][1].note
-    assert note == ("stopped after 2 s" if how == "hangs" else "exit code 7: without a word")
+    assert journal.results("c")["hangs"][1].note == "stopped after 2 s"
     (tmp_path / "mended").touch()
     lines = len(journal.file.read_text().splitlines())
     apart.run_apart("c", CHECK, journal, planted, seconds=60)
-    assert statuses(journal) == {key: ["measured"] for key in ("quick", "hangs", "behind")}
+    assert statuses(journal) == {name: ["measured"] for name in ("quick", "hangs", "behind")}
     later = [json.loads(line) for line in journal.file.read_text().splitlines()[lines:]]
     began = [line["item"] for line in later if line.get("event") == "began"]
     assert began == ["behind", "hangs"]  # quick has its row; what hung goes last
+
+
+@pytest.mark.parametrize(
+    ("how", "note"),
+    [("dies", "exit code 7: without a word"), ("spoils", "RuntimeError: CUDA error: an illegal memory access was")],
+)
+def test_another_process_goes_on_behind_what_broke_one(how, note, planted, journal, tmp_path):
+    """A crash, or an error after which the device is of no more use to a process: a row, and the rest is made."""
+    apart.run_apart("c", CHECK, journal, {**planted, "PLANTED_CALLS": how}, seconds=60)
+    assert statuses(journal) == {"quick": ["measured"], "hangs": ["measured", "error"], "behind": ["measured"]}
+    assert journal.results("c")["hangs"][1].note.startswith(note)
+    if how == "dies":
+        assert_ended(tmp_path / "pid")
+    assert journal.plans("c") == 2
+    began = [json.loads(line)["item"] for line in journal.file.read_text().splitlines() if '"began"' in line]
+    assert began == ["quick", "hangs", "behind"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
