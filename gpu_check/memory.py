@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
+from gpu_check import setting
 from gpu_check.call import Call
 from gpu_check.rows import Item, Row, judged
 from gpu_check.runs import SideBySide, printed, words
@@ -23,9 +24,14 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def items(call: Call) -> list[Item]:
-    """Return a run of each case. They run side by side: bytes do not depend on the time."""
-    runs = SideBySide(call, "memory", {name: (_folder(name), overrides(name, call)) for name in CASES})
-    return [Item(name, 15, partial(compared, name, runs, overrides(name, call))) for name in CASES]
+    """Return a run of each case. They run side by side, for bytes do not depend on time; on a small device in turn."""
+    runs = {name: (_folder(name), overrides(name, call)) for name in CASES}
+    groups = [[name] for name in CASES] if setting.is_small_device() else [list(CASES)]
+    found = []
+    for group in groups:
+        together = SideBySide(call, "memory", {name: runs[name] for name in group})
+        found += [Item(name, 15, partial(compared, name, together, runs[name][1])) for name in group]
+    return found
 
 
 def overrides(name: str, call: Call) -> list[str]:

@@ -21,7 +21,7 @@ from gpu_check.setting import milliseconds, model_config, native_recipes, recipe
 from gpu_check.wheels import lacking
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.hardware import device_name, memory_bytes_here, peak_flops_per_second
+from lightning_llm.hardware import device_name, peak_flops_per_second
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.loss import next_token_loss_sum
@@ -30,8 +30,6 @@ from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 
 LENGTH, STEPS, WARMUP_STEPS = 2048, 40, 10
-SMALL_DEVICE_BYTES = 100e9
-"""Below it, half as many sequences: a hand-written loop keeps logits of all of a step's tokens."""
 TRAIN_SECONDS = 100.0
 """That `train` may take of the check's time, most of it to start and to compile."""
 PLAIN_TARGET = 1.0
@@ -59,8 +57,8 @@ def items(call: Call) -> list[Item]:
 
 
 def sequences() -> int:
-    """Return the sequences of a step: one micro-batch."""
-    return 4 if (memory_bytes_here(setting.DEVICE) or 0) < SMALL_DEVICE_BYTES else 8
+    """Return the sequences of a step, one micro-batch: a hand-written loop keeps logits of all their tokens."""
+    return 4 if setting.is_small_device() else 8
 
 
 def trained(call: Call) -> Iterator[Row]:

@@ -418,6 +418,16 @@ def test_curves_ask_compare_for_the_verdict(small_run, call, tmp_path):
     assert curves.verdict_row("one", "native", None).status == "not available"
 
 
+@pytest.mark.parametrize(("gigabytes", "processes"), [(151, 1), (85, len(memory.CASES))])
+def test_memorys_runs_go_side_by_side_where_the_device_holds_them(gigabytes, processes, call, monkeypatch):
+    monkeypatch.setattr(setting, "memory_bytes_here", lambda device: gigabytes * 10**9)
+    monkeypatch.setattr(memory, "compared", lambda name, runs, words: iter([Row(name, float(id(runs)))]))
+    found = measured("memory", memory, call)
+    assert [row.what for row in found] == list(memory.CASES)
+    assert len({row.value for row in found}) == processes
+    assert speed.sequences() == (8 if processes == 1 else 4)
+
+
 def test_memory_is_held_against_what_plan_says(call, monkeypatch):
     for name in memory.CASES:
         assert compose_config(memory.overrides(name, call)).trainer.max_steps == memory.STEPS
