@@ -69,7 +69,7 @@ bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); re
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # Offline, on a machine without .venv, the Python that has torch does; what else it lacks comes from wheels in carry/.
-gpu-check:  ## what needs a GPU, under nine minutes (ARGS="G1 G2 ...": some of it); results go to benchmarks/results/
+gpu-check:  ## what needs a GPU, under nine minutes; a second call goes on (ARGS="speed ...": some of it)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m gpu_check $(ARGS)
 
 clean:  ## remove .venv and caches (outputs/ stays)

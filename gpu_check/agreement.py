@@ -1,14 +1,16 @@
-"""G2: what Transformer Engine quantises and multiplies against our emulation, and compiled casts against eager ones."""
+"""Agreement of Transformer Engine's codes, scales and products with our emulation's, of compiled casts with eager's."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_check import setting
+from gpu_check import library, setting
+from gpu_check.call import Call
 from gpu_check.library import layer_of, relative
-from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.rows import Item, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.precision import inductor
@@ -27,32 +29,29 @@ PRODUCT_LIMIT = 5e-3
 number (2^-8)."""
 
 
-def check(clock: Clock) -> Iterator[Row]:
-    """Yield agreement for every native recipe, then what becomes of those that this GPU lacks."""
+def items(call: Call) -> list[Item]:
+    """Return the library, every native recipe, those that this GPU lacks, and every recipe's compiled casts."""
     here = setting.here()
+    native = [recipe for recipe, _ in native_recipes().values()]
+    quantising = [recipe for recipe in recipes().values() if recipe.quantises]
+    emulated = [recipe for recipe in quantising if decide(recipe, here).runs == "emulated"]
+    found = [Item("Transformer Engine", 2, library.admitted)]
     if here.library_problem is not None:
-        yield missing("native recipes", here.library_problem)
-    for name, (recipe, _) in native_recipes().items():
-        if not clock.allows(6):
-            yield missing(name, "out of time")
-            continue
-        yield from guarded(f"{name}: operands", operands, recipe)
-        yield from guarded(f"{name}: products", products, recipe)
-        if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
-            yield from guarded(f"{name}: history", history, recipe)
-    for name, recipe in recipes().items():
-        if recipe.quantises and decide(recipe, here).runs == "emulated":
-            if not clock.allows(2):
-                yield missing(name, "out of time")
-                continue
-            yield from guarded(name, fallback, recipe)
-    for name, recipe in sorted(recipes().items(), key=lambda named: decide(named[1], here).runs == "native"):
-        if not recipe.quantises:
-            continue
-        if not clock.allows(8):
-            yield missing(f"{name}: compiled casts", "out of time")
-            continue
-        yield from guarded(f"{name}: compiled casts", compiled_casts, recipe)
+        problem = here.library_problem
+        found.append(Item("native recipes", 0, lambda: iter([missing("native recipes", problem)])))
+    found += [Item(recipe.name, 6, partial(agreed, recipe)) for recipe in native]
+    found += [Item(f"{recipe.name}: fallback", 2, partial(fallback, recipe)) for recipe in emulated]
+    casts = [*emulated, *native]  # where a recipe runs natively, less hangs on its compiled casts
+    return [*found, *(Item(f"{recipe.name}: compiled casts", 8, partial(compiled_casts, recipe)) for recipe in casts)]
+
+
+def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield a native recipe's codes and scales, its products, its history where it has one, and its exactness."""
+    yield from guarded(f"{recipe.name}: operands", operands, recipe)
+    yield from guarded(f"{recipe.name}: products", products, recipe)
+    if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
+        yield from guarded(f"{recipe.name}: history", history, recipe)
+    yield from guarded(f"{recipe.name}: exactness", library.exactness, recipe.name, recipe)
 
 
 def tensors() -> dict[str, Tensor]:

@@ -1,20 +1,17 @@
-"""G5: training runs of a 100M-class model by the command line, same seed and data: every native recipe against bf16."""
+"""Loss curves of a 100M-class model by `lightning-llm train`, same seed and data: every native recipe against bf16."""
 
-import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from gpu_check.rows import Clock, Row, guarded, judged, missing
-from gpu_check.setting import model_config, native_recipes, recipes
+from gpu_check.call import Call
+from gpu_check.rows import Item, Row, guarded, judged, missing
+from gpu_check.runs import Run, SideBySide, printed, words
+from gpu_check.setting import native_recipes
 from gpu_check.wheels import lacking
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, LENGTH, SEQUENCES = 200, 1024, 8
 LAST = 20
 MARGIN = 0.01
@@ -22,94 +19,55 @@ MARGIN = 0.01
 VOCABULARY = 512
 
 
-def words(recipe: str, folder: Path, name: str) -> list[str]:
-    """Return the overrides of one run."""
-    return [
-        "model=llama_160m", f"model.vocab_size={VOCABULARY}", "data=python", "data.tokenizer.kind=bytes",
-        f"data.sequence_length={LENGTH}", f"data.micro_batch_size={SEQUENCES}", f"data.global_batch_size={SEQUENCES}",
-        f"precision={recipe}", "precision.casts=eager", f"trainer.max_steps={STEPS}",
-        f"trainer.validate_every_steps={STEPS}", "data.validation.sequences=32",
-        "checkpoint.every_steps=null", "schedule.warmup_steps=20",
-        "optim.learning_rate=6e-4", "logger=none", "callbacks.sample=null", f"run.root={folder}",
-        f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}",
-    ]  # fmt: skip
+def overrides(recipe: str, call: Call) -> list[str]:
+    """Return the overrides of one recipe's run."""
+    more = (
+        "model=llama_160m", f"model.vocab_size={VOCABULARY}", f"precision={recipe}", "precision.casts=eager",
+        "schedule.warmup_steps=20", "optim.learning_rate=6e-4",
+    )  # fmt: skip
+    return words(call.scratch, recipe, SEQUENCES, LENGTH, STEPS, *more)
 
 
-def check(clock: Clock) -> Iterator[Row]:
-    """Yield bf16's run with its price over a plain loop, then every native recipe's gap to it."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if problem := finish(start("bf16", folder), clock.left):
-            yield Row("bf16", None, "", "error", problem)
-            return
-        yield from guarded("trainer over a plain loop", overhead, folder)
-        names = list(native_recipes())
-        if not names:
-            yield missing("native recipes", "this machine runs none natively")
-        runs = {name: start(name, folder) for name in names}  # side by side: start-up is most of their time
-        done = []
-        for name, run in runs.items():
-            if problem := finish(run, clock.left):
-                yield missing(name, problem)
-                continue
-            done.append(name)
-            yield from guarded(name, gap, name, folder)
-        if done:
-            yield from guarded("verdicts", verdicts, done, folder, clock)
+def items(call: Call) -> list[Item]:
+    """Return each native recipe, whose run goes beside bf16's and the others'."""
+    names = list(native_recipes())
+    if not names:
+        return [Item("native recipes", 0, lambda: iter([missing("native recipes", "this machine runs none natively")]))]
+    runs = SideBySide(call, "curves", {name: (name, overrides(name, call)) for name in ["bf16", *names]}, ("bf16",))
+    return [Item(name, 30, partial(curve, name, runs, call)) for name in names]
 
 
-def start(recipe: str, folder: Path) -> subprocess.Popen[str]:
-    """Start one run."""
-    command = [sys.executable, "-m", "lightning_llm", "train", *words(recipe, folder, recipe)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def curve(name: str, runs: SideBySide, call: Call) -> Iterator[Row]:
+    """Yield a recipe's gap to bf16 at the end, then `compare`'s verdict."""
+    base, ours = runs.finished("bf16"), runs.finished(name)
+    yield gap(name, ours, base)
+    yield from guarded(f"{name}: verdict", verdict, name, ours, base, call)
 
 
-def finish(run: subprocess.Popen[str], seconds: float) -> str | None:
-    """Wait for a run; return what went wrong, or None."""
-    try:
-        said, _ = run.communicate(timeout=max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        run.kill()
-        run.communicate()
-        return "out of time"
-    return None if run.returncode == 0 else f"exit code {run.returncode}: {(said.strip().splitlines() or [''])[-1]}"
-
-
-def losses(run: Path) -> list[float]:
-    """Return the losses of a run's steps."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [float(record["loss"]) for record in records if "loss" in record]
-
-
-def how_it_ran(run: Path) -> str:
-    """Return what a run's summary says of its casts: native, or that they fell back."""
-    return str(json.loads((run / "summary.json").read_text())["precision"]["runs"])
-
-
-def gap(name: str, folder: Path) -> Iterator[Row]:
-    """Yield the relative gap of a recipe's last losses to bf16's; one that ran emulated is off, whatever its gap."""
-    ours, base = losses(folder / name), losses(folder / "bf16")
-    end, wanted = statistics.fmean(ours[-LAST:]), statistics.fmean(base[-LAST:])
-    relative, runs = (end - wanted) / wanted, how_it_ran(folder / name)
-    what = f"{name} ({runs}): gap of the last {LAST} of {len(ours)} losses to bf16's"
+def gap(name: str, ours: Run, base: Run) -> Row:
+    """Return the relative gap of a run's last losses to bf16's; one that ran emulated is off, whatever its gap."""
+    end, wanted = (statistics.fmean(record["loss"] for record in run.records()[-LAST:]) for run in (ours, base))
+    relative, runs = (end - wanted) / wanted, how_it_ran(ours)
+    what = f"{name} ({runs}): gap of the last {LAST} of {len(ours.records())} losses to bf16's"
     holds = math.isfinite(relative) and abs(relative) <= MARGIN and runs == "native"
-    yield judged(what, 100 * relative, "%", holds, f"native, at most {100 * MARGIN:g} % of {wanted:.4f}; one seed")
+    return judged(what, 100 * relative, "%", holds, f"native, at most {100 * MARGIN:g} % of {wanted:.4f}; one seed")
 
 
-def verdicts(names: list[str], folder: Path, clock: Clock) -> Iterator[Row]:
-    """Yield `lightning-llm compare`'s verdict on each run against bf16's: lossless is ok, lossy is off."""
-    if gone := lacking(("scipy", "matplotlib")):
-        yield missing("verdicts", f"{', '.join(gone)} not installed")
+def how_it_ran(run: Run) -> str:
+    """Return what a run's summary says of its casts: native, or that they fell back."""
+    return str(run.summary()["precision"]["runs"])
+
+
+def verdict(name: str, ours: Run, base: Run, call: Call) -> Iterator[Row]:
+    """Yield `lightning-llm compare`'s verdict on a run against bf16's: lossless is ok, lossy is off."""
+    if gone := lacking(("scipy", "matplotlib", "jinja2")):
+        yield missing(f"{name}: verdict", f"{', '.join(gone)} not installed")
         return
-    command = [sys.executable, "-m", "lightning_llm", "compare", "--json", "--baseline", "precision=bf16"]
-    command += ["--output", str(folder / "compare"), *(str(folder / name) for name in ("bf16", *names))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, clock.left), check=False)
-    if not done.stdout.strip():
-        yield Row("verdicts", None, "", "error", (done.stderr.strip().splitlines() or ["nothing was said"])[-1][:300])
-        return
-    found = {row["name"]: row for row in json.loads(done.stdout)["verdicts"]}
-    for name in names:
-        yield verdict_row(name, how_it_ran(folder / name), found.get(name))
+    found = printed(
+        "compare", "--json", "--baseline", "precision=bf16", "--output", str(call.scratch / f"compare-{name}"),
+        str(base.folder), str(ours.folder),
+    )["verdicts"]  # fmt: skip
+    yield verdict_row(name, how_it_ran(ours), next((row for row in found if row["name"] == name), None))
 
 
 def verdict_row(name: str, runs: str, verdict: dict[str, Any] | None) -> Row:
@@ -122,15 +80,3 @@ def verdict_row(name: str, runs: str, verdict: dict[str, Any] | None) -> Row:
     if verdict["verdict"] == "inconclusive":
         return Row(what, verdict["gap"], "", "measured", f"inconclusive: {verdict['reason']}"[:200])
     return judged(what, verdict["gap"], "", verdict["verdict"] == "lossless", verdict["verdict"])
-
-
-def overhead(folder: Path) -> Iterator[Row]:
-    """Yield the Trainer's median step over a hand-written loop's at the same shape, neither compiled."""
-    from gpu_check.speed import plain_loop
-
-    records = [json.loads(line) for line in (folder / "bf16" / "metrics.jsonl").read_text().splitlines()]
-    step = statistics.median(record["step_seconds"] for record in records[STEPS // 4 :] if "step_seconds" in record)
-    config = model_config("llama_160m", vocab_size=VOCABULARY)
-    plain = plain_loop(config, recipes()["bf16"], SEQUENCES, LENGTH, compiled=False)
-    text = f"<= 1.05; {1e3 * step:.1f} and {1e3 * plain:.1f} ms"
-    yield judged("bf16: a step of train over a hand-written loop's", step / plain, "", step / plain <= 1.05, text)

@@ -1,6 +1,6 @@
-"""G1: Transformer Engine loads, says of the device what we say, and its products agree with fp32's."""
+"""Transformer Engine by itself: it loads, says of the device what we say, and its products agree with fp32's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 from gpu_check import setting
-from gpu_check.rows import Clock, Row, guarded, judged, missing
-from gpu_check.setting import milliseconds, native_recipes, recipes
+from gpu_check.rows import Row, guarded, judged, missing
+from gpu_check.setting import recipes
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.precision.native.decide import decide, device_problems
 from lightning_llm.precision.native.express import Kind, native_recipe
 from lightning_llm.precision.native.transformer_engine import engine
 
 SHAPES = ((512, 1024, 768), (2048, 4096, 2048))  # tokens, inputs, outputs
-SIZE = 4096
 LIMITS = {"e4m3": 0.05, "e5m2": 0.09, "e2m1": 0.35}
 """Relative error of a product, by its coarsest format: an element rounded to m mantissa bits is off by 2^-m / sqrt(12)
 of its binade on average, both operands count, and there is room for a half."""
@@ -29,23 +28,15 @@ ASKS: dict[Kind, str] = {
 }
 
 
-def check(clock: Clock) -> Iterator[Row]:
-    """Yield what the library is, what it admits, how exact it is, and how fast one product is."""
+def admitted() -> Iterator[Row]:
+    """Yield what the library is and what it admits."""
     here = setting.here()
     if here.library_problem is not None:
         yield missing("Transformer Engine", here.library_problem)
         return
     yield Row("Transformer Engine", None, "", "ok", f"{here.library}, CUDA {here.cuda}, {here.device}")
     yield from guarded("what it admits", admits)
-    yield from guarded("bf16", exactness, "bf16", recipes()["bf16"])
-    base: dict[str, Callable[[], None]] = {}
-    for name, (recipe, _) in {"bf16": (recipes()["bf16"], None), **native_recipes()}.items():
-        if not clock.allows(4):
-            yield missing(name, "out of time")
-            continue
-        if recipe.quantises:
-            yield from guarded(name, exactness, name, recipe)
-        yield from guarded(name, speed, name, recipe, base)
+    yield from guarded("bf16: exactness", exactness, "bf16", recipes()["bf16"])
 
 
 def admits() -> Iterator[Row]:
@@ -108,28 +99,3 @@ def exactness(name: str, recipe: PrecisionConfig) -> Iterator[Row]:
         errors = [relative(a, b) for a, b in zip((y, operand.grad, layer.weight.grad), wanted, strict=True)]
         what = f"{name}, {tokens} x {inputs} x {outputs}: largest error of y, dx, dw"
         yield judged(what, max(errors), "", max(errors) < limit, f"< {limit}")
-
-
-def speed(name: str, recipe: PrecisionConfig, base: dict[str, Callable[[], None]]) -> Iterator[Row]:
-    """Yield the speed of one square layer, forward and backward, and its ratio to bf16's, which it takes turns with.
-
-    `base` is given bf16's work, and has it for the others.
-    """
-    layer = layer_of(recipe, SIZE, SIZE)
-    x = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16().requires_grad_()
-    dy = torch.randn(SIZE, SIZE, device=setting.DEVICE).bfloat16()
-
-    def both() -> None:
-        x.grad = layer.weight.grad = None
-        layer(x).backward(dy)
-
-    taken = milliseconds({**base, name: both})
-    flops = 6 * SIZE**3 / (taken[name] * 1e-3) / 1e12
-    what = f"{name}, {SIZE} cubed, fp32 masters, forward and backward"
-    yield Row(what, flops, "TFLOP/s", "measured", f"{taken[name]:.3f} ms")
-    if not recipe.quantises:
-        base[name] = both
-    elif "bf16" in taken:
-        yield Row(f"{name}, the same, bf16's time over it", taken["bf16"] / taken[name], "")
-    else:
-        yield missing(f"{name}, the same, bf16's time over it", "no bf16 baseline")

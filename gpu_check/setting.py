@@ -11,12 +11,15 @@ import yaml
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
+from lightning_llm.hardware import memory_bytes_here
 from lightning_llm.plan.matrix import shipped_recipes
 from lightning_llm.precision.native.capability import Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
 
 DEVICE = "cuda"
 WARMUP_SECONDS = 0.3
+SMALL_DEVICE_BYTES = 100e9
+"""Below it, an H100's 80 GiB say, work that holds much takes less at once."""
 
 
 def recipes() -> dict[str, PrecisionConfig]:
@@ -31,6 +34,11 @@ def model_config(name: str, **keys: Any) -> ModelConfig:
     if keys:
         values["parameters_published"] = None
     return ModelConfig.model_validate(values)
+
+
+def is_small_device() -> bool:
+    """Return whether the device has less than SMALL_DEVICE_BYTES, or does not say."""
+    return (memory_bytes_here(DEVICE) or 0) < SMALL_DEVICE_BYTES
 
 
 def here() -> Capability:

@@ -1,15 +1,25 @@
-"""G4: how fast native and emulated recipes are against compiled bf16: 8b-class layers, a 1b-class model's training."""
+"""Speed of a 1B model's training: `train` in compiled bf16 against a hand-written loop, and native FP8 against bf16."""
 
 import gc
+import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from gpu_check import setting
-from gpu_check.library import layer_of
-from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.aims import MFU, MODEL, NATIVE_RATIO, NATIVE_STEP
+from gpu_check.call import Call
+from gpu_check.checks import RUN
+from gpu_check.journal import Journal
+from gpu_check.layers import Baseline, native_rows
+from gpu_check.plain_llama import plain_step
+from gpu_check.rows import Clock, Item, Row, judged, missing
+from gpu_check.runs import Run, words
 from gpu_check.setting import milliseconds, model_config, native_recipes, recipes
+from gpu_check.wheels import lacking
+from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.hardware import device_name, peak_flops_per_second
 from lightning_llm.model.decoder import Decoder
@@ -19,134 +29,112 @@ from lightning_llm.parallel.compile import compile_blocks
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.train.quantisation import Quantisation
 
-TOKENS = 8192
-LAYERS = {"o_proj": (4096, 4096), "up_proj": (4096, 14336), "down_proj": (14336, 4096)}
-SEQUENCES, LENGTH = 4, 2048
-NATIVE_TARGET, EMULATED_TARGET = 1.0, 1.5
-EMULATED = ("fp8_current", "fp8_subchannel", "mxfp8", "nvfp4_all_blocks", "mxfp4_sr")
+LENGTH, STEPS, WARMUP_STEPS = 2048, 40, 10
+TRAIN_SECONDS = 100.0
+"""That `train` may take of the check's time, most of it to start and to compile."""
+PLAIN_TARGET = 1.0
 ORDER = ("fp8_current", "fp8_subchannel", "fp8_delayed")
-TRAINED_EMULATED = "mxfp8"
-NO_BASE = "no bf16 baseline"
-Work = Callable[[], None]
+LOOP_RATE = f"{MODEL}, bf16, our model in a loop"
+TRAIN_RATE = f"{MODEL}, bf16, train"
 
 
-def check(clock: Clock) -> Iterator[Row]:
-    """Yield layers first, then whole training steps, then the emulation's price, as far as the time goes."""
+def items(call: Call) -> list[Item]:
+    """Return the steps in bf16, those of three native recipes, then layers of every native one."""
     native = {name: recipe for name, (recipe, _) in native_recipes().items()}
+    baseline = Baseline()
     first = [name for name in ORDER if name in native]
-    base: dict[str, Work] = {}
-    yield from guarded("layers in bf16", base_layers, base)
-    for name in (*first, *(name for name in native if name not in ORDER)):
-        if not clock.allows(5):
-            yield missing(f"layers under {name}", "out of time")
-            continue
-        yield from guarded(f"layers under {name}", layers, f"{name}, native", native[name], base)
+    found = [
+        Item("train", 40, partial(trained, call)),
+        Item("hand-written loop", 25, partial(hand_written, call.journal)),
+        Item("our model in a loop", 20, partial(in_a_loop, recipes()["bf16"], call.journal)),
+        *(Item(name, 20, partial(in_a_loop, native[name], call.journal)) for name in first),
+    ]
     if not native:
-        yield missing("native recipes", setting.here().library_problem or "this GPU has none")
-    steps: dict[str, float] = {}
-    for name, recipe in {**{name: recipes()[name] for name in ("bf16", *first)}, **_emulated(TRAINED_EMULATED)}.items():
-        if not clock.allows(25):
-            yield missing(f"llama_1b under {name}", "out of time")
-            continue
-        yield from guarded(f"llama_1b under {name}", training, recipe, steps)
-    for name, recipe in _emulated(*EMULATED).items():
-        if not clock.allows(15):
-            yield missing(f"layers under {name}", "out of time")
-            continue
-        yield from guarded(f"layers under {name}", layers, name, recipe, base)
+        why = setting.here().library_problem or "this GPU has no native recipe"
+        return [*found, Item("native FP8", 0, lambda: iter([missing(NATIVE_STEP, why)]))]
+    behind = [*first, *(name for name in native if name not in first)]
+    return [*found, *(Item(f"layers, {name}", 5, partial(native_rows, native[name], baseline)) for name in behind)]
 
 
-def _emulated(*names: str) -> dict[str, PrecisionConfig]:
-    return {f"{name}, emulated": recipes()[name].model_copy(update={"backend": "emulated"}) for name in names}
+def sequences() -> int:
+    """Return the sequences of a step, one micro-batch: a hand-written loop keeps logits of all their tokens."""
+    return 4 if setting.is_small_device() else 8
 
 
-def base_layers(base: dict[str, Work]) -> Iterator[Row]:
-    """Yield the time of each 8b-class layer in compiled bf16, and put its work into `base`, by shape."""
-    for shape, (inputs, outputs) in LAYERS.items():
-        layer = layer_of(recipes()["bf16"], inputs, outputs)
-        work = step_of(torch.compile(layer), layer, inputs, outputs)
-        taken = milliseconds({"bf16": work})["bf16"]
-        base[shape] = work
-        yield Row(_what(shape, "bf16, compiled"), taken, "ms", "measured", _rate(shape, taken))
+def trained(call: Call) -> Iterator[Row]:
+    """Yield tokens/s and model FLOPs utilisation of `lightning-llm train`, compiled: medians of the steps it times."""
+    if gone := lacking(RUN):
+        yield missing(TRAIN_RATE, f"{', '.join(gone)} not installed")
+        return
+    overrides = words(
+        call.scratch, "run", sequences(), LENGTH, STEPS, f"model={MODEL}", "precision=bf16", "trainer.compile=true",
+        f"callbacks.throughput.warmup_steps={WARMUP_STEPS}",
+    )  # fmt: skip
+    run = Run(call.scratch / "run", overrides)
+    run.finish(Clock(min(call.clock.left, TRAIN_SECONDS)), STEPS)
+    rates = [record["tokens_per_second"] for record in run.timed()]
+    waited = sum(record["data_seconds"] for record in run.timed())
+    spread = f"{len(rates)} steps, {min(rates):.0f} to {max(rates):.0f}; {waited / len(rates) * 1e3:.1f} ms for data"
+    yield from rate_rows(TRAIN_RATE, "train", statistics.median(rates), spread)
 
 
-def layers(name: str, recipe: PrecisionConfig, base: dict[str, Work]) -> Iterator[Row]:
-    """Yield compiled bf16's time over the recipe's, forward and backward of each 8b-class layer with fp32 masters."""
-    for shape, (inputs, outputs) in LAYERS.items():
-        layer = layer_of(recipe, inputs, outputs)
-        layer.keys = torch.arange(9, device=setting.DEVICE)
-        baseline = {"bf16": base[shape]} if shape in base else {}
-        taken = milliseconds({**baseline, name: step_of(layer, layer, inputs, outputs)})
-        what, figures = (
-            f"{_what(shape, name)}: bf16's time over it",
-            f"{taken[name]:.3f} ms, {_rate(shape, taken[name])}",
-        )
-        if not baseline:
-            yield missing(what, f"{NO_BASE}; {figures}")
-            continue
-        ratio = taken["bf16"] / taken[name]
-        holds, target = _judge(ratio, name.endswith("native"))
-        yield judged(what, ratio, "", holds, f"{target}; {figures}")
-
-
-def _judge(ratio: float, native: bool) -> tuple[bool, str]:
-    """Return whether bf16's time over a recipe's is what it should be, and what that is."""
-    if native:
-        return ratio >= NATIVE_TARGET, f">= {NATIVE_TARGET}"
-    least = 1 / EMULATED_TARGET
-    return ratio >= least, f">= {least:.2f} (at most {EMULATED_TARGET} times slower)"
-
-
-def _what(shape: str, name: str) -> str:
-    return f"{shape} {TOKENS} x {LAYERS[shape][0]} x {LAYERS[shape][1]}, {name}"
-
-
-def _rate(shape: str, taken: float) -> str:
-    return f"{6 * TOKENS * LAYERS[shape][0] * LAYERS[shape][1] / (taken * 1e-3) / 1e12:.0f} TFLOP/s"
-
-
-def step_of(
-    call: Callable[[torch.Tensor], torch.Tensor], layer: nn.Module, inputs: int, outputs: int
-) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer once."""
-    x = torch.randn(TOKENS, inputs, device=setting.DEVICE).bfloat16().requires_grad_()
-    dy = torch.randn(TOKENS, outputs, device=setting.DEVICE).bfloat16()
-
-    def step() -> None:
-        x.grad = None
-        for parameter in layer.parameters():
-            parameter.grad = None
-        call(x).backward(dy)
-
-    return step
-
-
-def training(recipe: PrecisionConfig, steps: dict[str, float]) -> Iterator[Row]:
-    """Yield tokens/s, model FLOPs utilisation (of bf16's peak) and the ratio to bf16 of a plain loop over llama_1b.
-
-    Blocks are compiled, but for emulated casts, which are compiled by themselves, as in a run.
-    """
-    config = model_config("llama_1b", max_sequence_length=LENGTH)
-    runs = decide(recipe, setting.here()).runs
+def hand_written(journal: Journal) -> Iterator[Row]:
+    """Yield tokens/s of the plain model in a loop without anything of ours, compiled whole, and train's over them."""
+    config = model_config(MODEL, max_sequence_length=LENGTH)
     try:
-        seconds = plain_loop(config, recipe, SEQUENCES, LENGTH, compiled=runs == "native")
+        step = plain_step(config, sequences(), LENGTH, setting.DEVICE, compiled=True)
+        rate = sequences() * LENGTH / timed(step)
+    finally:
+        free_memory()
+    yield Row(f"{MODEL}, bf16, hand-written loop", rate, "tokens/s", "measured", shape())
+    what, ours = f"{MODEL}, bf16: train's tokens/s over a hand-written loop's", journal.value("speed", TRAIN_RATE)
+    if ours is None:
+        yield missing(what, "train has no tokens/s here")
+        return
+    yield judged(what, ours / rate, "times", ours / rate >= PLAIN_TARGET, f">= {PLAIN_TARGET}")
+
+
+def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
+    """Yield tokens/s of our model in a hand-written loop with its blocks compiled, and for other recipes than bf16,
+    bf16's time over it."""
+    config = model_config(MODEL, max_sequence_length=LENGTH)
+    try:
+        rate = sequences() * LENGTH / timed(our_step(config, recipe, sequences(), LENGTH, compiled=True))
     finally:
         free_memory()
     if not recipe.quantises:
-        steps[recipe.name] = seconds
-    rate = SEQUENCES * LENGTH / seconds
+        yield from rate_rows(LOOP_RATE, "our model in a loop", rate, shape())
+        return
+    yield Row(f"{MODEL}, {recipe.name}, native, our model in a loop", rate, "tokens/s", "measured", shape())
+    what, base = f"{NATIVE_STEP} {recipe.name}", journal.value("speed", LOOP_RATE)
+    if base is None:
+        yield missing(what, "no bf16 baseline")
+        return
+    yield judged(what, rate / base, "times", rate / base >= NATIVE_RATIO, f">= {NATIVE_RATIO}")
+
+
+def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:
+    """Yield tokens/s, and what they are of the device's peak in bf16 where that is known; see `lightning_llm.hardware`
+    and `lightning_llm.model.flops`."""
+    yield Row(what, rate, "tokens/s", "measured", note)
     peak = peak_flops_per_second(device_name(torch.device(setting.DEVICE)), "bf16")
-    used = "" if peak is None else f"{100 * rate * flops_per_token(config, LENGTH) / peak:.1f} % of bf16's peak"
-    name = f"{recipe.name}, {runs}" if recipe.quantises else f"{recipe.name}, compiled"
-    yield Row(f"llama_1b, {SEQUENCES} x {LENGTH} tokens, {name}", rate, "tokens/s", "measured", used)
-    if not recipe.quantises:
+    config = model_config(MODEL, max_sequence_length=LENGTH)
+    if peak is None:
+        yield missing(f"{MFU} {whose}", "no table has this device's peak in bf16")
         return
-    what = f"llama_1b, a step, {name}: compiled bf16's time over it"
-    if "bf16" not in steps:
-        yield missing(what, NO_BASE)
-        return
-    ratio = steps["bf16"] / seconds
-    yield judged(what, ratio, "", *_judge(ratio, runs == "native"))
+    per_token = flops_per_token(config, LENGTH)
+    text = f"of {peak / 1e12:.4g} TFLOP/s dense; {per_token:.4g} FLOPs a token"
+    yield Row(f"{MFU} {whose}", 100 * rate * per_token / peak, "%", "measured", text)
+
+
+def shape() -> str:
+    """Return what a step is made of, in words."""
+    return f"{sequences()} x {LENGTH} tokens a step"
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Return the seconds of a step."""
+    return milliseconds({"step": step}, repeats=3, rounds=3)["step"] * 1e-3
 
 
 def free_memory() -> None:
@@ -156,11 +144,14 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def plain_loop(config: object, recipe: PrecisionConfig, sequences: int, length: int, compiled: bool) -> float:
-    """Return the seconds of one step of a hand-written loop: forward, backward, clipping, fused AdamW."""
+def our_step(
+    config: ModelConfig, recipe: PrecisionConfig, sequences: int, length: int, compiled: bool
+) -> Callable[[], None]:
+    """Return a function that takes a step of a hand-written loop over our model: forward, backward, clipping, fused
+    AdamW. With `compiled` its blocks are; emulated casts are compiled by themselves, as in a run."""
     quantisation = Quantisation(recipe, 0, 100, decide(recipe, setting.here()))
     with torch.device("meta"):
-        model = Decoder(config, compute_dtype=torch.bfloat16)  # type: ignore[arg-type]
+        model = Decoder(config, compute_dtype=torch.bfloat16)
     quantisation.swap(model, model.config.num_layers, setting.DEVICE)
     if compiled:
         compile_blocks(model.blocks)
@@ -184,4 +175,4 @@ def plain_loop(config: object, recipe: PrecisionConfig, sequences: int, length: 
         quantisation.end_step(model, lambda amax: amax)
         taken += 1
 
-    return milliseconds({"step": step}, repeats=3, rounds=3)["step"] * 1e-3
+    return step

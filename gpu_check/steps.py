@@ -1,16 +1,20 @@
-"""G3: the tests that are marked for a GPU, and training steps of every recipe on a small model."""
+"""Tests that are marked for a GPU, and training steps of every recipe on a small model."""
 
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gpu_check import setting
-from gpu_check.rows import Clock, Row, guarded, judged, missing
+from gpu_check.call import Call
+from gpu_check.journal import Journal
+from gpu_check.rows import Clock, Item, OutOfTimeError, Row, judged, missing
 from gpu_check.setting import model_config, recipes
 from gpu_check.wheels import lacking
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -29,26 +33,23 @@ STEPS = 3
 MARK = re.compile(r"^(pytestmark =|@)\s*pytest\.mark\.gpu\b", re.MULTILINE)
 
 
-def check(clock: Clock) -> Iterator[Row]:
-    """Yield a row for the tests, and one for each recipe."""
-    losses: dict[str, float] = {}
+def items(call: Call) -> list[Item]:
+    """Return the tests, then each recipe's steps: bf16's first, which others are held against."""
     names = sorted(recipes(), key=lambda name: (name != "bf16", name))
-    for name in names:
-        if not clock.allows(3):
-            yield missing(name, "out of time")
-            continue
-        yield from guarded(name, one_recipe, recipes()[name], losses)
-    yield from guarded("tests marked gpu", marked_tests, clock)
+    trained = [Item(name, 3, partial(one_recipe, recipes()[name], call.journal)) for name in names]
+    return [Item("tests marked gpu", 10, partial(marked_tests, call.clock)), *trained]
 
 
-def one_recipe(recipe: PrecisionConfig, losses: dict[str, float]) -> Iterator[Row]:
+def one_recipe(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
     """Yield whether three steps of training end near bf16's loss."""
-    decision = decide(recipe, setting.here())
-    loss = train(recipe)
-    losses[recipe.name] = loss
-    far = abs(loss - losses["bf16"])
-    what = f"{recipe.name} ({decision.runs}): loss after {STEPS} steps"
-    yield judged(what, loss, "", far < 0.1 * losses["bf16"], f"within 10 % of bf16's {losses['bf16']:.4f}")
+    decision, loss = decide(recipe, setting.here()), train(recipe)
+    what = f"loss after {STEPS} steps, {recipe.name}"
+    base = loss if recipe.name == "bf16" else journal.value("steps", f"loss after {STEPS} steps, bf16")
+    if base is None:
+        yield Row(what, loss, "", "measured", f"{decision.runs}; no bf16 baseline")
+        return
+    holds = math.isfinite(loss) and abs(loss - base) < 0.1 * base
+    yield judged(what, loss, "", holds, f"{decision.runs}; within 10 % of bf16's {base:.4f}")
 
 
 def train(recipe: PrecisionConfig) -> float:
@@ -96,8 +97,7 @@ def marked_tests(clock: Clock) -> Iterator[Row]:
             command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=max(1, clock.left - 2), check=False
         )
     except subprocess.TimeoutExpired:
-        yield missing("tests marked gpu", "out of time")
-        return
+        raise OutOfTimeError("the tests had not ended") from None
     last = (done.stdout.strip().splitlines() or ["nothing was said"])[-1]
     passed = int(found[1]) if (found := re.search(r"(\d+) passed", last)) else 0
     if done.returncode == 0 and not passed:  # skipped, each with its reason

@@ -20,6 +20,7 @@ SPEED_KEYS = (
     "data.micro_batch_size",
     "data.num_workers",
     "trainer.threads",
+    "trainer.attention_kernel",
     "threads",
     "device",
     "backend",

@@ -13,9 +13,15 @@ from lightning_llm.config.schema.migrations import first_name
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware", "cluster.")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tokenize_processes")
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, and
-how many processes built its token cache."""
+NOT_IDENTITY = (
+    *RUN_LOCATION,
+    "precision.casts",
+    "precision.backend",
+    "data.tokenize_processes",
+    "trainer.attention_kernel",
+)
+"""Left out of the config hash: where a run is kept and tracked, how it was started, by which kernels casts, their GEMMs
+and attention run, and how many processes built its token cache."""
 
 ONCE_WRITTEN = {"data.num_workers": 0}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""

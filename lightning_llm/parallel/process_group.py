@@ -8,13 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_llm.errors import ConfigError, Problem
-
-FLIGHT_RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its name before torch 2.10
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-}
-"""NCCL's last collectives, kept in memory (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)."""
+from lightning_llm.parallel.cuda_environment import NCCL, set_missing
 
 
 def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
@@ -33,8 +27,7 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     if device.type == "cuda":
-        for name, value in FLIGHT_RECORDER.items():
-            os.environ.setdefault(name, value)
+        set_missing(NCCL)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)

@@ -18,6 +18,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.optim.state_bytes import state_bytes
+from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
@@ -54,6 +55,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         *_layout_rules(found),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
+        lambda: attention_kernel_problems(found),
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),
         lambda: tracking_problems(config),

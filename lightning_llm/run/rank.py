@@ -23,6 +23,8 @@ from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.mixer.attention_kernel import attention_by
+from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
 from lightning_llm.plan.report import notes, plan_line
@@ -39,6 +41,7 @@ from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
+from lightning_llm.run.attention_kernel import attention_kernels, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
@@ -125,6 +128,7 @@ class Rank:
     device: torch.device
     layout: Layout
     callbacks: Mapping[str, pl.Callback]
+    attention: dict[str, str]
 
 
 def prepare_rank(plan: Plan) -> Rank:
@@ -138,16 +142,18 @@ def prepare_rank(plan: Plan) -> Rank:
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     callbacks: Mapping[str, pl.Callback] = {}
+    attention: dict[str, str] = {}
     refusal = None
     try:
         callbacks = build_callbacks(config)
         check_casts(config, plan.decision, device)
+        attention = attention_kernels(plan, device)
     except ConfigError as error:
         refusal = error
     layout = open_layout(plan, device)
     plan = agree_on_plan(plan, refusal)
     record_collectives(device, Path(plan.config.run.dir))
-    return Rank(plan, device, layout, callbacks)
+    return Rank(plan, device, layout, callbacks, attention)
 
 
 def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
@@ -164,6 +170,9 @@ def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
+    kernel = config.trainer.attention_kernel
+    for line in filter(None, (kernel_line(rank.attention, kernel), environment_line(device.type))):
+        say(line)
     started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
     for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *started]:
         say(line)
@@ -186,7 +195,7 @@ def fit(rank: Rank, start: Start) -> None:
     (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
     for number in STOPPING:
         signal.signal(number, checkpointing.stop_outside_steps)
-    with watched_ranks(config, module), failures_marked(config, rank.callbacks):
+    with attention_by(kernel), watched_ranks(config, module), failures_marked(config, rank.callbacks):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")

@@ -14,7 +14,9 @@ from typing import NoReturn
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated
+from lightning_llm.parallel.cuda_environment import ALLOCATOR, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.precision.native.capability import DRIVER_FILES
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.going_on import refuse_unnamed_resume
@@ -35,7 +37,9 @@ def train(arguments: argparse.Namespace) -> int:
                 text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
                 raise ConfigError(Problem("-m", text))
             return sweep(arguments)
+        _set_allocator()
         plan = checked_plan(arguments, to_train=True)
+        set_missing(wanted(plan))
         if rank_environment() is not None:
             return _run_rank(plan)
         if plan.config.resume == "auto" and arguments.config is None:
@@ -52,6 +56,7 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
         ConfigError: with all that is wrong with the config, or with this process as a place to train from.
     """
     problems = _process_problems()
+    _set_allocator()
     try:
         # A copy with other values (pydantic's model_copy) was never looked at.
         reading = read_config(config.model_dump(warnings=False))
@@ -60,10 +65,17 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
         raise ConfigError(problems)
+    set_missing(wanted(plan))
     with _lasting():
         if config.resume == "auto" and not Path(config.run.dir).exists():
             refuse_unnamed_resume(config, [])
         return _start(plan, quiet)
+
+
+def _set_allocator() -> None:
+    """Set what torch reads when it first uses CUDA, which checking a plan for this machine may do."""
+    if any(Path(file).exists() for file in DRIVER_FILES):
+        set_missing(ALLOCATOR)
 
 
 def _process_problems() -> list[Problem]:

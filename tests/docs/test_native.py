@@ -4,7 +4,9 @@ import re
 import shlex
 from pathlib import Path
 
-from gpu_check.__main__ import CHECKS, RUN
+from gpu_check.__main__ import _parser as gpu_check_parser
+from gpu_check.aims import AIMS
+from gpu_check.checks import CHECKS, RUN
 from lightning_llm.__main__ import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -26,11 +28,13 @@ def test_commands_compose_and_can_be_planned():
     assert f">={LIBRARY[0]}.{LIBRARY[1]},<{LIBRARY[0] + 1}" in SHELL
 
 
-def test_the_table_has_every_check_with_its_seconds():
-    rows = dict(re.findall(r"^\| (G\d) \|.*\| (\d+) \|$", TEXT, re.MULTILINE))
-    assert rows == {name: str(check.seconds) for name, check in CHECKS.items()}
-    named = [word for line in re.findall(r"make gpu-check ARGS=\"([^\"]+)\"", TEXT) for word in line.split()]
-    assert set(named) <= CHECKS.keys()
+def test_the_table_has_every_check_with_its_share():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", TEXT, re.MULTILINE)
+    assert rows == [(name, f"{check.share:g}") for name, check in CHECKS.items()]
+    for line in re.findall(r"make gpu-check ARGS=\"([^\"]+)\"", TEXT):
+        assert set(gpu_check_parser().parse_args(line.split()).checks) <= CHECKS.keys()
+    for aim in AIMS:
+        assert f"{aim.at_least:g}" in TEXT
     assert re.search(r"^gpu-check:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 

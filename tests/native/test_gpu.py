@@ -1,4 +1,4 @@
-"""On a GPU with Transformer Engine: native linears against the emulation. `make gpu-check ARGS=G3` runs them."""
+"""On a GPU with Transformer Engine: native linears against the emulation. `make gpu-check ARGS=steps` runs them."""
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention_cpu import ROWS, is_faster_here, row_attention, short_attention
+from lightning_llm.model.mixer.attention_kernel import any_kernel, takes_short_kernel
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.mixer.key_value_cache import KeyValueCache
 from lightning_llm.model.rope import apply_rope
@@ -46,7 +47,7 @@ def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) 
 
     `mask` is that of `document_mask`; None is plain causal attention.
     """
-    return short_attention(q, k, v, mask) if is_faster_here(q) else torch_attention(q, k, v, mask)
+    return (short_attention if takes_short_kernel(is_faster_here(q)) else torch_attention)(q, k, v, mask)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -69,7 +70,10 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Return what `torch_attention` does, for a block of `ROWS` queries; on a CPU by the sums of `short_attention`."""
-    return (row_attention if q.device.type == "cpu" else torch_attention)(q, k, v, mask)
+    if q.device.type == "cpu":
+        return row_attention(q, k, v, mask)
+    with any_kernel():
+        return torch_attention(q, k, v, mask)
 
 
 def for_all_heads(keys: Tensor, heads: int) -> Tensor:

@@ -26,6 +26,8 @@ class AttentionSpec(Mixer):
     """What every kind of softmax attention here holds and costs; their sizes are the model's own keys."""
 
     context_parallel: ClassVar[bool] = True
+    takes_kernels: ClassVar[bool] = True
+    """Whether `trainer.attention_kernel` says what computes it."""
 
     window: PositiveInt | None = Field(None, description="tokens up to itself that each token sees; null: all")
 

@@ -1,6 +1,6 @@
 """The description of `soft_capped_attention`, without torch."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ class SoftCappedAttention(AttentionSpec):
     No kernel of torch's caps scores, so they are made whole: memory grows with the square of the sequence.
     """
 
+    takes_kernels: ClassVar[bool] = False
     kind: Literal["soft_capped_attention"] = "soft_capped_attention"
     cap: PositiveFloat = Field(50.0, description="scores are cap x tanh(scores / cap)")
     query_pre_attention_scalar: PositiveInt | None = Field(

@@ -1,0 +1,155 @@
+"""A check in a process of its own: what it is asked, its items in turn, and how it is ended by the one that asked."""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpu_check.call import Call
+from gpu_check.checks import Check
+from gpu_check.journal import Journal
+from gpu_check.machine import Machine
+from gpu_check.rows import Clock, Item, Row, cut_off, guarded, missing
+from gpu_check.wheels import lacking
+
+ROOT = Path(__file__).resolve().parents[1]
+WHOLE = "the check"
+"""Stands for the items of a check that are not known: it was not begun."""
+SPOILT = re.compile(r"CUDA error|cudaError|CUBLAS_STATUS|device-side assert")
+"""What errors say after which every further use of the device fails in the same process."""
+SPOILT_CODE = 3
+PR_SET_PDEATHSIG = 1
+OWN_SHARE = 0.93
+"""Of its time, what a check plans with: it then ends by itself, and says of each item whether there was time for it."""
+
+
+def run_apart(
+    name: str, check: Check, journal: Journal, environment: dict[str, str], seconds: float, again: bool = False
+) -> None:
+    """Have a process measure one check, which a crash or the clock may end; its rows are in the journal then.
+
+    Where it ends by itself before it is through, a part that broke the device or the process, another one goes on
+    behind that part.
+    """
+    clock, lines = Clock(seconds), journal.lines
+    while True:
+        plans, tried = journal.plans(name), journal.begun(name, lines)
+        request = {
+            "name": name, "check": check._asdict(), "file": str(journal.file), "machine": asdict(journal.machine),
+            "commit": journal.commit, "seconds": OWN_SHARE * clock.left, "again": again, "tried": sorted(tried),
+        }  # fmt: skip
+        ended = _run_once(request, environment, clock.left)
+        if ended is None:
+            return
+        if journal.plans(name) == plans:
+            journal.leave_out(name, WHOLE, _named(ended, WHOLE))
+            return
+        for item, begun in journal.unfinished(name).items():
+            if begun:
+                journal.add(name, item, _named(ended, item))
+                journal.end(name, item, 0)
+        if ended.status == "cut off" or journal.begun(name, lines) == tried:
+            for item in journal.unfinished(name):
+                journal.leave_out(name, item, cut_off(item, f"not begun: {ended.note}"))
+            return
+
+
+def _run_once(request: dict[str, Any], environment: dict[str, str], seconds: float) -> Row | None:
+    """Run a process to its end, or to that of its time; return None where it was through, else how it ended.
+
+    It leads a process group that is ended with it: whatever a check started would keep the GPU from the next one.
+    """
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+        tempfile.TemporaryFile("w+", errors="replace") as said,  # no pipe: a grandchild would hold it open
+    ):
+        command = [sys.executable, "-m", "gpu_check.apart", json.dumps(request | {"scratch": scratch})]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return cut_off("", f"stopped after {seconds:.0f} s")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if not process.returncode:
+            return None
+        said.seek(0)
+        last = (said.read().strip().splitlines() or ["without a word"])[-1]
+        return Row("", None, "", "error", f"exit code {process.returncode}: {last[:300]}")
+
+
+def _named(row: Row, what: str) -> Row:
+    return Row(what, row.value, row.unit, row.status, row.note)
+
+
+def measure(
+    name: str, items: list[Item], journal: Journal, clock: Clock, again: bool = False, tried: Collection[str] = ()
+) -> bool:
+    """Measure the items that have no rows yet, all with `again`; what did not come to its end before goes last.
+
+    Each row is written as it is found. What there is no time for is said to be cut off. `tried`: items that this call
+    has begun already. Returns False where the device is of no more use to this process, and items are left.
+    """
+    before = journal.attempts(name)
+    tries = {item.name: [each for each in before.get(item.name, []) if each.begun] for item in items}
+    open_items = [item for item in items if again or not any(each.stands for each in tries[item.name])]
+    open_items = [item for item in open_items if item.name not in tried]
+    journal.plan(name, [item.name for item in items], [item.name for item in open_items])
+    for item in sorted(open_items, key=lambda item: 0 if again else len(tries[item.name])):
+        if not clock.allows(item.seconds):
+            why = f"{clock.left:.0f} s were left, it takes about {item.seconds:g} s"
+            journal.leave_out(name, item.name, cut_off(item.name, why))
+            continue
+        journal.begin(name, item.name)
+        began = clock.now()
+        spoilt = False
+        for row in guarded(item.name, item.work):
+            journal.add(name, item.name, row)
+            spoilt = spoilt or (row.status == "error" and SPOILT.search(row.note) is not None)
+        journal.end(name, item.name, clock.now() - began)
+        if spoilt:
+            return False
+    return True
+
+
+def end_with_caller() -> None:
+    """Have Linux end this process group when the process that started it is gone: a killed one cannot."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main(argument: str) -> int:
+    """Measure the check that is asked for."""
+    end_with_caller()
+    asked: dict[str, Any] = json.loads(argument)
+    check, name = Check(**asked["check"]), asked["name"]
+    journal = Journal(Path(asked["file"]), Machine(**asked["machine"]), asked["commit"])
+    clock = Clock(asked["seconds"])
+    if gone := lacking(check.needs):
+        text = f"{', '.join(gone)} not installed: put the wheels beside the others (docs/native.md)"
+        journal.leave_out(name, WHOLE, missing(WHOLE, text))
+        return 0
+    call = Call(journal, clock, Path(asked["scratch"]))
+    items = importlib.import_module(check.module).items(call)
+    through = measure(name, items, journal, clock, asked["again"], asked["tried"])
+    return 0 if through else SPOILT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

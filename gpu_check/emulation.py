@@ -1,0 +1,46 @@
+"""The price of emulated recipes: layers and training steps of a 1B model over compiled bf16's."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from gpu_check import setting, speed
+from gpu_check.aims import MODEL
+from gpu_check.call import Call
+from gpu_check.journal import Journal
+from gpu_check.layers import EMULATED_TARGET, Baseline, emulated_rows
+from gpu_check.rows import Item, Row, judged, missing
+from gpu_check.setting import model_config, recipes
+from lightning_llm.config.schema.precision import PrecisionConfig
+
+FIRST = ("mxfp8", "nvfp4_all_blocks", "mxfp4_sr", "fp8_subchannel", "fp8_current")
+"""Of each family one, before the others."""
+TRAINED = ("mxfp8", "mxfp4_sr")
+
+
+def items(call: Call) -> list[Item]:
+    """Return the layers of every quantising recipe with its casts emulated, and training steps of two."""
+    emulated = {name: recipe for name, recipe in recipes().items() if recipe.quantises}
+    emulated = {name: recipe.model_copy(update={"backend": "emulated"}) for name, recipe in emulated.items()}
+    baseline = Baseline()
+    names = [*FIRST, *(name for name in emulated if name not in FIRST)]
+    layers = [Item(f"layers, {name}", 8, partial(emulated_rows, emulated[name], baseline)) for name in names]
+    steps = [Item(f"a step, {name}", 25, partial(training, emulated[name], call.journal)) for name in TRAINED]
+    return [*layers[: len(FIRST)], *steps, *layers[len(FIRST) :]]
+
+
+def training(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
+    """Yield a step's time over that of bf16 in the same loop, which the check of speed has measured."""
+    what = f"{MODEL}, a step, {recipe.name}, emulated: time over bf16's"
+    base = journal.value("speed", speed.LOOP_RATE)
+    if base is None:
+        yield missing(what, "no bf16 baseline: speed measures it")
+        return
+    config = model_config(MODEL, max_sequence_length=speed.LENGTH)
+    sequences = speed.sequences()
+    try:
+        seconds = speed.timed(speed.our_step(config, recipe, sequences, speed.LENGTH, compiled=False))
+    finally:
+        speed.free_memory()
+    ratio = seconds * base / (sequences * speed.LENGTH)
+    text = f"<= {EMULATED_TARGET}; {seconds * 1e3:.0f} ms, {speed.shape()}, {setting.here().device}"
+    yield judged(what, ratio, "times", ratio <= EMULATED_TARGET, text)

@@ -1,0 +1,53 @@
+"""Memory: the allocator's peak in runs of `lightning-llm train`, over what `lightning-llm plan` says of them."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from gpu_check import setting
+from gpu_check.call import Call
+from gpu_check.rows import Item, Row, judged
+from gpu_check.runs import SideBySide, printed, words
+
+SEQUENCES, LENGTH, STEPS = 4, 2048, 4
+TOLERANCE = 0.10
+"""Of plan's bytes. Workspaces of libraries, and what a compiled graph keeps otherwise, are in no formula."""
+CASES: dict[str, tuple[str, ...]] = {
+    "llama_1b, bf16": ("model=llama_1b", "precision=bf16"),
+    "llama_160m, bf16": ("model=llama_160m", "precision=bf16"),
+    "llama_160m, bf16, blocks recomputed": (
+        "model=llama_160m", "precision=bf16", "parallel.activation_checkpoint=full",
+    ),
+    "llama_160m, bf16, compiled": ("model=llama_160m", "precision=bf16", "trainer.compile=true"),
+    "llama_160m, mxfp8, emulated": ("model=llama_160m", "precision=mxfp8", "precision.backend=emulated"),
+    "llama_160m, fp8_current": ("model=llama_160m", "precision=fp8_current"),
+}  # fmt: skip
+
+
+def items(call: Call) -> list[Item]:
+    """Return a run of each case. They run side by side, for bytes do not depend on time; on a small device in turn."""
+    runs = {name: (_folder(name), overrides(name, call)) for name in CASES}
+    groups = [[name] for name in CASES] if setting.is_small_device() else [list(CASES)]
+    found = []
+    for group in groups:
+        together = SideBySide(call, "memory", {name: runs[name] for name in group})
+        found += [Item(name, 15, partial(compared, name, together, runs[name][1])) for name in group]
+    return found
+
+
+def overrides(name: str, call: Call) -> list[str]:
+    """Return the overrides of one case's run."""
+    return words(call.scratch, _folder(name), SEQUENCES, LENGTH, STEPS, *CASES[name])
+
+
+def _folder(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def compared(name: str, runs: SideBySide, words_of_run: list[str]) -> Iterator[Row]:
+    """Yield the peak of what the allocator gave out over plan's bytes without its reserve for the allocator."""
+    peaks = [record.get("device_memory_peak_bytes", 0) for record in runs.finished(name, STEPS).records()]
+    memory = printed("plan", "--json", *words_of_run)["memory_bytes"]
+    bytes_planned = memory["total"] - memory["allocator_reserve"]
+    ratio = max(peaks) / bytes_planned
+    note = f"{max(peaks) / 2**30:.2f} and {bytes_planned / 2**30:.2f} GiB; within {100 * TOLERANCE:g} %"
+    yield judged(f"{name}: measured over planned bytes", ratio, "times", abs(ratio - 1) <= TOLERANCE, note)

@@ -1,0 +1,130 @@
+"""Runs of `lightning-llm train` in processes of their own, and what they leave."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_check.call import Call
+from gpu_check.rows import Clock, OutOfTimeError
+
+POLL_SECONDS = 0.2
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def words(folder: Path, name: str, sequences: int, length: int, steps: int, *more: str) -> list[str]:
+    """Return the overrides of one run: text of the Python installation as bytes, and nothing written but its folder."""
+    return [
+        "data=python", "data.tokenizer.kind=bytes", f"data.sequence_length={length}",
+        f"data.micro_batch_size={sequences}", f"data.global_batch_size={sequences}", f"trainer.max_steps={steps}",
+        "trainer.validate_every_steps=null", "data.validation.sequences=32", "checkpoint.every_steps=null",
+        "checkpoint.keep_last=1", "logger=none", "callbacks.sample=null", "callbacks.memory.every_steps=1",
+        f"run.root={folder}", f"run.dir={folder / name}", f"data.cache_dir={folder / 'cache'}", *more,
+    ]  # fmt: skip
+
+
+class Run:
+    """One run that was started."""
+
+    def __init__(self, folder: Path, overrides: list[str]):
+        self.folder = folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._said = folder.with_suffix(".log")
+        command = [sys.executable, "-m", "lightning_llm", "train", *overrides]
+        with self._said.open("w") as said:  # no pipe: a full one would stop the run
+            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+
+    def finish(self, clock: Clock, steps: int | None = None) -> None:
+        """Wait for its end; given `steps`, until they are made: it is ended then, before it writes its checkpoint.
+
+        Raises:
+            RunError: it failed.
+            OutOfTimeError: the time was out, and it was ended.
+        """
+        while self._process.poll() is None:
+            if steps is not None and len(self.records()) >= steps:
+                self._end()
+                return
+            if not clock.left:
+                self._end()
+                raise OutOfTimeError(f"out of time after {len(self.records())} steps")
+            time.sleep(POLL_SECONDS)
+        if self._process.returncode:
+            said = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise RunError(f"exit code {self._process.returncode}: {(said or ['without a word'])[-1]}")
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of its steps."""
+        return [record for record in self._lines() if "loss" in record]
+
+    def timed(self) -> list[dict[str, Any]]:
+        """Return the records of the steps behind the warm-up."""
+        return [record for record in self.records() if not record.get("timing_warmup")]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what it says of itself at its end."""
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        return found
+
+    def _lines(self) -> list[dict[str, Any]]:
+        found = []
+        file = self.folder / "metrics.jsonl"
+        for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):  # of a run that was ended, the last
+                found.append(json.loads(line))
+        return found
+
+
+class RunError(Exception):
+    """A run failed."""
+
+
+class SideBySide:
+    """Runs of a check that are started together when the first of them is asked for: start-up is most of their time.
+
+    Those alone that the check has no rows of yet, and those that others need.
+    """
+
+    def __init__(self, call: Call, check: str, runs: dict[str, tuple[str, list[str]]], needed: tuple[str, ...] = ()):
+        self._call, self._check, self._runs, self._needed = call, check, runs, needed
+        self._started: dict[str, Run] = {}
+
+    def finished(self, name: str, steps: int | None = None) -> Run:
+        """Return the run of that name, ended; all are started with the first.
+
+        Raises:
+            RunError, OutOfTimeError: as `Run.finish`.
+        """
+        if not self._started:
+            open_names = self._call.journal.unfinished(self._check)
+            for each, (folder, overrides) in self._runs.items():
+                if each in open_names or each in self._needed:
+                    self._started[each] = Run(self._call.scratch / folder, overrides)
+        self._started[name].finish(self._call.clock, steps)
+        return self._started[name]
+
+
+def printed(*verb: str) -> dict[str, Any]:
+    """Return what a verb of `lightning-llm` prints with --json.
+
+    Raises:
+        RunError: it returned another code than 0.
+    """
+    from lightning_llm.__main__ import main
+
+    said, problem = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(problem):
+        code = main([*verb])
+    if code:
+        last = (problem.getvalue().strip().splitlines() or ["without a word"])[-1]
+        raise RunError(f"{verb[0]} returned {code}: {last}")
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found

@@ -1,0 +1,95 @@
+"""The kernel of softmax attention: torch's choice, or one by name (`trainer.attention_kernel`)."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
+
+AUTO, SHORT = "auto", "short"
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+LOOKED_AT_TOKENS = 4096
+"""Of longer sequences as many are looked at: no kernel is refused for more, and a mask grows with their square."""
+_chosen = AUTO
+
+
+class AttentionShape(NamedTuple):
+    """What a kernel is asked for: heads of one rank, elements per head, tokens of a sequence, with a mask or not.
+
+    `shared`: each rank has a part of the queries, and keys that it gathers (`parallel.cp`).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    masked: bool
+    dtype: torch.dtype
+    shared: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `attention_cpu` takes it on a CPU unless told otherwise."""
+        return self.tokens <= SHORT_KERNEL_TOKENS and not self.shared
+
+
+class NoKernelError(Exception):
+    """The kernel that is asked for does not run, with the reasons."""
+
+
+@contextmanager
+def attention_by(name: str) -> Iterator[None]:
+    """Run the block with attention over whole sequences by the kernel of that name; "auto": by torch's own choice, and
+    on a CPU `attention_cpu`'s for short sequences. For the whole process, so that compiled blocks have it too."""
+    global _chosen
+    before, _chosen = _chosen, name
+    try:
+        with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
+            yield
+    finally:
+        _chosen = before
+
+
+def takes_short_kernel(is_faster: bool) -> bool:
+    """Return whether `attention_cpu.short_attention` is to run, which `is_faster` here or is not."""
+    return is_faster if _chosen == AUTO else _chosen == SHORT
+
+
+def any_kernel() -> AbstractContextManager[None]:
+    """Return a context in which torch chooses: blocks of a cache's queries have masks, which the run's may not take."""
+    return nullcontext() if _chosen in (AUTO, SHORT) else sdpa_kernel(list(BACKENDS.values()))
+
+
+def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
+    """Return the kernel that attention of `shape` takes on `device` under `trainer.attention_kernel=name`.
+
+    Raises:
+        NoKernelError: it has none there; the text says why, in torch's words.
+    """
+    if name == SHORT or (name == AUTO and device.type == "cpu" and shape.is_short):
+        return SHORT
+    tokens = min(shape.tokens, LOOKED_AT_TOKENS)
+    batch = (1, shape.heads, tokens, shape.head_dim)
+    kv_heads = (
+        shape.heads if shape.masked and device.type == "cuda" else shape.kv_heads
+    )  # as `torch_attention` has them
+    q = torch.empty(batch, dtype=shape.dtype, device=device, requires_grad=True)
+    k = torch.empty((1, kv_heads, *batch[2:]), dtype=shape.dtype, device=device, requires_grad=True)
+    mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=device) if shape.masked else None
+    with attention_by(name), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:  # what scaled_dot_product_attention itself asks
+            found = torch._fused_sdp_choice(q, k, k, mask, 0.0, mask is None, enable_gqa=kv_heads != shape.heads)
+        except RuntimeError as error:
+            reasons = [str(each.message).partition(" (Triggered")[0] for each in said]
+            raise NoKernelError(" ".join([*reasons, str(error).partition("\n")[0]])) from error
+    return next(each for each, backend in BACKENDS.items() if backend.value == found)

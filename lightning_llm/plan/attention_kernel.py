@@ -1,0 +1,57 @@
+"""Rules of `trainer.attention_kernel` that need no device: which kernels there are for blocks, layout and data."""
+
+from collections.abc import Iterator
+
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.model import DEFAULT_LAYERS
+from lightning_llm.errors import Problem
+from lightning_llm.model.block_spec import mixer_of
+from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.spec import ForwardPass, Mixer
+from lightning_llm.plan.resolve import Resolution
+
+KEY = "trainer.attention_kernel"
+OF_CUDA = ("cudnn", "efficient")
+MASK_SOURCES = "a window, data.document_mask or parallel.cp"
+
+
+def mixers_of(config: Config) -> dict[str, Mixer]:
+    """Return the mixer of each kind of block, by its name in `model.layers`."""
+    names = config.model.layers or DEFAULT_LAYERS
+    return {config.model.layer_name(index): mixer_of(config.model, index) for index in range(len(names))}
+
+
+def is_masked(mixer: AttentionSpec, config: Config, context_ranks: int, on_gpu: bool) -> bool:
+    """Return whether the block's attention is not plainly causal over whole sequences."""
+    data = config.data
+    return mixer.is_masked(ForwardPass(0, data.sequence_length, data.document_mask, context_ranks, on_gpu))
+
+
+def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
+    """Yield why the kernel that is asked for cannot be had."""
+    config, name = found.config, found.config.trainer.attention_kernel
+    if name == "auto":
+        return
+    mixers, context_ranks = mixers_of(config), found.likely_degrees.cp
+    on_gpu = found.capability.compute_capability is not None
+    own = [each for each, mixer in mixers.items() if not (isinstance(mixer, AttentionSpec) and mixer.takes_kernels)]
+    if own:
+        yield Problem(KEY, f"is {name}, and blocks of {', '.join(own)} have operations of their own. Set auto.")
+    if name in OF_CUDA and not on_gpu:
+        yield Problem(
+            KEY, f"is {name}, a kernel of CUDA, and the device is {found.capability.device}. Set auto, flash or math."
+        )
+    if name == "short" and on_gpu:
+        text = f"is short, a kernel for CPUs, and the device is {found.capability.device}. Set auto or one of torch's."
+        yield Problem(KEY, text)
+    if name == "short" and context_ranks > 1:
+        text = f"is short, which takes whole sequences, and parallel.cp={context_ranks} shares them. Set auto."
+        yield Problem(KEY, text)
+    masked = [
+        each
+        for each, mixer in mixers.items()
+        if isinstance(mixer, AttentionSpec) and is_masked(mixer, config, context_ranks, on_gpu)
+    ]
+    if name == "flash" and on_gpu and masked:
+        text = f"is flash, which takes no mask on CUDA, and blocks of {', '.join(masked)} have one ({MASK_SOURCES})."
+        yield Problem(KEY, f"{text} Set auto, efficient or cudnn.")
