@@ -22,7 +22,7 @@ class AdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
         return has_complex
