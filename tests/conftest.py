@@ -6,10 +6,12 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cpu_seconds import CpuSeconds
@@ -95,6 +97,26 @@ def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture(autouse=True)
+def _forked_writer(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork what writes to MLflow from a process that has imported it, but where the command is tested."""
+    tracker = sys.modules.get("lightning_llm.record.mlflow.tracker")
+    if tracker is not None and "own_writer" not in request.fixturenames:
+        from forked_writer import start_writer
+
+        own = SimpleNamespace(Popen=start_writer, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tracker, "subprocess", own)
+            yield
+    else:
+        yield
+
+
+@pytest.fixture
+def own_writer() -> None:
+    """Have MLflow's writer be the process that a user's is."""
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,7 @@ def history(store: MlflowClient, run_id: str, key: str) -> list[tuple[int, float
     return [(point.step, point.value) for point in store.get_metric_history(run_id, key)]
 
 
+@pytest.mark.usefixtures("own_writer")
 def test_a_run_is_in_mlflow_as_it_is_in_its_folder(
     store: MlflowClient, config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_database_that_is_unlocked_in_time_has_it_all(store: MlflowClient, con
     assert history(store, told["mlflow_run_id"], "loss") == [(1, 3.5), (2, 3.0)]
 
 
+@pytest.mark.usefixtures("own_writer")
 def test_a_writer_that_dies_is_one_warning(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     module = TinyModule(config)
     folder, tracker = tracked(config, close_seconds=12)

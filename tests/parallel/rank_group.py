@@ -36,6 +36,8 @@ forkserver.set_forkserver_preload(
         "lightning_llm.plan.resolve",
         "torch.distributed.tensor.debug",
         "lightning_llm.verb.train",
+        "lightning_llm.record.mlflow.writer",
+        "mlflow.store.tracking.sqlalchemy_store",
         "tests.composed_once",
     ]
 )
