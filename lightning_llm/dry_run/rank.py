@@ -19,8 +19,8 @@ from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import chunked_for
 from lightning_llm.optim.optimizer import initialise_state
-from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.local_part import local
 from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.resolve import Plan

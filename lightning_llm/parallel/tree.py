@@ -6,7 +6,7 @@ nodes are kept like the digits of a binary counter: n micro-batches in a row nee
 running one, where a plain running sum needs none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,13 @@ def tree_reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return sum_rows(received.view(group.size(), -1))
 
 
-def tree_all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `tensor` (flat) by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it."""
-    ranks, length = group.size(), tensor.numel()
-    padded = torch.nn.functional.pad(tensor, (0, -length % ranks))
-    part = tree_reduce_scatter(padded, group).contiguous()
-    all_gather(padded, part, group=group)
-    tensor.copy_(padded[:length])
+def tree_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[dist.Work]:
+    """Replace `tensor` [ranks * n] by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it.
+
+    Yields each of the two when it has begun, and goes on once it is waited for.
+    """
+    received = torch.empty_like(tensor)
+    yield dist.all_to_all_single(received, tensor, group=group, async_op=True)
+    part = sum_rows(received.view(group.size(), -1)).clone()
+    del received  # not to be held while the next bucket is received
+    yield all_gather(tensor, part, group=group, async_op=True)

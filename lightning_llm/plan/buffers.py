@@ -14,7 +14,7 @@ from lightning_llm.plan.units import Unit, Units, shard_ranks, sums_in_tree, uni
 from lightning_llm.precision.module_rules import reasons_to_stay_high
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
-"""How much gradient_sync sends at once where replicas are summed."""
+"""What `parallel.gradient_buckets` sends at once, at most, but for a parameter that is larger."""
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: Accounting = OURS) -> int:
@@ -94,13 +94,28 @@ def _emulates_all(plan: Plan) -> bool:
 
 
 def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
-    """Return the bytes of the largest thing that is reduced at once: as it is sent, and as it is received."""
+    """Return the bytes of what is reduced at once: as it is sent, and as it is received.
+
+    FSDP2 reduces a group after the other; buckets of what it does not sum follow each other through as many collectives
+    as they need (`parallel.gradient_buckets`), but for the few parameters that tensor-parallel ranks hold alike.
+    """
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
-    largest = 0
-    if uses_fsdp(config.parallel, degrees):
-        largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
-    if degrees.dp_replicate > 1 and sums_in_tree(config.parallel):
-        tensors = [shard.elements for shard in units.shards(ranks)]
-        bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
-        largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received
-    return largest
+    fsdp = uses_fsdp(config.parallel, degrees)
+    largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each()) if fsdp else 0
+    shared = degrees.cp > 1 and not fsdp
+    replicas = degrees.dp_replicate if sums_in_tree(config.parallel) else 1
+    tensors = [gradient * shard.elements for shard in units.shards(ranks)]
+    return max(largest, bucket_bytes(sum(tensors), max(tensors), shared, replicas))
+
+
+def bucket_bytes(total: int, largest: int, shared: bool, replicas: int) -> int:
+    """Return the bytes of buckets of `total` bytes of gradients, the `largest` of one parameter, at their most.
+
+    A bucket is held while it goes through an all-reduce over ranks that share sequences (`shared`), an all-to-all over
+    `replicas` and an all-gather. The one that is received by the all-to-all is held twice, the one that is gathered has
+    its part of the sum beside it.
+    """
+    collectives = shared + 2 * (replicas > 1)
+    bucket = max(largest, min(REPLICA_BUCKET_BYTES, total))
+    received = bucket + bucket // replicas if replicas > 1 else 0
+    return min(collectives * bucket, total) + received if collectives else 0
