@@ -124,6 +124,7 @@ LAYOUTS = [
     ["parallel=zero3", "world=16", "parallel.reduction=tree"],
     ["parallel=zero2", "world=8"],
     ["parallel=zero1", "world=8"],
+    ["parallel=ddp", "world=16", "parallel.reduction=tree"],
     ["parallel=hsdp_tp", "parallel.dp_replicate=2", "world=16"],
     ["parallel=fsdp_cp_tp", "world=16", "parallel.activation_checkpoint=full"],
     ["parallel=tp", "parallel.tp=4", "world=4", "parallel.activation_checkpoint=selective"],
@@ -136,7 +137,7 @@ AFTER = {
     ("all_to_all", "dp_replicate"), ("all_gather", "dp_replicate"), ("all_reduce", "dp_replicate"),
     ("all_reduce", "tp"), ("broadcast", "tp"), ("all_reduce", "cp"),
 }  # fmt: skip
-"""What ranks send once per step, when the last backward pass is done (`GradientSync.finish`)."""
+"""What ranks send once per step, of which passes count the time alone."""
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
@@ -175,6 +176,19 @@ def test_a_step_is_its_parts_and_faster_on_faster_machines(words):
     ):
         other = StepTimer(plan, CLUSTER.model_copy(update=change)).time.total
         assert sign * other <= sign * step.total * (1 + sign * 1e-9), change
+
+
+def test_sums_over_replicas_hide_behind_the_last_backward_pass():
+    """Of 16 replicas all is sent by the last pass; what it does not hide is what is left when the embedding is done."""
+    plan = plan_of(config_of("parallel=ddp", "world=16", "parallel.reduction=tree"))
+    timer = StepTimer(plan, CLUSTER.model_copy(update={"overlap": False}))
+    sent = timer.sent[0]["all_to_all", "dp_replicate"]
+    assert sent == timer.sent[0]["all_gather", "dp_replicate"]
+    buckets = -(-sent // (25 * 2**20))
+    both = [timer.links.seconds(kind, "dp_replicate", sent, buckets) for kind in ("all_to_all", "all_gather")]
+    assert timer.time.seconds["reductions"] == pytest.approx(sum(both))
+    hidden = StepTimer(plan, CLUSTER).time.seconds["reductions"]
+    assert sum(both) / 18 < hidden < sum(both)  # root, embedding, 16 blocks and the head: a 19th each, the last is bare
 
 
 def test_interleaving_pays_as_torchtitan_measured():

@@ -46,10 +46,10 @@ class StageTimes:
     last_backward: Cost
 
 
-def stage_times(operations: Operations, part: StagePart, replicas_reduction: float = 0.0) -> StageTimes:
+def stage_times(operations: Operations, part: StagePart, summed_once: float = 0.0) -> StageTimes:
     """Return the costs of a stage's passes over one micro-batch.
 
-    `replicas_reduction`: seconds of all-reduces over replicas that FSDP2 makes in the last backward pass.
+    `summed_once`: seconds of the sums over replicas, and over ranks that share sequences, of the last backward pass.
     """
     config, items = operations.config, _items(operations, part)
     zero_stage, overlap = config.parallel.zero_stage, operations.device.cluster.overlap
@@ -74,18 +74,18 @@ def stage_times(operations: Operations, part: StagePart, replicas_reduction: flo
         for item in reversed(items):
             gather = item.gather if every and item.gathered_again else 0.0
             reduction = item.reduction if reduces else 0.0
-            if last and replicas_reduction:
-                reduction += replicas_reduction * (item.reduction / shards if shards else 1 / len(items))
+            if last and summed_once:
+                reduction += summed_once * (item.reduction / shards if shards else 1 / len(items))
             timeline.append((gather, item.passes.backward.total, reduction))
         if sharded:
             if every:
                 cost += _sum(item.copies.forward for item in items if item.gathered_again)
             if reduces or not once:
                 cost += _sum(item.copies.backward for item in items)
-            gathers, reductions = exposed_backward(timeline, overlap, 1.0 if last else tail)
-            cost.spend("gathers", gathers)
-            cost.spend("reductions", reductions)
             cost += _sent_backward(operations, part, every, reduces)
+        gathers, reductions = exposed_backward(timeline, overlap, 1.0 if last else tail)
+        cost.spend("gathers", gathers)
+        cost.spend("reductions", reductions)
         return cost
 
     return StageTimes(
