@@ -15,6 +15,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
+from lightning_llm.plan.nodes import SHARD_AXES
 
 
 def shard_decoder(
@@ -50,7 +51,7 @@ def shard_decoder(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if layout.tree:
-            scatters.append(TreeReduceScatter())
+            scatters.append(TreeReduceScatter(layout.subtrees(*SHARD_AXES)))
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters

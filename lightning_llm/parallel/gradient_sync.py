@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -100,7 +101,8 @@ class GradientSync:
 
 def _backward_order(model: Decoder) -> list[nn.Parameter]:
     """Return parameters as a backward pass gives gradients: the last first, those of FSDP2's root at its end."""
-    inner = {id(p) for each in sharded_modules(model) if each is not model for p in each.parameters()}
+    groups: list[Any] = [each for each in sharded_modules(model) if each is not model]
+    inner = {id(parameter) for group in groups for parameter in group.parameters()}
     ended = list(model.parameters())[::-1]
     return sorted(ended, key=lambda parameter: id(parameter) not in inner)
 
@@ -123,7 +125,7 @@ def reductions_over_ranks(model: Decoder, layout: Layout) -> Callable[[nn.Parame
     if not layout.shards and (group := layout.group("cp")) is not None:
         each += (partial(_all_reduce, group=group),)
     if layout.tree and (group := layout.group("dp_replicate")) is not None:
-        each += (partial(tree_all_reduce, group=group),)
+        each += (partial(tree_all_reduce, group=group, subtrees=layout.subtrees("dp_replicate")),)
     partial_roles = {"per_head", "replicate", "row"} if layout.config.sequence_parallel else {"per_head"}
 
     def reductions(parameter: nn.Parameter) -> Sequence[Reduction]:

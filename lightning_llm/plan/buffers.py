@@ -8,6 +8,7 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.activations import code_bits, on_gpu, recomputed_layers
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.nodes import ranks_per_node, ranks_together
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
@@ -104,18 +105,22 @@ def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
     largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each()) if fsdp else 0
     shared = degrees.cp > 1 and not fsdp
     replicas = degrees.dp_replicate if sums_in_tree(config.parallel) else 1
+    together = ranks_together(degrees, ("dp_replicate",), ranks_per_node(config))
     tensors = [gradient * shard.elements for shard in units.shards(ranks)]
-    return max(largest, bucket_bytes(sum(tensors), max(tensors), shared, replicas))
+    return max(largest, bucket_bytes(sum(tensors), max(tensors), shared, replicas, together))
 
 
-def bucket_bytes(total: int, largest: int, shared: bool, replicas: int) -> int:
+def bucket_bytes(total: int, largest: int, shared: bool, replicas: int, together: int = 1) -> int:
     """Return the bytes of buckets of `total` bytes of gradients, the `largest` of one parameter, at their most.
 
     A bucket is held while it goes through an all-reduce over ranks that share sequences (`shared`), an all-to-all over
-    `replicas` and an all-gather. The one that is received by the all-to-all is held twice, the one that is gathered has
-    its part of the sum beside it.
+    `replicas`, or two where a machine first sums those that it has `together`, and an all-gather. The one in the first
+    all-to-all is held twice, the one in the second has what is received beside it, the last its part of the sum.
     """
-    collectives = shared + 2 * (replicas > 1)
+    collectives = shared + (2 + (together > 1) if replicas > 1 else 0)
+    if not collectives:
+        return 0
     bucket = max(largest, min(REPLICA_BUCKET_BYTES, total))
     received = bucket + bucket // replicas if replicas > 1 else 0
-    return min(collectives * bucket, total) + received if collectives else 0
+    received += bucket // together if together > 1 else 0
+    return min(collectives * bucket, total) + received

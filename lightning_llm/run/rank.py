@@ -25,6 +25,7 @@ from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
+from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
@@ -209,7 +210,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    return Layout.joined(plan.config.parallel, plan.degrees, device)
+    return Layout.joined(plan.config.parallel, plan.degrees, device, ranks_per_node(plan.config))
 
 
 def quiet_lightning() -> None:

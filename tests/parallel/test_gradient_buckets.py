@@ -35,12 +35,13 @@ def batch_of(index: int) -> torch.Tensor:
     return torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(index))
 
 
-def built(parallel: ParallelConfig) -> tuple[Decoder, GradientSync]:
+def built(parallel: ParallelConfig, ranks_per_node: int | None = None) -> tuple[Decoder, GradientSync]:
     """Return the model and its sums, in buckets of `BUCKET_BYTES`."""
     with torch.device("meta"):
         model = Decoder(MODEL, torch.float32)
+    layout = layout_here(parallel, ranks_per_node)
     with patch.object(gradient_buckets, "REPLICA_BUCKET_BYTES", BUCKET_BYTES):
-        (sync,) = apply_parallel(model, layout_here(parallel), FP32, 0, MODEL.max_sequence_length, torch.device("cpu"))
+        (sync,) = apply_parallel(model, layout, FP32, 0, MODEL.max_sequence_length, torch.device("cpu"))
     return model, sync
 
 
@@ -121,9 +122,9 @@ def test_so_do_sums_of_what_ranks_have_parts_of(axis, ranks):
     assert begun["before the embedding"] == (buckets - 1 if axis == "cp" else 1)  # norms alone, in one bucket
 
 
-def held(parallel: ParallelConfig) -> tuple[int, int]:
+def held(parallel: ParallelConfig, ranks_per_node: int) -> tuple[int, int]:
     """Return the most bytes that buckets hold beside the gradients, and those of all gradients."""
-    model, sync = built(parallel)
+    model, sync = built(parallel, ranks_per_node)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     reducing = BucketReductions()
@@ -147,9 +148,15 @@ def one_of_many() -> Iterator[Callable[[int], RankGroup]]:
         group.close()
 
 
-@pytest.mark.parametrize("keys", [{"dp_replicate": 2}, {"cp": 2}, {"dp_replicate": 2, "cp": 2}])
-def test_buckets_hold_what_is_planned(keys, one_of_many, monkeypatch):
-    most, total = one_of_many(math.prod(keys.values())).call(held, ParallelConfig(name="b", **keys))
+HELD = [({"dp_replicate": 2}, 1), ({"cp": 2}, 1), ({"dp_replicate": 2, "cp": 2}, 1), ({"dp_replicate": 4}, 2)]
+"""Degrees, and how many replicas a machine sums before it sends."""
+
+
+@pytest.mark.parametrize(("keys", "together"), HELD)
+def test_buckets_hold_what_is_planned(keys, together, one_of_many, monkeypatch):
+    world = math.prod(keys.values())
+    most, total = one_of_many(world).call(held, ParallelConfig(name="b", **keys), together if together > 1 else world)
     monkeypatch.setattr(buffers, "REPLICA_BUCKET_BYTES", BUCKET_BYTES)
-    assert most == buffers.bucket_bytes(total, BUCKET_BYTES, "cp" in keys, keys.get("dp_replicate", 1))
+    replicas = keys.get("dp_replicate", 1)
+    assert most == buffers.bucket_bytes(total, BUCKET_BYTES, "cp" in keys, replicas, together)
     assert most < total

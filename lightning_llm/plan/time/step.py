@@ -13,7 +13,7 @@ from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.activations import boundary_bytes
 from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
-from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of
 from lightning_llm.plan.stages import parts_of, rank_kind, stage_kind, units_at
@@ -30,7 +30,7 @@ from lightning_llm.plan.units import shard_ranks
 ROUNDING = 1e-9
 """Of a step: less is no part of it, but what sums of floats leave."""
 ONCE_BESIDE = (
-    *((kind, "dp_replicate") for kind in ("all_to_all", "all_gather", "all_reduce")),
+    *((kind, "dp_replicate") for kind in (TREE_SCATTER, "all_gather", "all_reduce")),
     ("all_reduce", "cp"),
 )
 """What is sent once per step, beside its last backward pass."""
