@@ -52,7 +52,7 @@ class Spikes(pl.Callback):
                 moved = [local(now.detach()) - old.to(now.device) for now, old in pairs]
                 pl_module.step_record["update_norm"] = global_norm(
                     parameters, moved, trainer.strategy.layout, pl_module.copied_parameters
-                )
+                ).item()
                 self._before = []
 
         for optimizer in trainer.optimizers:

@@ -5,6 +5,7 @@ the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023,
 so). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def shard_decoder(
         embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
         embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
     fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
+    _prefetch_in_forward(model)
     scatters: list[TreeReduceScatter] = []
     for module in sharded_modules(model):
         # The loss is a mean over the whole step's tokens already, so gradients are summed, never averaged.
@@ -55,6 +57,18 @@ def shard_decoder(
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters
+
+
+def _prefetch_in_forward(model: Decoder) -> None:
+    """Have each group gather the next before its own forward pass is queued, one ahead; in a backward pass FSDP2 does.
+
+    Left to itself it begins to gather a group when the host comes to it: behind, where the host is.
+    """
+    order: list[Any] = [
+        each for each in (model.embedding, *model.blocks.values(), model.head) if isinstance(each, FSDPModule)
+    ]
+    for module, following in pairwise(order):
+        module.set_modules_to_forward_prefetch([following])
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
