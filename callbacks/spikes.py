@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.parallel.grad_norm import global_norm
-from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.local_part import local
 from lightning_llm.train.health.spike_policy import describe_event
 
 log = logging.getLogger(__name__)
