@@ -1,25 +1,34 @@
-"""How often the host waits for the device in a step, and what it has queued by then. 12 CPU seconds."""
+"""How often the host waits for the device in a step, and what it does in it. 30 CPU seconds."""
 
+import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from rank_group import RankGroup
 from test_bytes import words_of
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_run import layout_here, run_with
 
+import lightning_llm
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config, ModelConfig, ParallelConfig, PrecisionConfig
+from lightning_llm.dry_run.rank import count_step
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.grad_norm import gradient_norm
 from lightning_llm.parallel.host_read import READ_NUMBERS, read_numbers
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.resolve import plan_of
+from lightning_llm.train.step import TrainStep
 
 aten = torch.ops.aten
+PACKAGE = str(Path(lightning_llm.__file__).parent)
 READS = (aten._local_scalar_dense.default, READ_NUMBERS)
 BY_NUMBERS = (aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten._unique2.default)
 """Operators whose result has a shape, or is a bool, that the host has to know: they wait as well."""
@@ -77,6 +86,52 @@ def test_the_host_waits_once_per_step(layout, precision, more, ranks, small_run,
     world = 8 if layout == "hsdp_tp" else 4
     config = compose_config(small_run(tmp_path, *words, f"trainer.devices={world}"))
     assert ranks(world).call(waits_of, config) == [READ_NUMBERS.name()]
+
+
+class Opcodes:
+    """Counts what Python executes of this package, by `sys.settrace`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        place = frame.f_code.co_filename
+        if not place.startswith(PACKAGE) or place.startswith(f"{PACKAGE}/dry_run"):  # which counts, too
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.count += event == "opcode"
+        return self
+
+
+def opcodes_of_second_step(config: Config) -> int:
+    opcodes, step = Opcodes(), TrainStep.__call__
+
+    def twice(self: TrainStep, batch: Any) -> Any:
+        step(self, batch)
+        sys.settrace(opcodes)
+        try:
+            return step(self, batch)
+        finally:
+            sys.settrace(None)
+
+    plan = plan_of(config)
+    with patch.object(TrainStep, "__call__", twice):
+        count_step(plan, Layout.of(plan.config.parallel, plan.degrees, torch.device("cpu"), 4), None)
+    return opcodes.count
+
+
+@pytest.mark.parametrize("layout", ["zero3", pytest.param("ddp", marks=pytest.mark.full)])
+def test_python_does_no_more_on_more_ranks_but_the_levels_of_the_tree(layout, small_run, tmp_path):
+    """From 8 to 32 ranks as from 32 to 128: twice two levels more in each sum."""
+    counts = []
+    for world in (8, 32, 128):
+        words = words_of(
+            layout, "tree", "bf16", f"world={world}", "trainer.devices=4", f"data.global_batch_size={world}"
+        )
+        group = RankGroup(world, fake=True)
+        counts.append(group.call(opcodes_of_second_step, compose_config(small_run(tmp_path, *words))))
+        group.close()
+    assert counts[2] - counts[1] == pytest.approx(counts[1] - counts[0], abs=20)  # a bucket that is padded
 
 
 def test_numbers_are_read_as_they_are():
