@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.parallel.grad_norm import global_norm
-from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.local_part import local
 from lightning_llm.train.health.spike_policy import describe_event
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Spikes(pl.Callback):
                 moved = [local(now.detach()) - old.to(now.device) for now, old in pairs]
                 pl_module.step_record["update_norm"] = global_norm(
                     parameters, moved, trainer.strategy.layout, pl_module.copied_parameters
-                )
+                ).item()
                 self._before = []
 
         for optimizer in trainer.optimizers:

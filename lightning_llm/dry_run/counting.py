@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.parallel.host_read import READ_NUMBERS
 from lightning_llm.parallel.torch_private import private
 
 _KINDS = {
@@ -168,6 +169,10 @@ class Counting(TorchDispatchMode):
             return NotImplemented  # it takes itself apart into operations on what this rank has
         if function is torch.ops.prim.device.default:
             return _device(args[0])  # autograd asks for it of every gradient
+        if function is READ_NUMBERS:
+            self.host_waits += 1
+            fake = any(isinstance(each, FakeTensor) for each in args[0])
+            return [float(_number(each)) for each in args[0]] if fake else function(*args)
         if function is torch.ops.aten._local_scalar_dense.default:
             self.host_waits += 1
             return _number(args[0]) if isinstance(args[0], FakeTensor) else function(*args)

@@ -19,10 +19,11 @@ from lightning_llm.gemm import unwidened
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import chunked_for
 from lightning_llm.optim.optimizer import initialise_state
-from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.local_part import local
 from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
+from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
@@ -69,7 +70,7 @@ def dry_rank(plan: Plan, rank: int) -> RankCounts:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
-        layout = Layout.of(plan.config.parallel, plan.degrees, CPU)
+        layout = Layout.of(plan.config.parallel, plan.degrees, CPU, ranks_per_node(plan.config))
     return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True))
 
 

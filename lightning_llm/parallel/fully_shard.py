@@ -5,6 +5,7 @@ the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023,
 so). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import side_by_side
 from lightning_llm.parallel.tree import TreeReduceScatter
+from lightning_llm.plan.nodes import SHARD_AXES
 
 
 def shard_decoder(
@@ -44,16 +46,29 @@ def shard_decoder(
         embedding = fully_shard(model.embedding, mesh=mesh, mp_policy=kept, reshard_after_forward=after_forward)
         embedding.set_unshard_in_backward(False)  # a lookup's backward pass needs no weight
     fully_shard(model, mesh=mesh, mp_policy=kept, reshard_after_forward=False)
+    _prefetch_in_forward(model)
     scatters: list[TreeReduceScatter] = []
     for module in sharded_modules(model):
         # The loss is a mean over the whole step's tokens already, so gradients are summed, never averaged.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if layout.tree:
-            scatters.append(TreeReduceScatter())
+            scatters.append(TreeReduceScatter(layout.subtrees(*SHARD_AXES)))
             own: Any = scatters[-1]
             module.set_custom_reduce_scatter(own)  # FSDP2 declares an abstract class, and calls these two methods
     return scatters
+
+
+def _prefetch_in_forward(model: Decoder) -> None:
+    """Have each group gather the next before its own forward pass is queued, one ahead; in a backward pass FSDP2 does.
+
+    Left to itself it begins to gather a group when the host comes to it: behind, where the host is.
+    """
+    order: list[Any] = [
+        each for each in (model.embedding, *model.blocks.values(), model.head) if isinstance(each, FSDPModule)
+    ]
+    for module, following in pairwise(order):
+        module.set_modules_to_forward_prefetch([following])
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

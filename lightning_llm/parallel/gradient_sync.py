@@ -1,20 +1,20 @@
 """Gradient reduction: the gradients of a step's micro-batches become one sum on every rank that needs it."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.fully_shard import sharded_modules
+from lightning_llm.parallel.gradient_buckets import Bucket, BucketReductions, Reduction, Works, buckets_of
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.tensor import is_tp_shard
-from lightning_llm.parallel.tree import TreeReduceScatter, TreeSum, tree_all_reduce_
-from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
+from lightning_llm.parallel.tree import TreeReduceScatter, tree_all_reduce
 from lightning_llm.plan.units import reduces_once
 
 
@@ -28,17 +28,26 @@ class GradientSync:
         """`scatters`: what `shard_decoder` returned, empty where nothing is sharded."""
         self.model = model
         self.parameters = list(model.parameters())
-        roles = model.roles()
-        self._roles = {id(p): roles[name.rpartition(".")[0]] for name, p in model.named_parameters()}
         self.layout = layout
         self.scatters = scatters
         self.root: FSDPModule | None = model if isinstance(model, FSDPModule) else None
         # ZeRO-1 reduces once per step; everywhere else .grad holds a (shard of a) sum after every backward.
         self.once = reduces_once(layout.config, layout.degrees)
-        self._sum = TreeSum()
+        parts = layout.degrees.dp_replicate if layout.tree else 1
+        self._buckets = buckets_of(_backward_order(model), reductions_over_ranks(model, layout), parts)
+        self._reducing, self._waiting = BucketReductions(), deque[Bucket]()
+        """Of the buckets that are reduced, those which the step's last backward pass has yet to begin with."""
+        for bucket in self._buckets:
+            if bucket.reductions:
+                for parameter in bucket.parameters:
+                    parameter.register_post_accumulate_grad_hook(partial(self._take, bucket))
 
     def before_backward(self, micro_batch: int, last: bool) -> None:
         """Set up for the backward pass of the rank's micro-batch number `micro_batch`, from 0; they come in order."""
+        if last:
+            self._waiting = deque(bucket for bucket in self._buckets if bucket.reductions)
+            for bucket in self._waiting:
+                bucket.awaited = {id(parameter) for parameter in bucket.parameters}
         if self.root is None:
             return
         # FSDP2 reduces on a stream of its own, and waits for it at the end of a backward pass it takes for the last.
@@ -56,68 +65,80 @@ class GradientSync:
 
     def after_backward(self, micro_batch: int, last: bool) -> None:
         """Keep or sum what the backward pass of micro-batch `micro_batch` left in `.grad`."""
-        if not self.layout.tree or (self.once and last):
+        if last:
+            while self._waiting:  # for gradients that the pass has not given
+                self._reducing.begin(self._waiting.popleft())
+            for bucket in self._buckets:
+                bucket.awaited.clear()
+                if not bucket.reductions:
+                    bucket.close()
+        elif not self.layout.tree:
             return
-        if self.once:
+        elif self.once:
             self._drop()  # zeros: the scatter holds the sum back
-        elif last:
-            self._sum.close(self._gradients())
         elif micro_batch % 2 == 1:  # autograd has added this micro-batch to the even one before it: a node of two
-            self._sum.push(self._gradients(), level=1)
-            self._drop()
+            for bucket in self._buckets:
+                bucket.push()
 
     def finish(self) -> None:
-        """Sum over replicas, after the last backward of the step; shards then hold the gradient of all micro-batches.
+        """Return once gradients are summed over ranks; shards then hold the gradient of all micro-batches.
 
-        FSDP2 does so itself, within the backward pass, where parallel.reduction is native. Ranks that share a sequence
-        have each a part of every gradient, which FSDP2 has summed where it shards; those of a tensor-parallel group
-        have a part of what they all hold whole, where each saw its own tokens or heads. Where each saw all, they take
-        the first's: kernels that sum in no fixed order would let the copies drift apart.
+        Collective: the sums have begun within the step's last backward pass, bucket by bucket.
         """
-        layout = self.layout
-        if (group := layout.group("tp")) is not None:
-            whole = [parameter for parameter in self.parameters if not is_tp_shard(parameter)]
-            partial_roles = {"per_head", "replicate", "row"} if layout.config.sequence_parallel else {"per_head"}
-            parts = [p for p in whole if self._roles[id(p)] in partial_roles]
-            alike = [p for p in whole if self._roles[id(p)] not in partial_roles]
-            _reduce_buckets(self._gradients(parts), partial(dist.all_reduce, group=group))
-            _reduce_buckets(self._gradients(alike), partial(dist.broadcast, group=group, group_src=0))
-        if not layout.shards and (group := layout.group("cp")) is not None:
-            _reduce_buckets(self._gradients(), partial(dist.all_reduce, group=group))
-        if layout.tree and (group := layout.group("dp_replicate")) is not None:
-            _reduce_buckets(self._gradients(), partial(tree_all_reduce_, group=group))
+        self._reducing.end()
 
-    def _gradients(self, parameters: list[nn.Parameter] | None = None) -> list[Tensor]:
-        among = self.parameters if parameters is None else parameters
-        return [local(parameter.grad) for parameter in among if parameter.grad is not None]
+    def _take(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        """Begin what has all its gradients, in one order on all ranks: nothing before what stands ahead of it."""
+        if id(parameter) in bucket.awaited:
+            bucket.awaited.remove(id(parameter))
+            while self._waiting and not self._waiting[0].awaited:
+                self._reducing.begin(self._waiting.popleft())
 
     def _drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that lies on this rank: a view of a DTensor's shard, a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _backward_order(model: Decoder) -> list[nn.Parameter]:
+    """Return parameters as a backward pass gives gradients: the last first, those of FSDP2's root at its end."""
+    groups: list[Any] = [each for each in sharded_modules(model) if each is not model]
+    inner = {id(parameter) for group in groups for parameter in group.parameters()}
+    ended = list(model.parameters())[::-1]
+    return sorted(ended, key=lambda parameter: id(parameter) not in inner)
 
 
-def _reduce_buckets(gradients: list[Tensor], reduce: Callable[[Tensor], Any]) -> None:
-    """Replace `gradients` by what ranks agree on; `reduce` takes a flat tensor to it (mostly a sum), in place."""
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        reduce(flat)
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [part.view_as(old) for part, old in zip(parts, bucket, strict=True)])
+def reductions_over_ranks(model: Decoder, layout: Layout) -> Callable[[nn.Parameter], Sequence[Reduction]]:
+    """Return what each parameter's gradient goes through, in turn, beside what FSDP2 sums within a backward pass.
+
+    That is nothing where all of `layout` is FSDP2's. Ranks that share a sequence have each a part of every gradient,
+    which FSDP2 has summed where it shards; those of a tensor-parallel group have a part of what they all hold whole,
+    where each saw its own tokens or heads. Where each saw all, they take the first's: kernels that sum in no fixed
+    order would let the copies drift apart. Replicas come last, in the tree's order; in the library's FSDP2 sums them.
+    """
+    roles = model.roles()
+    role_of = {id(p): roles[name.rpartition(".")[0]] for name, p in model.named_parameters()}
+    summed, alike = tuple[Reduction, ...](), tuple[Reduction, ...]()
+    if (group := layout.group("tp")) is not None:
+        summed = (partial(_all_reduce, group=group),)
+        alike = (partial(_from_first, group=group),)
+    each: tuple[Reduction, ...] = ()
+    if not layout.shards and (group := layout.group("cp")) is not None:
+        each += (partial(_all_reduce, group=group),)
+    if layout.tree and (group := layout.group("dp_replicate")) is not None:
+        each += (partial(tree_all_reduce, group=group, subtrees=layout.subtrees("dp_replicate")),)
+    partial_roles = {"per_head", "replicate", "row"} if layout.config.sequence_parallel else {"per_head"}
+
+    def reductions(parameter: nn.Parameter) -> Sequence[Reduction]:
+        if is_tp_shard(parameter):
+            return each
+        return (summed if role_of[id(parameter)] in partial_roles else alike) + each
+
+    return reductions
 
 
-def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.nbytes > REPLICA_BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> Works:
+    yield dist.all_reduce(flat, group=group, async_op=True)
+
+
+def _from_first(flat: Tensor, group: dist.ProcessGroup) -> Works:
+    yield dist.broadcast(flat, group=group, group_src=0, async_op=True)

@@ -1,6 +1,7 @@
 """One rank's coordinates in the mesh: the groups it shares, the micro-batches it computes, and sums over them."""
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.parallel.process_group import join_process_group
 from lightning_llm.parallel.torch_private import all_gather, flattened, set_timeout
+from lightning_llm.parallel.tree import Subtrees
 from lightning_llm.plan.degrees import AXES, Degrees, micro_batches_of
+from lightning_llm.plan.nodes import SHARD_AXES, ranks_together
 from lightning_llm.plan.units import sums_in_tree, uses_fsdp
+
+WITHIN, BETWEEN = "within_nodes", "between_nodes"
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,19 @@ class Layout:
     mesh: DeviceMesh | None = None
     shared_mesh: DeviceMesh | None = None
     """Where ranks share sequences: one axis of all that hold the same parameters, dp_shard x cp."""
+    machines: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+    """By axes that the tree sums over within machines first, and then between them."""
     made_later: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
     """Groups that not every run needs, by name, once they are asked for."""
 
     @classmethod
-    def of(cls, config: ParallelConfig, degrees: Degrees, device: torch.device) -> "Layout":
-        """Return this rank's layout; collective where a process group was joined: every rank must call it."""
+    def of(
+        cls, config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int | None = None
+    ) -> "Layout":
+        """Return this rank's layout; collective where a process group was joined: every rank must call it.
+
+        `ranks_per_node`: neighbours on one machine; None: all.
+        """
         if not dist.is_initialized():
             return cls(config, degrees)
         # Every axis costs a group and its threads; FSDP2 wants dp_shard even where it is one rank.
@@ -41,13 +53,16 @@ class Layout:
         if degrees.dp_replicate > 1 and degrees.dp_shard > 1:
             flattened(mesh, ("dp_replicate", "dp_shard"), "dp")
         shared = flattened(mesh, ("dp_shard", "cp"), "fsdp") if degrees.cp > 1 else None
-        layout = cls(config, degrees, dist.get_rank(), mesh, shared)
+        machines = _machines(config, degrees, device, ranks_per_node or degrees.world)
+        layout = cls(config, degrees, dist.get_rank(), mesh, shared, machines)
         for group in layout.own_groups():  # a mesh leaves them the backend's own timeout, whatever the world's is
             set_timeout(group, config.timeout_seconds)
         return layout
 
     @classmethod
-    def joined(cls, config: ParallelConfig, degrees: Degrees, device: torch.device) -> "Layout":
+    def joined(
+        cls, config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int | None = None
+    ) -> "Layout":
         """Return this rank's layout, with the process group joined that it needs: none, of one that shards nothing.
 
         Raises:
@@ -55,7 +70,7 @@ class Layout:
         """
         if degrees.world > 1 or config.zero_stage > 0:
             join_process_group(device, degrees.world, config.timeout_seconds)
-        return cls.of(config, degrees, device)
+        return cls.of(config, degrees, device, ranks_per_node)
 
     @property
     def coordinates(self) -> Degrees:
@@ -110,6 +125,11 @@ class Layout:
             self.made_later["sharing"] = group
         return self.made_later["sharing"]
 
+    def subtrees(self, *axes: str) -> Subtrees | None:
+        """Return the groups by which the tree sums over `axes` in two stages; None where it takes one."""
+        mesh = self.machines.get(axes)
+        return None if mesh is None else Subtrees(mesh.get_group(WITHIN), mesh.get_group(BETWEEN))
+
     def own_groups(self) -> list[dist.ProcessGroup]:
         """Return every group that this layout made, each once."""
         if self.mesh is None:
@@ -118,6 +138,8 @@ class Layout:
         groups = {id(group): group for name in names if (group := self.group(name)) is not None}
         groups |= {id(group): group for group in map(self.mesh.get_group, self.mesh.mesh_dim_names or ())}
         groups |= {id(group): group for group in self.made_later.values()}
+        for each in self.machines.values():
+            groups |= {id(group): group for group in map(each.get_group, each.mesh_dim_names or ())}
         return [group for group in groups.values() if group is not dist.group.WORLD]
 
     def micro_batches(self, count: int) -> list[int]:
@@ -151,6 +173,30 @@ class Layout:
             if group is not None:
                 dist.all_reduce(tensor, op=op, group=group)
         return tensor
+
+
+def _machines(
+    config: ParallelConfig, degrees: Degrees, device: torch.device, ranks_per_node: int
+) -> dict[tuple[str, ...], DeviceMesh]:
+    """Return the meshes of `Layout.machines`, of all ranks in their order: neighbours on a machine side by side."""
+    meshes: dict[tuple[str, ...], DeviceMesh] = {}
+    summed: list[tuple[str, ...]] = [SHARD_AXES] if uses_fsdp(config, degrees) else []
+    for axes in [*summed, ("dp_replicate",)]:
+        together = ranks_together(degrees, axes, ranks_per_node)
+        if not sums_in_tree(config) or together == 1:
+            continue
+        ranks = math.prod(getattr(degrees, axis) for axis in axes)
+        inner = math.prod(getattr(degrees, axis) for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        sizes = {
+            "outer": degrees.world // (ranks * inner),
+            BETWEEN: ranks // together,
+            WITHIN: together,
+            "inner": inner,
+        }
+        names = tuple(name for name, size in sizes.items() if size > 1)
+        shape = tuple(sizes[name] for name in names)
+        meshes[axes] = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return meshes
 
 
 @functools.cache

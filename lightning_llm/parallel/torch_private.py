@@ -77,9 +77,12 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     return offset
 
 
-def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `output` [R n, ...] with `tensor` [n, ...] of every rank, in their order; renamed in torch 2.13."""
-    private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group)
+def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    """Fill `output` [R n, ...] with `tensor` [n, ...] of every rank, in their order; renamed in torch 2.13.
+
+    With `async_op` returns the work to wait for.
+    """
+    return private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group, async_op=async_op)
 
 
 def functional(name: str) -> Any:

@@ -6,7 +6,8 @@ nodes are kept like the digits of a binary counter: n micro-batches in a row nee
 running one, where a plain running sum needs none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,14 @@ from torch import Tensor
 from lightning_llm.parallel.torch_private import all_gather
 
 Node = list[Tensor]
+
+
+class Subtrees(NamedTuple):
+    """The groups by which ranks are summed in two stages: `within` those neighbours whose sum is a node of the tree,
+    which lie on one machine, and `between` machines, over ranks of the same place in theirs."""
+
+    within: dist.ProcessGroup
+    between: dist.ProcessGroup
 
 
 class TreeSum:
@@ -52,8 +61,9 @@ class TreeReduceScatter:
     reports zeros, which the caller drops; the call after it adds what was kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, subtrees: Subtrees | None = None) -> None:
         self.hold = False
+        self.subtrees = subtrees
         self._kept = TreeSum()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -63,7 +73,10 @@ class TreeReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
-        """Write the sum over `group` of this rank's part of `input_tensor` [ranks * n] to `output_tensor` [n]."""
+        """Write the sum over `group` of this rank's part of `input_tensor` [ranks * n] to `output_tensor` [n].
+
+        The input is written to.
+        """
         if self.hold:
             if input_tensor.is_cuda:  # it is FSDP2's, which may give its memory away once this call is over
                 input_tensor.record_stream(torch.cuda.current_stream())
@@ -71,20 +84,47 @@ class TreeReduceScatter:
             output_tensor.zero_()
             return
         self._kept.close([input_tensor])
-        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
+        output_tensor.copy_(_ended(tree_reduce_scatter(input_tensor, group, self.subtrees)))
 
 
-def tree_reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part [n] of the tree sum over `group` of `tensor` [ranks * n]."""
-    received = torch.empty_like(tensor)
-    dist.all_to_all_single(received, tensor, group=group)
-    return sum_rows(received.view(group.size(), -1))
+def tree_reduce_scatter(
+    tensor: Tensor, group: dist.ProcessGroup, subtrees: Subtrees | None
+) -> Generator[dist.Work, None, Tensor]:
+    """Return this rank's part [n] of the tree sum over `group` of `tensor` [ranks * n], which may be written to.
+
+    Yields each collective when it has begun, and goes on once it is waited for. With `subtrees` a machine's ranks add
+    first what they have for each place on every machine, and one of them sends the sum on: the same nodes of the tree,
+    and what leaves a machine is one tensor, not one for each of its ranks.
+    """
+    if subtrees is None:
+        received = torch.empty_like(tensor)
+        yield dist.all_to_all_single(received, tensor, group=group, async_op=True)
+        return sum_rows(received.view(group.size(), -1))
+    ranks, nodes = subtrees.within.size(), subtrees.between.size()
+    by_place = tensor.view(nodes, ranks, -1).transpose(0, 1).flatten()
+    yield dist.all_to_all_single(tensor, by_place, group=subtrees.within, async_op=True)
+    del by_place
+    summed = sum_rows(tensor.view(ranks, -1))  # [nodes * n], for this place on every machine
+    received = torch.empty_like(summed)
+    yield dist.all_to_all_single(received, summed, group=subtrees.between, async_op=True)
+    return sum_rows(received.view(nodes, -1))
 
 
-def tree_all_reduce_(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Replace `tensor` (flat) by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it."""
-    ranks, length = group.size(), tensor.numel()
-    padded = torch.nn.functional.pad(tensor, (0, -length % ranks))
-    part = tree_reduce_scatter(padded, group).contiguous()
-    all_gather(padded, part, group=group)
-    tensor.copy_(padded[:length])
+def tree_all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, subtrees: Subtrees | None
+) -> Generator[dist.Work, None, None]:
+    """Replace `tensor` [ranks * n] by its tree sum over `group`: a reduce-scatter and an all-gather, as a ring does it.
+
+    Yields each collective when it has begun, and goes on once it is waited for.
+    """
+    part = (yield from tree_reduce_scatter(tensor, group, subtrees)).clone()  # what is received is let go
+    yield all_gather(tensor, part, group=group, async_op=True)
+
+
+def _ended(works: Generator[dist.Work, None, Tensor]) -> Tensor:
+    try:
+        while True:
+            next(works).wait()
+    except StopIteration as end:
+        result: Tensor = end.value
+        return result

@@ -8,13 +8,14 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.activations import code_bits, on_gpu, recomputed_layers
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.nodes import ranks_per_node, ranks_together
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
 from lightning_llm.precision.module_rules import reasons_to_stay_high
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
-"""How much gradient_sync sends at once where replicas are summed."""
+"""What `parallel.gradient_buckets` sends at once, at most, but for a parameter that is larger."""
 
 
 def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: Accounting = OURS) -> int:
@@ -94,13 +95,32 @@ def _emulates_all(plan: Plan) -> bool:
 
 
 def communication_bytes(config: Config, units: Units, degrees: Degrees) -> int:
-    """Return the bytes of the largest thing that is reduced at once: as it is sent, and as it is received."""
+    """Return the bytes of what is reduced at once: as it is sent, and as it is received.
+
+    FSDP2 reduces a group after the other; buckets of what it does not sum follow each other through as many collectives
+    as they need (`parallel.gradient_buckets`), but for the few parameters that tensor-parallel ranks hold alike.
+    """
     gradient, ranks = DTYPE_BYTES[config.precision.main_grad_dtype], shard_ranks(config.parallel, degrees)
-    largest = 0
-    if uses_fsdp(config.parallel, degrees):
-        largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each())
-    if degrees.dp_replicate > 1 and sums_in_tree(config.parallel):
-        tensors = [shard.elements for shard in units.shards(ranks)]
-        bucket = max(gradient * max(tensors), min(REPLICA_BUCKET_BYTES, gradient * sum(tensors)))
-        largest = max(largest, 3 * bucket)  # flat, padded to the ranks, received
-    return largest
+    fsdp = uses_fsdp(config.parallel, degrees)
+    largest = 2 * gradient * max(unit.whole(ranks) for unit in units.each()) if fsdp else 0
+    shared = degrees.cp > 1 and not fsdp
+    replicas = degrees.dp_replicate if sums_in_tree(config.parallel) else 1
+    together = ranks_together(degrees, ("dp_replicate",), ranks_per_node(config))
+    tensors = [gradient * shard.elements for shard in units.shards(ranks)]
+    return max(largest, bucket_bytes(sum(tensors), max(tensors), shared, replicas, together))
+
+
+def bucket_bytes(total: int, largest: int, shared: bool, replicas: int, together: int = 1) -> int:
+    """Return the bytes of buckets of `total` bytes of gradients, the `largest` of one parameter, at their most.
+
+    A bucket is held while it goes through an all-reduce over ranks that share sequences (`shared`), an all-to-all over
+    `replicas`, or two where a machine first sums those that it has `together`, and an all-gather. The one in the first
+    all-to-all is held twice, the one in the second has what is received beside it, the last its part of the sum.
+    """
+    collectives = shared + (2 + (together > 1) if replicas > 1 else 0)
+    if not collectives:
+        return 0
+    bucket = max(largest, min(REPLICA_BUCKET_BYTES, total))
+    received = bucket + bucket // replicas if replicas > 1 else 0
+    received += bucket // together if together > 1 else 0
+    return min(collectives * bucket, total) + received

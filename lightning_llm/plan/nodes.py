@@ -12,6 +12,8 @@ from lightning_llm.plan.units import micro_batches_per_rank, tree_buffers
 
 SHARD_AXES = ("dp_shard", "cp")
 """The axes over which FSDP2 shards."""
+TREE_SCATTER = "tree_scatter"
+"""The kind of the tree's reduce-scatters: two all-to-alls where machines hold subtrees (`ranks_together`), else one."""
 ASSUMED_RANKS_PER_NODE = 8
 """GPUs of most machines that are trained on together (DGX, HGX), for a plan of a world whose machines are not named."""
 
@@ -43,6 +45,24 @@ def tensor_parallel_problems(config: Config, degrees: Degrees | None) -> Iterato
         yield Problem("parallel.tp", text)
 
 
+def ranks_together(degrees: Degrees, axes: Sequence[str], per_node: int) -> int:
+    """Return how many ranks of each group over `axes` the tree sums within a machine before anything leaves it, or 1.
+
+    Neighbours whose sum is a node of the tree: a power of two, the same on every machine. Where machines hold others
+    the order of sums is the tree's still, but each rank sends its own to other machines.
+    """
+    return _ranks_together(degrees, tuple(axes), per_node)
+
+
+@lru_cache(maxsize=4096)
+def _ranks_together(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> int:
+    groups = degrees.groups(*axes)
+    on_node = {count for ranks in groups for count in Counter(rank // per_node for rank in ranks).values()}
+    together = min(on_node)
+    subtrees = len(on_node) == 1 and together & (together - 1) == 0
+    return together if subtrees and together < len(groups[0]) else 1
+
+
 def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_node: int) -> float:
     """Return which part of the bytes of collectives of `kind` over `axes` goes to another machine, over all groups."""
     return _share_between_nodes(degrees, tuple(axes), kind, per_node)
@@ -51,10 +71,14 @@ def share_between_nodes(degrees: Degrees, axes: Sequence[str], kind: str, per_no
 @lru_cache(maxsize=4096)  # a search asks it of a few degrees under many batches and schedules
 def _share_between_nodes(degrees: Degrees, axes: tuple[str, ...], kind: str, per_node: int) -> float:
     groups = degrees.groups(*axes)
+    together = _ranks_together(degrees, axes, per_node) if kind == TREE_SCATTER else 1
     crossing, sent = 0, 0
     for ranks in groups:
         size, on_node = len(ranks), Counter(rank // per_node for rank in ranks)
-        if kind == "all_to_all":  # to each of the others as much
+        if together > 1:  # once what a machine has summed
+            sent += size * (size - 1)
+            crossing += size * (size // together - 1)
+        elif kind in ("all_to_all", TREE_SCATTER):  # to each of the others as much
             sent += size * (size - 1)
             crossing += sum(here * (size - here) for here in on_node.values())
         elif kind == "send":  # to the next stage, and to the one before
@@ -80,25 +104,27 @@ def nodes_of_groups(degrees: Degrees, axes: tuple[str, ...], per_node: int) -> i
 def with_reduction(config: Config, degrees: Degrees) -> Config:
     """Return `config` with parallel.reduction as `auto` has it.
 
-    That is tree within a machine; over several, where it sends no more bytes between them than the library's rings and
-    keeps no partial sums waiting, and native otherwise. The cluster of a plan is not asked: its hash does not tell, and
+    That is tree within a machine; over several, where one all-to-all sends no more bytes between them than the
+    library's rings and no partial sums wait, and native otherwise: two all-to-alls (`ranks_together`) send no more, but
+    one behind the other, and nobody has measured them. The cluster of a plan is not asked: its hash does not tell, and
     `train` with the same keys must have the same bits.
     """
     if config.parallel.reduction != "auto":
         return config
     run = config.model_copy(update={"cluster": None})
-    dearer = tree_factor(run, degrees) > 1 or tree_buffers(micro_batches_per_rank(run, degrees)) > 0
+    dearer = tree_factor(run, degrees, "all_to_all") > 1 or tree_buffers(micro_batches_per_rank(run, degrees)) > 0
     crosses = degrees.dp > 1 and data_parallel_nodes(run, degrees) > 1
     chosen = "native" if crosses and dearer else "tree"
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"reduction": chosen})})
 
 
-def tree_factor(config: Config, degrees: Degrees) -> float:
+def tree_factor(config: Config, degrees: Degrees, scatter: str = TREE_SCATTER) -> float:
     """Return how many times as many bytes of gradients the tree sends between machines as rings do; 1 if neither does.
 
-    An all-to-all sends every rank's part of the sum from each rank of a machine to each of the others; a ring sends a
-    machine's ranks' together. What leaves it is the same where a machine has one rank of each group. In units of a
-    rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed over replicas and sent back.
+    One all-to-all (`scatter`) sends every rank's part of the sum from each rank of a machine to each of the others; a
+    ring sends a machine's ranks' together, and so do two all-to-alls. What leaves it is the same where a machine has
+    one rank of each group. In units of a rank's shard: scattered per micro-batch (ZeRO-2 and 3) or once, then summed
+    over replicas and sent back.
     """
     per_node, parallel = ranks_per_node(config), config.parallel
     ranks, replicas = degrees.fsdp if parallel.zero_stage else 1, degrees.dp_replicate
@@ -109,7 +135,7 @@ def tree_factor(config: Config, degrees: Degrees) -> float:
         return share_between_nodes(degrees, axes, kind, per_node)
 
     rings = between(("dp_replicate",), "all_gather")
-    tree = scattered * between(SHARD_AXES, "all_to_all") + summed * (between(("dp_replicate",), "all_to_all") + rings)
+    tree = scattered * between(SHARD_AXES, scatter) + summed * (between(("dp_replicate",), scatter) + rings)
     native = scattered * between(SHARD_AXES, "reduce_scatter") + 2 * summed * rings
     return tree / native if native else 1.0
 
@@ -122,14 +148,29 @@ def reduction_note(config: Config, degrees: Degrees) -> str | None:
     times = f"{tree_factor(config, degrees):.3g}"
     much = "as much" if times == "1" else f"{times} times as much"
     machines = f"{nodes} machines of {per_node} ranks{' (assumed)' if nodes_are_assumed(config) else ''}"
+    how = _stages_note(config, degrees)
     if config.parallel.reduction == "native":
         waiting = tree_buffers(micro_batches_per_rank(config, degrees))
         kept = f", and keep {waiting} partial sum{'s' if waiting > 1 else ''} waiting" if waiting else ""
         return (
             f"note   gradients are summed by the library over {machines} (parallel.reduction=native); tree, whose sums "
-            f"do not depend on the number of ranks, would send {much} of them between machines{kept}"
+            f"do not depend on the number of ranks, would send {much} of them between machines{how}{kept}"
         )
     return (
         f"note   gradients are summed over {machines} in the tree's order (parallel.reduction=tree), which sends "
-        f"{much} of them between machines as parallel.reduction=native"
+        f"{much} of them between machines as parallel.reduction=native{how}"
     )
+
+
+def _stages_note(config: Config, degrees: Degrees) -> str:
+    """Return how the tree goes about a machine's ranks, where a group has several on each of several machines."""
+    per_node, together = ranks_per_node(config), []
+    for axes in (SHARD_AXES if config.parallel.zero_stage else (), ("dp_replicate",)):
+        groups = degrees.groups(*axes) if axes else []
+        several = any(1 < len({rank // per_node for rank in ranks}) < len(ranks) for ranks in groups)
+        together += [ranks_together(degrees, axes, per_node)] if several else []
+    if not together:
+        return ""
+    if min(together) == 1:
+        return " (the ranks of a group are not a power of two on every machine, so each sends its own to the others)"
+    return f" (in two stages: {max(together)} ranks on a machine first, then between machines)"

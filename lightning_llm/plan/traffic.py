@@ -10,7 +10,7 @@ from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import boundary_bytes, recomputed_layers, tokens_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import peak_memory_pp_rank
-from lightning_llm.plan.nodes import SHARD_AXES, ranks_per_node, share_between_nodes
+from lightning_llm.plan.nodes import SHARD_AXES, TREE_SCATTER, ranks_per_node, share_between_nodes
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
 from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
@@ -18,7 +18,8 @@ from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, 
 SHARDS = " ".join(SHARD_AXES)
 
 Sent = Counter[tuple[str, str]]
-"""Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp")."""
+"""Bytes that a rank sends in a step, by kind of collective and the axes whose ranks take part ("dp_shard cp"); the
+all-to-alls of the tree are a kind of their own."""
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
@@ -37,7 +38,7 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
     """
     by_kind = dict.fromkeys(KINDS, 0)
     for (kind, _), size in _sent_on_fullest(plan).items():
-        by_kind[kind] += size
+        by_kind["all_to_all" if kind == TREE_SCATTER else kind] += size
     return by_kind
 
 
@@ -45,7 +46,8 @@ def traffic_bytes(plan: Plan) -> dict[str, int]:
     """Return `bytes_sent` in all by where they go: `within_nodes` and `between_nodes`, a rank's mean.
 
     Machines have `ranks_per_node`. A collective over R ranks of k machines goes round a ring that enters each machine
-    once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others.
+    once, so k of R ranks send to another machine; in an all-to-all every rank sends as much to each of the others. The
+    tree sends a machine's sum once where its ranks are a subtree (`nodes.ranks_together`).
     """
     between = 0
     for (kind, axes), size in _sent_on_fullest(plan).items():
@@ -74,7 +76,7 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
         sent["all_gather", SHARDS] = micro_batches * (forward + blocks) if parallel.zero_stage == 3 else forward
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
     tree = sums_in_tree(parallel)
-    sent["all_to_all" if tree else "reduce_scatter", SHARDS] += (
+    sent[TREE_SCATTER if tree else "reduce_scatter", SHARDS] += (
         (micro_batches if parallel.zero_stage >= 2 else 1) * shard * (ranks - 1)
     )
     sent["send", "pp"] = (
@@ -85,7 +87,7 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
         sent["send", "pp"] += DTYPE_BYTES[recipe.main_grad_dtype] * table // ranks
     once = shard * (replicas - 1) // replicas
     if tree:
-        sent["all_to_all", "dp_replicate"] += once
+        sent[TREE_SCATTER, "dp_replicate"] += once
         sent["all_gather", "dp_replicate"] += once
     else:
         sent["all_reduce", "dp_replicate"] += 2 * once

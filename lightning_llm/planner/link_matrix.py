@@ -14,6 +14,7 @@ import yaml
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.time.links import Links
 
 FORMAT = "a mapping with gb_per_second, a row for each machine, or for each device, and if you like names, one for each"
@@ -141,7 +142,7 @@ class PlacedLinks(Links):
         return found
 
     def _slowest_of(self, kind: str, axes: str) -> float:
-        key = axes, kind == "all_to_all"
+        key = axes, kind in ("all_to_all", TREE_SCATTER)
         if key not in self._slowest:
             rates = []
             for ranks in self.degrees.groups(*axes.split()):

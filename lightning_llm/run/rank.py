@@ -27,6 +27,7 @@ from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
+from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.codes import check_native_casts
@@ -218,7 +219,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    return Layout.joined(plan.config.parallel, plan.degrees, device)
+    return Layout.joined(plan.config.parallel, plan.degrees, device, ranks_per_node(plan.config))
 
 
 def quiet_lightning() -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import LossScalingConfig
-from lightning_llm.parallel.gradient_sync import local
 from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.local_part import local
 from lightning_llm.precision.loss_scale import LossScale
 
 
@@ -33,22 +33,22 @@ class LossScaler:
         """Return what a step's record says of it."""
         return {"loss_scale": self.scale} if self.state else {}
 
-    def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: bool) -> bool:
+    def unscale(self, parameters: list[nn.Parameter], layout: Layout, overflow: Tensor | None) -> Tensor | None:
         """Divide all gradients by the scale, once and before clipping; return whether any rank saw an overflow.
 
         As GradScaler does, Inf and NaN are looked for in the unscaled gradients; `overflow` is what else this rank has
-        seen. Collective.
+        seen, a bool. Returned is 1 or 0 on the device, None without a scale. Collective.
         """
         if self.state is None:
-            return False
+            return None
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, 1.0 / self.state.scale)
-        found = torch.tensor(overflow, device=gradients[0].device)
+        found = gradients[0].new_zeros((), dtype=torch.bool) if overflow is None else overflow
         filled = [gradient for gradient in gradients if gradient.numel()]  # a rank's shard may have no row
         if filled:
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
-            found |= ~torch.isfinite(largest).all()
-        return bool(layout.reduce(found.int(), dist.ReduceOp.MAX, "world").item())
+            found = found | ~torch.isfinite(largest).all()
+        return layout.reduce(found.int(), dist.ReduceOp.MAX, "world")
 
     def update(self, overflow: bool) -> None:
         """Move the scale on, after a step."""

@@ -93,6 +93,8 @@ class LanguageModule(pl.LightningModule):
             before_zero_grad=lambda optimizer: self._call_hooks("on_before_zero_grad", optimizer),
             on_gradients=[self._call_gradient_hooks],
         )
+        strategy = self.trainer.strategy
+        self.train_step.vote_to_stop, self.train_step.agree_to_stop = strategy.vote_to_stop, strategy.agree_to_stop
         return self.train_step.optimizer
 
     def on_fit_start(self) -> None:
@@ -115,7 +117,6 @@ class LanguageModule(pl.LightningModule):
         if (kernels := tally.take()) and self.trainer.is_global_zero:
             print(f"casts  {kernels}", flush=True)
         set_global_step(self.trainer, self.completed_steps)
-        self.trainer.strategy.agree_on_stop()
         self._publish(self.step_record)
         return {"loss": loss}
 

@@ -81,11 +81,11 @@ class Quantisation:
         for layer in quantised_layers(model):
             layer.register_forward_hook(after_forward)
 
-    def take_overflow(self) -> bool:
-        """Return whether an operand was not finite since the last call, and forget it."""
+    def take_overflow(self) -> Tensor | None:
+        """Return whether an operand was not finite since the last call, a bool, and forget it; None: nobody looks."""
         if self._overflow is None:
-            return False
-        seen = bool(self._overflow.item())
+            return None
+        seen = self._overflow.clone()
         self._overflow.zero_()
         return seen
 

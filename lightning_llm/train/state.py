@@ -27,10 +27,10 @@ class TrainState:
         """How many updates the weights have had."""
         return self.completed_steps - self.skipped_steps
 
-    def open_record(self, loss: float, learning_rate: float) -> dict[str, Any]:
-        """Return the new record of the step in progress; `loss` is the mean over the step's target tokens."""
+    def open_record(self, learning_rate: float) -> dict[str, Any]:
+        """Return the new record of the step in progress; its `loss` is known once the step has read it."""
         step = self.completed_steps + 1
-        self.record = {"step": step, "tokens": step * self.step_tokens, "loss": loss, "lr": learning_rate}
+        self.record = {"step": step, "tokens": step * self.step_tokens, "loss": None, "lr": learning_rate}
         return self.record
 
     def count_step(self, skipped: bool) -> None:

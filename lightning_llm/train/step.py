@@ -16,7 +16,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
-from lightning_llm.parallel.grad_norm import clip_gradients
+from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
+from lightning_llm.parallel.host_read import read_numbers
 from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm.protocol import Algorithm
@@ -43,6 +44,10 @@ class TrainStep:
     on_gradients: list[Callable[[Tensor], None]]
     """Called in turn with the step's loss, between reduction and update: gradients are those of the whole step, times
     the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
+    vote_to_stop: Callable[[], Tensor | None] = lambda: None
+    """Collective; gives a whole number, the same on all ranks, that the step reads with its own."""
+    agree_to_stop: Callable[[int], None] = lambda number: None
+    """Called with that number, before the update."""
     _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
 
@@ -94,16 +99,16 @@ class TrainStep:
         losses = self._forward_backward(batch)
         self._reduce_gradients()
         loss = self._reduce_losses(losses)
-        record = state.open_record(loss.item(), rate)
-        record.update(self._reduce_auxiliary_losses())
+        record, auxiliary = state.open_record(rate), self._reduce_auxiliary_losses()
         for act in self.on_gradients:
             act(loss)
 
         parameters = list(model.parameters())
-        record.update(self.scaler.describe())
-        overflow = self.scaler.unscale(parameters, layout, quantisation.take_overflow())
-        clip_norm = None if overflow else self.clip_norm
-        record["grad_norm"] = clip_gradients(parameters, clip_norm, layout, self.parallel.copied_parameters)
+        found = self.scaler.unscale(parameters, layout, quantisation.take_overflow())
+        norm = gradient_norm(parameters, layout, self.parallel.copied_parameters)
+        overflow = self._read({"loss": loss, **auxiliary, "grad_norm": norm}, found)
+        if not overflow and self.clip_norm is not None:
+            clip_gradients(parameters, record["grad_norm"], self.clip_norm)
 
         skipped = self._is_skipped(record, overflow)
         if skipped:
@@ -188,6 +193,19 @@ class TrainStep:
         self.state.micro_batch_losses = self.parallel.layout.gather_micro_batches(losses)
         return self.state.micro_batch_losses.sum()
 
+    def _read(self, figures: dict[str, Tensor], overflow: Tensor | None) -> bool:
+        """Put `figures` into the record; return whether any rank saw an overflow.
+
+        The host waits here for the device, once in a step: for all that follows is decided by.
+        """
+        flags = {"overflow": overflow, "stop": self.vote_to_stop()}
+        numbers = read_numbers(figures | {name: flag for name, flag in flags.items() if flag is not None})
+        seen, signal_number = bool(numbers.pop("overflow", 0.0)), int(numbers.pop("stop", 0.0))
+        self.agree_to_stop(signal_number)
+        norm = numbers.pop("grad_norm")
+        self.state.record.update(numbers, **self.scaler.describe(), grad_norm=norm)
+        return seen
+
     def _is_skipped(self, record: dict[str, Any], overflow: bool) -> bool:
         """Return whether the update is left out, on all ranks; raises where the run ends instead.
 
@@ -198,13 +216,12 @@ class TrainStep:
             return True
         return self.spikes.judge(record) or overflow
 
-    def _reduce_auxiliary_losses(self) -> dict[str, float]:
+    def _reduce_auxiliary_losses(self) -> dict[str, Tensor]:
         """Return what auxiliary losses added to the step's, for its record, the same on every rank."""
-        summed = {
-            name: self.parallel.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
+        return {
+            f"auxiliary/{name}": self.parallel.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
             for name, value in self._auxiliary_losses.items()
         }
-        return {f"auxiliary/{name}": value.item() for name, value in summed.items()}
 
     def _largest_amax(self, amax: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks that hold the same layers."""

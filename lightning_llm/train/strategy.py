@@ -80,13 +80,20 @@ class TrainStrategy(ModelParallelStrategy):
         """The signal that all ranks have agreed to stop for, 0 if none; equal on every rank between two steps."""
         return self._asked_to_stop if self.layout.mesh is None else self._agreed_to_stop
 
-    def agree_on_stop(self) -> None:
-        """Settle with the other ranks, once in every step, whether to stop after it. Collective."""
+    def vote_to_stop(self) -> Tensor | None:
+        """Return the signal that any rank was sent, 0 if none, once in every step; None of a single one. Collective.
+
+        It is on the device: who reads it there tells `agree_to_stop`.
+        """
         if self.layout.mesh is None:
-            return
-        flag = torch.tensor(self._asked_to_stop, device=self.root_device)
+            return None
+        flag = torch.full((), self._asked_to_stop, device=self.root_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self._agreed_to_stop = int(flag.item())
+        return flag
+
+    def agree_to_stop(self, signal_number: int) -> None:
+        """Stop after the step in progress, for `signal_number`; not for 0."""
+        self._agreed_to_stop = signal_number
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the data-parallel ranks; `reduce_op` is "sum", "mean" or a ReduceOp."""

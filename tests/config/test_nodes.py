@@ -11,7 +11,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import write_config
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import reduction_note, share_between_nodes, tree_factor
+from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node, reduction_note, share_between_nodes, tree_factor
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent, sent_at, traffic_bytes
 
@@ -20,9 +20,11 @@ ZERO3 = ["model=llama_8b", "parallel=zero3", "data.micro_batch_size=1", "world=1
 FSDP_TP = ["parallel=fsdp_tp", "parallel.tp=8", "world=128", "trainer.devices=8"]
 
 
-def transfers(ranks: list[int], kind: str, size: float) -> Counter[tuple[int, int]]:
+def transfers(ranks: list[int], kind: str, size: float, per_node: int) -> Counter[tuple[int, int]]:
     """Return the bytes on each link of a collective whose ranks send `size` bytes each, transfer by transfer."""
     links: Counter[tuple[int, int]] = Counter()
+    if kind == TREE_SCATTER:
+        return two_stages(ranks, per_node, size)
     if kind == "all_to_all":
         for one, other in itertools.permutations(ranks, 2):
             links[one, other] += size / (len(ranks) - 1)
@@ -33,14 +35,28 @@ def transfers(ranks: list[int], kind: str, size: float) -> Counter[tuple[int, in
     return links
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", "reduce_scatter", "all_gather"])
+def two_stages(ranks: list[int], per_node: int, size: float) -> Counter[tuple[int, int]]:
+    """Return the links of the tree's reduce-scatter, shard by shard: each goes from every rank of a machine to the one
+    that has its owner's place there, and from that one to the owner."""
+    machines = [list(group) for _, group in itertools.groupby(ranks, key=lambda rank: rank // per_node)]
+    links: Counter[tuple[int, int]] = Counter()
+    for owner in ranks:
+        (place,) = [machine.index(owner) for machine in machines if owner in machine]
+        for machine in machines:
+            for rank in machine:
+                links[rank, machine[place]] += (rank != machine[place]) * size / (len(ranks) - 1)
+            links[machine[place], owner] += (machine[place] != owner) * size / (len(ranks) - 1)
+    return links
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "reduce_scatter", "all_gather", TREE_SCATTER])
 @pytest.mark.parametrize("axes", [["dp_shard"], ["dp_shard", "cp"], ["dp_replicate"], ["tp"], ["pp"]])
 @pytest.mark.parametrize("per_node", [1, 4, 8, 64])
 def test_the_share_between_machines_is_that_of_every_transfer(kind, axes, per_node):
     degrees = Degrees(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2)
     links: Counter[tuple[int, int]] = Counter()
     for ranks in degrees.groups(*axes):
-        links += transfers(ranks, kind, 1.0)
+        links += transfers(ranks, kind, 1.0, per_node)
     between = sum(size for (one, other), size in links.items() if one // per_node != other // per_node)
     assert share_between_nodes(degrees, axes, kind, per_node) == pytest.approx(between / sum(links.values()))
 
@@ -52,19 +68,26 @@ def test_stages_send_between_machines_where_they_lie_on_two():
     assert share_between_nodes(degrees, ["pp"], "send", 16) == 0
 
 
-def test_the_tree_sends_eight_times_a_ring_between_machines_of_eight():
-    """Of fp32 gradients of S bytes over R ranks, a machine of 8 sends 8 S (R - 8) / R by all-to-all, S (R - 1) / R by
-    a ring (docs/parallel.md's figures)."""
+def test_the_tree_sends_what_a_ring_does_between_machines_of_eight():
+    """Of fp32 gradients of S bytes over R ranks, 16 machines of 8 send S 15 / 16 each, S (R - 1) / R by a ring; where 6
+    of 96 ranks are no subtree 6 S 15 / 16 (docs/parallel.md's figures)."""
 
-    def of_gradients(reduction):
-        config = compose_config([*ZERO3, f"parallel.reduction={reduction}"])
-        gathers = bytes_sent(plan_of(config))["all_gather"] / 8  # of rings: one of 8 ranks sends to another machine
-        return 8 * (traffic_bytes(plan_of(config))["between_nodes"] - gathers)
+    def of_gradients(reduction, *more):
+        plan = plan_of(compose_config([*ZERO3, f"parallel.reduction={reduction}", *more]))
+        per_node = ranks_per_node(plan.config)
+        gathers = bytes_sent(plan)["all_gather"] / per_node  # of rings: one of a machine's ranks sends to another
+        return per_node * (traffic_bytes(plan)["between_nodes"] - gathers)
 
     gradients = 4 * PSI
-    assert of_gradients("tree") == pytest.approx(8 * gradients * (128 - 8) / 128, rel=1e-6)
+    assert of_gradients("tree") == pytest.approx(gradients * 15 / 16, rel=1e-6)
     assert of_gradients("native") == pytest.approx(gradients * 127 / 128, rel=1e-6)
-    assert (round(of_gradients("tree") / 1e9), round(of_gradients("native") / 1e9)) == (241, 32)
+    at_once = plan_of(compose_config([*ZERO3, "parallel.reduction=tree"]))
+    times = tree_factor(at_once.config, at_once.degrees, "all_to_all")
+    assert times * of_gradients("native") == pytest.approx(8 * gradients * 120 / 128, rel=1e-6)
+    assert round(times * of_gradients("native") / 1e9) == 241
+    six = ["world=96", "data.global_batch_size=96", "trainer.devices=6"]
+    assert of_gradients("tree", *six) == pytest.approx(6 * gradients * 15 / 16, rel=1e-2)  # rows are padded
+    assert (round(of_gradients("tree") / 1e9), round(of_gradients("native") / 1e9)) == (30, 32)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +145,14 @@ def test_the_choice_and_its_price_are_said_by_the_plan(capsys):
     assert "over 16 machines of 8 ranks (assumed) (parallel.reduction=native)" in out.replace("by the library ", "")
     assert main(["plan", *ZERO3, "parallel.reduction=tree", "trainer.devices=8"]) == 0
     out = capsys.readouterr().out
-    assert "sends 7.56 times as much of them between machines" in out
+    assert "sends 0.945 times as much of them between machines" in out
+    assert "(in two stages: 8 ranks on a machine first, then between machines)" in out
     assert "(of 8 ranks)" in out
+    assert main(["plan", *ZERO3, "world=12", "data.global_batch_size=12", "trainer.devices=6"]) == 0
+    assert "tree, whose sums do not depend on the number of ranks, would send 3.27 times" in (
+        out := capsys.readouterr().out
+    )
+    assert "not a power of two on every machine" in out
     assert main(["plan", "recipe=llama3_405b_3d"]) == 0  # a machine has one rank of each group that sums
     out = capsys.readouterr().out
     assert "would send as much of them between machines, and keep 2 partial sums waiting" in out

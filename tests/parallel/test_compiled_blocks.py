@@ -55,7 +55,9 @@ def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str
         (sync,) = apply_parallel(model, layout, PrecisionConfig(name="bf16", compute_dtype="bf16"), 0, TOKENS, device)
     tokens = torch.arange(TOKENS)[None]
     own, _, positions, _ = SequenceSharder(layout)(tokens, tokens, None)
+    sync.before_backward(0, last=True)
     model(own, positions).float().sum().backward()
+    sync.after_backward(0, last=True)
     sync.finish()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return {"graphs": len(graphs), "breaks": sum(counters["graph_break"].values()), "ran": len(runs)}
@@ -68,6 +70,7 @@ ALONE = [
     ({"tp": 2, "activation_checkpoint": "selective", "activation_checkpoint_every": 2}, LLAMA, 2),
     ({"tp": 2, "activation_checkpoint": "selective"}, GLA, 1),
     ({"cp": 2}, LLAMA, 1),
+    ({"dp_replicate": 2}, LLAMA, 1),
     ({"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"}, LLAMA, 1),
 ]
 CASES = [

@@ -15,7 +15,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.gathered_logits import GatheredLogits
-from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.local_part import local
 from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 
 SHAPE = [

@@ -20,7 +20,7 @@ from traced_run import Trace, difference, run_with, traced_run
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
 from lightning_llm.parallel.activation import expensive_ops
-from lightning_llm.parallel.gradient_sync import local
+from lightning_llm.parallel.local_part import local
 from lightning_llm.plan.accounting import OURS
 from lightning_llm.plan.passes import Stage
 from lightning_llm.plan.resolve import Plan, plan_of

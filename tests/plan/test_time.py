@@ -14,6 +14,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import ClusterConfig, Config
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.time.cost import PARTS
 from lightning_llm.plan.time.device import Device
@@ -84,6 +85,9 @@ def test_no_gemm_beats_the_roofline(rows, columns, summed, number_format):
         (Degrees(dp_shard=2, tp=8), "all_gather", "dp_shard", 9e9 / 50e9 + (14 + 4) * 1e-6),
         # to each of 15 others as much, 8 of them on the other machine
         (Degrees(dp_shard=16), "all_to_all", "dp_shard", 9e9 * 8 / 15 / 50e9 + (14 + 4) * 1e-6),
+        # the same in two: 7 of 15 to each of 8 on the machine, then an eighth of the whole to the other one
+        (Degrees(dp_shard=16), TREE_SCATTER, "dp_shard", 9e9 / 15 * (14 / 450e9 + 1 / 50e9) + 2 * (14 + 4) * 1e-6),
+        (Degrees(dp_shard=8), TREE_SCATTER, "dp_shard", 9e9 / 450e9 + (14 + 1.9) * 1e-6),
         (Degrees(pp=2, tp=8), "send", "pp", 9e9 / 50e9 + (14 + 4) * 1e-6),
         (Degrees(pp=8), "send", "pp", 9e9 / 450e9 + (14 + 1.9) * 1e-6),
         (Degrees(tp=1), "all_gather", "tp", 0.0),
@@ -124,6 +128,7 @@ LAYOUTS = [
     ["parallel=zero3", "world=16", "parallel.reduction=tree"],
     ["parallel=zero2", "world=8"],
     ["parallel=zero1", "world=8"],
+    ["parallel=ddp", "world=16", "parallel.reduction=tree"],
     ["parallel=hsdp_tp", "parallel.dp_replicate=2", "world=16"],
     ["parallel=fsdp_cp_tp", "world=16", "parallel.activation_checkpoint=full"],
     ["parallel=tp", "parallel.tp=4", "world=4", "parallel.activation_checkpoint=selective"],
@@ -133,10 +138,10 @@ LAYOUTS = [
     ["parallel=pp_interleaved", "world=4", "parallel.activation_checkpoint=full"],
 ]
 AFTER = {
-    ("all_to_all", "dp_replicate"), ("all_gather", "dp_replicate"), ("all_reduce", "dp_replicate"),
+    (TREE_SCATTER, "dp_replicate"), ("all_gather", "dp_replicate"), ("all_reduce", "dp_replicate"),
     ("all_reduce", "tp"), ("broadcast", "tp"), ("all_reduce", "cp"),
 }  # fmt: skip
-"""What ranks send once per step, when the last backward pass is done (`GradientSync.finish`)."""
+"""What ranks send once per step, of which passes count the time alone."""
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
@@ -175,6 +180,19 @@ def test_a_step_is_its_parts_and_faster_on_faster_machines(words):
     ):
         other = StepTimer(plan, CLUSTER.model_copy(update=change)).time.total
         assert sign * other <= sign * step.total * (1 + sign * 1e-9), change
+
+
+def test_sums_over_replicas_hide_behind_the_last_backward_pass():
+    """Of 16 replicas all is sent by the last pass; what it does not hide is what is left when the embedding is done."""
+    plan = plan_of(config_of("parallel=ddp", "world=16", "parallel.reduction=tree"))
+    timer = StepTimer(plan, CLUSTER.model_copy(update={"overlap": False}))
+    sent = timer.sent[0][TREE_SCATTER, "dp_replicate"]
+    assert sent == timer.sent[0]["all_gather", "dp_replicate"]
+    buckets = -(-sent // (25 * 2**20))
+    both = [timer.links.seconds(kind, "dp_replicate", sent, buckets) for kind in (TREE_SCATTER, "all_gather")]
+    assert timer.time.seconds["reductions"] == pytest.approx(sum(both))
+    hidden = StepTimer(plan, CLUSTER).time.seconds["reductions"]
+    assert sum(both) / 18 < hidden < sum(both)  # root, embedding, 16 blocks and the head: a 19th each, the last is bare
 
 
 def test_interleaving_pays_as_torchtitan_measured():

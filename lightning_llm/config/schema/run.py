@@ -37,7 +37,7 @@ class ParallelConfig(Group):
     reduction: Literal["auto", "tree", "native"] = Field(
         "auto",
         description="how gradients are summed: tree to the same bits on any number of ranks, native by the library; "
-        "auto: tree within a machine, and over several where it costs no more; else native",
+        "auto: tree within a machine, and over several where one all-to-all sends no more; else native",
     )
     activation_checkpoint: Checkpointing = Field(
         "none", description="full: recompute blocks in the backward pass; selective: all but GEMMs and attention"

@@ -7,7 +7,7 @@ from functools import cached_property
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.config.schema.cluster import LinkConfig
 from lightning_llm.plan.degrees import Degrees
-from lightning_llm.plan.nodes import nodes_of_groups, share_between_nodes
+from lightning_llm.plan.nodes import TREE_SCATTER, nodes_of_groups, ranks_together, share_between_nodes
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Links:
 
         Every hop within a machine carries what the rank sends. Between machines rings are as many as the group's ranks
         on one, each through its own device's link, so that a rank sends its share there; both at once, so the longer
-        of the two. A hop's latency counts for each step of a ring, of a tree for an all-reduce. A send is one hop,
-        between machines if most of the axis' neighbours lie on two.
+        of the two; but the tree's two all-to-alls go one behind the other. A hop's latency counts for each step of a
+        ring, of a tree for an all-reduce. A send is one hop, between machines if most of the axis' neighbours lie on
+        two.
         """
         span = self.span(axes)
         if span.ranks == 1 or not times or not sent_bytes:
@@ -47,9 +48,11 @@ class Links:
         seconds = sent_bytes / (within.gb_per_second * 1e9) if span.per_node > 1 else 0.0
         if span.nodes > 1:
             share = round(self._share(kind, axes)) if kind == "send" else self._share(kind, axes)
-            if kind == "all_to_all":  # what goes to other machines does not take the links within as well
+            if kind in ("all_to_all", TREE_SCATTER):  # what goes to other machines does not take the links within, too
                 seconds *= 1 - share
-            seconds = max(seconds, share * sent_bytes / (self.between_gb_per_second(kind, axes) * 1e9))
+            outside = share * sent_bytes / (self.between_gb_per_second(kind, axes) * 1e9)
+            seconds = seconds + outside if self._in_two(kind, axes) else max(seconds, outside)
+            times *= 1 + self._in_two(kind, axes)
         return seconds + times * self.latency(kind, span)
 
     def send_seconds(self, sent_bytes: int) -> list[float]:
@@ -72,6 +75,9 @@ class Links:
             self._shares[kind, axes] = share_between_nodes(self.degrees, axes.split(), kind, self.per_node)
         return self._shares[kind, axes]
 
+    def _in_two(self, kind: str, axes: str) -> bool:
+        return kind == TREE_SCATTER and ranks_together(self.degrees, axes.split(), self.per_node) > 1
+
     @cached_property
     def _package(self) -> LinkConfig:
         return self.cluster.within_package or self.cluster.within_node
@@ -85,7 +91,7 @@ class Links:
         within = (self._package if span.packaged else self.cluster.within_node).latency_microseconds
         between, inside = self.cluster.between_nodes.latency_microseconds, span.per_node - 1
         outside = span.nodes - 1
-        if kind in ("send", "all_to_all"):  # one hop, or all at once
+        if kind in ("send", "all_to_all", TREE_SCATTER):  # one hop, or all at once
             hops = between if outside else within
         elif kind == "all_reduce":  # down a tree and up again: NVIDIA/nccl, src/graph/tuning.cc
             hops = 2 * (inside * within + math.ceil(math.log2(span.nodes)) * between)

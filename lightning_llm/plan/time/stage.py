@@ -8,6 +8,7 @@ from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import recomputed_layers
+from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.stages import StagePart, units_at
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost, Passes
@@ -46,10 +47,10 @@ class StageTimes:
     last_backward: Cost
 
 
-def stage_times(operations: Operations, part: StagePart, replicas_reduction: float = 0.0) -> StageTimes:
+def stage_times(operations: Operations, part: StagePart, summed_once: float = 0.0) -> StageTimes:
     """Return the costs of a stage's passes over one micro-batch.
 
-    `replicas_reduction`: seconds of all-reduces over replicas that FSDP2 makes in the last backward pass.
+    `summed_once`: seconds of the sums over replicas, and over ranks that share sequences, of the last backward pass.
     """
     config, items = operations.config, _items(operations, part)
     zero_stage, overlap = config.parallel.zero_stage, operations.device.cluster.overlap
@@ -74,18 +75,18 @@ def stage_times(operations: Operations, part: StagePart, replicas_reduction: flo
         for item in reversed(items):
             gather = item.gather if every and item.gathered_again else 0.0
             reduction = item.reduction if reduces else 0.0
-            if last and replicas_reduction:
-                reduction += replicas_reduction * (item.reduction / shards if shards else 1 / len(items))
+            if last and summed_once:
+                reduction += summed_once * (item.reduction / shards if shards else 1 / len(items))
             timeline.append((gather, item.passes.backward.total, reduction))
         if sharded:
             if every:
                 cost += _sum(item.copies.forward for item in items if item.gathered_again)
             if reduces or not once:
                 cost += _sum(item.copies.backward for item in items)
-            gathers, reductions = exposed_backward(timeline, overlap, 1.0 if last else tail)
-            cost.spend("gathers", gathers)
-            cost.spend("reductions", reductions)
             cost += _sent_backward(operations, part, every, reduces)
+        gathers, reductions = exposed_backward(timeline, overlap, 1.0 if last else tail)
+        cost.spend("gathers", gathers)
+        cost.spend("reductions", reductions)
         return cost
 
     return StageTimes(
@@ -165,11 +166,11 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
     gather = operations.links.seconds("all_gather", axes, width * shard * (ranks - 1))
-    kind = "all_to_all" if sums_in_tree(config.parallel) else "reduce_scatter"
+    kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
     copied_in = operations.memory((master + width) * shard + 2 * width * shard * ranks, 2)
     copied_out = operations.memory((width + gradient) * shard * ranks + 3 * gradient * shard, 2)
-    if kind == "all_to_all":  # and the sum of what was received
+    if kind == TREE_SCATTER:  # and the sum of what was received
         copied_out += operations.memory(3 * gradient * shard * (ranks - 1), max(1, ranks.bit_length() - 1))
     return Item(passes, gather, reduction, copies=Passes(copied_in, copied_out))
 
@@ -228,7 +229,7 @@ def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
     config, degrees = operations.config, operations.degrees
     units, ranks = units_at(config.model, [part], degrees.tp), shard_ranks(config.parallel, degrees)
-    kind = "all_to_all" if sums_in_tree(config.parallel) else "reduce_scatter"
+    kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     sent = Counter({("all_gather", SHARDS): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
     sent[kind, SHARDS] += gradient * units.shard(ranks) * (ranks - 1) if reduces else 0

@@ -13,7 +13,7 @@ from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.activations import boundary_bytes
 from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
-from lightning_llm.plan.nodes import ranks_per_node
+from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of
 from lightning_llm.plan.stages import parts_of, rank_kind, stage_kind, units_at
@@ -25,10 +25,15 @@ from lightning_llm.plan.time.links import Links
 from lightning_llm.plan.time.stage import StageTimes, stage_times
 from lightning_llm.plan.time.waiting import finish_times
 from lightning_llm.plan.traffic import Sent, sent_at
-from lightning_llm.plan.units import shard_ranks, sums_in_tree, uses_fsdp
+from lightning_llm.plan.units import shard_ranks
 
 ROUNDING = 1e-9
 """Of a step: less is no part of it, but what sums of floats leave."""
+ONCE_BESIDE = (
+    *((kind, "dp_replicate") for kind in (TREE_SCATTER, "all_gather", "all_reduce")),
+    ("all_reduce", "cp"),
+)
+"""What is sent once per step, beside its last backward pass."""
 CLIPPING_READS = 3
 """How often gradients are read or written beside the update: their norm, and times the clipping factor."""
 
@@ -135,11 +140,11 @@ class StepTimer:
         stages: dict[int, StageTimes] = {}
         made: dict[Hashable, StageTimes] = {}
         for pp_rank, parts in enumerate(self.parts):
-            replicas = self._replicas(pp_rank)
+            beside = self._beside(pp_rank)
             for part in parts:
-                kind = stage_kind(self.config, part), replicas
+                kind = stage_kind(self.config, part), beside
                 if kind not in made:
-                    made[kind] = stage_times(self.operations, part, replicas)
+                    made[kind] = stage_times(self.operations, part, beside)
                 stages[part.index] = made[kind]
         kinds = [
             Pass(forward, stage, micro_batch)
@@ -163,20 +168,24 @@ class StepTimer:
     def _send_seconds(self) -> list[float]:
         return self.links.send_seconds(boundary_bytes(self.config, self.degrees))
 
-    def _replicas(self, pp_rank: int) -> float:
-        """Return the seconds of FSDP2's all-reduces over replicas in a stage's last backward pass; 0: the tree sums."""
-        if sums_in_tree(self.config.parallel) or not uses_fsdp(self.config.parallel, self.degrees):
-            return 0.0
-        key = "all_reduce", "dp_replicate"
-        parts = self.parts[pp_rank]
+    def _beside(self, pp_rank: int) -> float:
+        """Return the seconds of sums that begin within a stage's last backward pass: over replicas, and over `cp`.
+
+        The library's are FSDP2's, a group at a time; all others go by buckets (`parallel.gradient_buckets`).
+        """
+        parts, sent, seconds = self.parts[pp_rank], self.sent[pp_rank], 0.0
         groups = sum(len(part.layers) for part in parts) + 2
-        return self.links.seconds(*key, self.sent[pp_rank][key], groups) / len(parts)
+        for kind, axes in ONCE_BESIDE:
+            size = sent[kind, axes]
+            times = groups if (kind, axes) == ("all_reduce", "dp_replicate") else -(-size // REPLICA_BUCKET_BYTES)
+            seconds += self.links.seconds(kind, axes, size, times)
+        return seconds / len(parts)
 
     def _after(self, pp_rank: int) -> Cost:
         """Return what is sent after the last backward pass: all of `plan.traffic`'s bytes that passes have not sent.
 
-        Sums over replicas in the tree's order, gradients of what tensor- and context-parallel ranks hold alike, tied
-        embeddings, matrices that the optimizer takes whole; none of it beside computation (`GradientSync.finish`).
+        That is tied embeddings, and matrices that the optimizer takes whole. Gradients of what tensor-parallel ranks
+        hold alike are counted here, too: a few vectors, which really begin within the pass.
         """
         cost = Cost()
         for (kind, axes), total in self.sent[pp_rank].items():
@@ -184,8 +193,8 @@ class StepTimer:
             if axes == "pp":  # hidden states, sent while ranks compute: `finish_times`
                 stages = sum(2 - part.first - part.last for part in self.parts[pp_rank])
                 rest -= self.plan.micro_batches * stages * boundary_bytes(self.config, self.degrees)
-            if (kind, axes) == ("all_reduce", "dp_replicate") and not sums_in_tree(self.config.parallel):
-                continue  # `_replicas`
+            if (kind, axes) in ONCE_BESIDE:
+                continue
             times = -(-rest // REPLICA_BUCKET_BYTES)
             cost.spend("reductions", self.links.seconds(kind, axes, max(rest, 0), times))
         return cost
