@@ -50,7 +50,9 @@ LAYOUT = (
 )
 """Free, too, between two layouts that both train to the bits of a single rank (docs/parallel.md)."""
 
-ROUNDING = (*LAYOUT, "parallel.compile", "data.micro_batch_size", "trainer.threads", "threads")
+ROUNDING = (
+    *LAYOUT, "parallel.compile", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"
+)  # fmt: skip
 """These change the order of sums alone. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
 
 VALIDATION = ("data.tokenizer.", "data.validation.", "data.sources.", "data.sequence_length", "data.document_mask")

@@ -8,20 +8,14 @@ from hashlib import sha256
 from typing import Any
 
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.migrations import first_name
+from lightning_llm.config.schema.migrations import ADDED, first_name
 
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware", "cluster.")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (
-    *RUN_LOCATION,
-    "precision.casts",
-    "precision.backend",
-    "data.tokenize_processes",
-    "trainer.attention_kernel",
-)
-"""Left out of the config hash: where a run is kept and tracked, how it was started, by which kernels casts, their GEMMs
-and attention run, and how many processes built its token cache."""
+NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tokenize_processes")
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, and
+how many processes built its token cache."""
 
 ONCE_WRITTEN = {"data.num_workers": 0}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""
@@ -34,6 +28,7 @@ FREE_ON_RESUME = (
     "trainer.max_steps",
     "trainer.validate_every_steps",
     "trainer.devices",
+    "trainer.attention_kernel",
     "world",
     "parallel.",
     "data.micro_batch_size",
@@ -72,10 +67,12 @@ def in_hash(key: str) -> bool:
 def config_hash(config: Config) -> str:
     """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`.
 
-    What is null is left out, so that an optional key that is added later changes no hash; so does no new name of a key.
+    What is null is left out, so that an optional key that is added later changes no hash; so is what runs did before
+    there was a key for it, and a key goes by its first name.
     """
     flat = flatten(config.model_dump())
     flat = {key: ONCE_WRITTEN.get(key) if value is None else value for key, value in flat.items() if in_hash(key)}
+    flat = {key: value for key, value in flat.items() if ADDED.get(key) != value}
     flat = {first_name(key): value for key, value in flat.items() if value is not None}
     return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
 

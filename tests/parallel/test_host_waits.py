@@ -120,7 +120,8 @@ def opcodes_of_second_step(config: Config) -> int:
     return opcodes.count
 
 
-@pytest.mark.parametrize("layout", ["zero3", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["zero3", "ddp"])
 def test_python_does_no_more_on_more_ranks_but_the_levels_of_the_tree(layout, small_run, tmp_path):
     """From 8 to 32 ranks as from 32 to 128: twice two levels more in each sum."""
     counts = []

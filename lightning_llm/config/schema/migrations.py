@@ -9,6 +9,10 @@ RENAMED = {
 }
 """{dotted key as it was first called: as it is called now}. Hashes are over the first name, so that they stay."""
 
+ADDED = {"trainer.attention_kernel": "auto"}
+"""{dotted key that shapes what is learned: the value that says what every version before it did}. Runs of these are
+read as if they said so, and hashes leave it out, so that they stay."""
+
 _FIRST_NAMES = {now: before for before, now in RENAMED.items()}
 
 
@@ -18,7 +22,7 @@ def first_name(key: str) -> str:
 
 
 def migrate(values: MutableMapping[Any, Any]) -> None:
-    """Rename the keys of a whole config in place, where an earlier version wrote it.
+    """Rename and complete the keys of a whole config in place, where an earlier version wrote it.
 
     Where it has a key under both names, both stay, and reading it reports the former as unknown.
     """
@@ -30,3 +34,7 @@ def migrate(values: MutableMapping[Any, Any]) -> None:
         name = now.rpartition(".")[2]
         if isinstance(node, MutableMapping) and former in node and name not in node:
             node[name] = node.pop(former)
+    for key, value in ADDED.items():
+        group, _, name = key.partition(".")
+        if isinstance(node := values.get(group), MutableMapping):
+            node.setdefault(name, value)
