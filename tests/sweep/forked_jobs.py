@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from functools import partialmethod
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -10,6 +11,7 @@ from rank_group import forkserver
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks import run_folder
+from lightning_llm.record.mlflow.tracker import MLflowTracker
 
 
 class ForkedJob:
@@ -39,4 +41,6 @@ def _run(words: list[str], environment: dict[str, str], streams: list[Any]) -> N
     os.environ.clear()
     os.environ.update(environment)
     run_folder.draw_losses = lambda *_: None  # 0.2 CPU seconds of each run, and looked at elsewhere
+    patient: Any = partialmethod(MLflowTracker.__init__, close_seconds=120.0)  # its writer is nice to other tests
+    MLflowTracker.__init__ = patient
     sys.exit(main(words))
