@@ -17,6 +17,8 @@ import pytest
 from cpu_seconds import CpuSeconds
 from hypothesis import settings
 
+import lightning_llm  # noqa: F401  (before any import of Lightning: it puts off what that wants of torchmetrics)
+
 settings.register_profile("shared machine", deadline=None)  # where one example may wait longer than all others
 settings.load_profile("shared machine")
 

@@ -22,6 +22,7 @@ forkserver = multiprocessing.get_context("forkserver")
 """Starts processes that have imported already what a run does: 9 CPU seconds of each new interpreter."""
 forkserver.set_forkserver_preload(
     [
+        "lightning_llm",  # first: it puts off what Lightning wants of torchmetrics
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
         "torch.distributed.checkpoint",
