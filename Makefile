@@ -48,7 +48,7 @@ test: setup  ## the covering tests, CPU only: about 20 minutes on 2 cores
 	$(COMPILED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full and not gpu" $(ARGS)
 
 test-full: setup  ## all tests
-	$(COMPILED) LAYOUT_STEPS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+	$(COMPILED) LAYOUT_STEPS=5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)

@@ -326,7 +326,7 @@ def test_the_given_tensors_reach_every_corner(on_cpu):
     assert library.relative(given["x"] * 2, given["x"]) == 1
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp16"])
+@pytest.mark.parametrize("name", [pytest.param("fp8_delayed", marks=pytest.mark.full), "fp16"])
 def test_steps_of_a_recipe_end_near_bf16s(name, on_cpu, call, monkeypatch):
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: DEVICES["cpu"])
     (row,) = steps.one_recipe(load(name), call.journal)

@@ -67,6 +67,7 @@ def test_every_rank_holds_the_files_bits_and_new_tokens_the_mean_of_their_pieces
     assert found.keys() == expected.keys()
 
 
+@FULL
 def test_an_fp8_run_from_weights_trains_to_the_bits_of_one_rank(to_the_bits, matrix_run, tmp_path):
     shape = matrix_run("single", 1, 4, "fp8_delayed", "model.num_layers=4").model
     folder = write_huggingface(tmp_path / "hf", shape)

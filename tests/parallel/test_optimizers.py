@@ -88,14 +88,14 @@ def alone(run):
 
 
 def dealt(layouts: list[tuple[str, int]]) -> list[Any]:
-    """Return (kind, layout, world) of all pairs but adamw's, which other tests have: zero3 with each kind, and each
-    other layout with one of them in turn; the rest is for test-full.
+    """Return (kind, layout, world) of all pairs but adamw's, which other tests have: each layout with one of the kinds
+    in turn; the rest is for test-full.
     """
     kinds = [kind for kind in KINDS if kind != "adamw"]
     cases = []
     for number, layout in enumerate(layouts):
         for offset, kind in enumerate(kinds):
-            covering = layout[0] == "zero3" or number % len(kinds) == offset
+            covering = number % len(kinds) == offset
             cases.append(pytest.param(kind, *layout, marks=[] if covering else pytest.mark.full))
     return cases
 

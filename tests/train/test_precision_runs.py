@@ -50,7 +50,7 @@ def fp32_losses(tmp_path_factory, small_run):
     return losses(folder / "run")
 
 
-QUICK = ("bf16", "fp16", "fp8_delayed")
+QUICK = ("fp16", "fp8_delayed")
 """In `make test`, where tests/golden holds the first steps of every recipe bit for bit."""
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name not in ("fp32", *QUICK)]
 
@@ -102,8 +102,7 @@ def stop_and_resume(small_run, whole, tmp_path: Path, *words: str) -> None:
     [
         "fp8_delayed",
         "mxfp4_sr",
-        "fp16",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("nvfp4", "quartet", "bf16_true")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("fp16", "nvfp4", "quartet", "bf16_true")),
     ],
 )
 def test_resume_gives_the_same_bits(recipe, small_run, whole, tmp_path):
