@@ -56,6 +56,8 @@ class Case:
         return f"{self.layout}-{self.world}ranks-{self.micro_batches}mb-{self.precision}-{self.checkpointing}"
 
 
+WHOLE_STRENGTH = int(os.environ.get("LAYOUT_STRENGTH", 2))
+"""Of how many values `make test-full` has every combination; of three, it takes hours."""
 CLOSE_STEPS = 6 if "LAYOUT_STEPS" in os.environ else 1
 """Of runs whose sums are in another order than one rank's, which grows with the steps."""
 

@@ -5,7 +5,17 @@ test_model_parallel.py have the others).
 """
 
 import pytest
-from layout_matrix import DATA_PARALLEL, PRECISIONS, Case, cases_on, covering, degrees_of, layers_of, length_of
+from layout_matrix import (
+    DATA_PARALLEL,
+    PRECISIONS,
+    WHOLE_STRENGTH,
+    Case,
+    cases_on,
+    covering,
+    degrees_of,
+    layers_of,
+    length_of,
+)
 
 ALONE = [
     Case(layout, 1, 4, ("fp32", "bf16")[number % 2])
@@ -26,7 +36,9 @@ COVERING = [
     *covering(QUICK, strength=2),
     *(Case("zero3", 2, 4, precision, "selective") for precision in PRECISIONS if precision not in OWN_WAYS),
 ]
-FULL = [case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS), strength=3) if case not in COVERING]
+FULL = [
+    case for case in covering(cases_on((2, 4, 8), DATA_PARALLEL, PRECISIONS), WHOLE_STRENGTH) if case not in COVERING
+]
 
 
 @pytest.mark.parametrize("case", [*COVERING, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=str)

@@ -12,6 +12,7 @@ from layout_matrix import (
     PIPELINED,
     PRECISIONS,
     SHARDED_STAGES,
+    WHOLE_STRENGTH,
     Case,
     cases_on,
     covering,
@@ -61,7 +62,7 @@ QUICK = [
 ]
 COVERING = covering(QUICK, strength=2)
 ALL = [case for case in cases_on((2, 4, 8), PIPELINED, PRECISIONS) if stages_fit(case)]
-FULL = [case for case in covering(ALL, strength=3) if case not in COVERING]
+FULL = [case for case in covering(ALL, WHOLE_STRENGTH) if case not in COVERING]
 
 
 SHAPE = [f"model.num_layers={LAYERS}", *length_of("mxfp4_sr")]
