@@ -44,8 +44,8 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
     Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on, whose GEMMs read either
     way) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
     axis of scales is padded to a multiple of 4; MXFP8 has neither data transposed, and pads scales to 128 by 4; NVFP4
-    packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, pads scales as
-    MXFP8, and repeats those of 16x16 blocks in each row.
+    packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, and pads scales as
+    MXFP8. Both repeat the scale of a square block for each of its rows, columns for columnwise MXFP8.
     """
     rows, columns = shape
     if cast.block == "tensor":
@@ -68,7 +68,10 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
         blocks = (-(-rows // 128), -(-columns // 128))
         return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
     down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
-    return Stored(codes, scales.view(torch.uint8)[:down, :right].float())
+    scales = scales.view(torch.uint8)[:down, :right].float()
+    if cast.block == "32x32":
+        scales = scales[::32] if axis == 1 else scales[:, ::32]
+    return Stored(codes, scales)
 
 
 def emulated(
@@ -85,7 +88,9 @@ def emulated(
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
     made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
     scales = made.stored_scale.float()
-    return Stored(made.codes, divide(1.0, scales) if cast.block == "tensor" else scales)
+    # Of a whole tensor ours is what elements are multiplied by, unless that is a power of two, and theirs its inverse.
+    inverted = cast.block == "tensor" and cast.scale != "power_of_two"
+    return Stored(made.codes, divide(1.0, scales) if inverted else scales)
 
 
 def axis_of(slot: str) -> int:
