@@ -122,7 +122,7 @@ def _gemms(name):
 
 def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_numbers():
     words = ["precision=fp8_subchannel", "precision.backend=native", "model.hidden_size=200", "model.num_heads=4"]
-    config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640", "model.bias=true"])
+    config = compose_config([*words, "model.num_kv_heads=2", "model.ffn_hidden_size=640"])
     here = Capability("sm_86", (8, 6), (12, 6), "2.14.0", library_problem="Transformer Engine 2.14.0 is installed")
     decision = Resolution(config, here).decision
     assert decision.runs == "refused"
@@ -134,7 +134,7 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
         "8.6",
     ):
         assert part in said
-    for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "model.bias", "is 'native'"):
+    for part in ("CUDA >= 12.9", "12.6", "2.14.0 is installed", "is 'native'"):
         assert part in said
     assert "640" not in said
     assert decision.refusals() == list(dict.fromkeys(decision.refusals()))
@@ -282,12 +282,13 @@ def test_random_bits_drawn_in_a_backward_pass_do_not_go_with_a_pipeline(layout, 
     assert Resolution(alone, DEVICES["sm_100"]).decision.runs == "native"
 
 
-def test_a_mixer_whose_linears_have_a_bias_of_their_own_is_emulated():
-    """GLA's gates have one whatever model.bias says, and a rank that MXFP8's blocks of 32 do not divide."""
+def test_a_bias_changes_nothing_and_a_mixers_own_sizes_count():
+    """GPT-3's linears have one; GLA's gates have a rank that MXFP8's blocks of 32 do not divide."""
     made = {
         model: plan_of(compose_config([f"model={model}", "precision=mxfp8"]), DEVICES["sm_100"]).decision
-        for model in ("llama_tiny", "hybrid_tiny")
+        for model in ("llama_tiny", "gpt3_345m", "hybrid_tiny")
     }
-    assert "bias" not in made["llama_tiny"].reason
-    assert "model.layers gives linears a bias" in made["hybrid_tiny"].reason
-    assert "gate_low_rank_dim of gla is 16, no multiple of 32" in made["hybrid_tiny"].reason
+    assert [made[model].runs for model in made] == ["native", "native", "emulated"]
+    said = [f"{problem.key} {problem.text}" for problem in made["hybrid_tiny"].problems]
+    assert all("no multiple of 32, as MXFP8BlockScaling needs" in text for text in said)
+    assert any(text.startswith("gate_low_rank_dim of gla is 16") for text in said)

@@ -46,6 +46,22 @@ def test_it_is_quiet_on_a_newer_device_whose_tensors_are_kept_otherwise(recipe, 
 
 
 @pytest.mark.parametrize("recipe", NATIVE, indirect=True)
+def test_a_bias_has_the_gradient_cast_by_another_kernel_which_is_looked_at_too(recipe, monkeypatch):
+    assert check_native_casts(recipe, CPU, bias=True) is None
+
+    def off(quantizer, tensor):
+        summed, made = right(quantizer, tensor)
+        return summed * (torch.arange(256) != 7), made
+
+    right = native_codes.quantised_with_bias_gradient
+    monkeypatch.setattr(native_codes, "quantised_with_bias_gradient", off)
+    with pytest.raises(ConfigError) as raised:
+        check_native_casts(recipe, CPU, bias=True)
+    assert len(raised.value.problems) == 2
+    assert all("dy: 1 of 256 sums of dY, the bias's gradient, are off" in each.text for each in raised.value.problems)
+
+
+@pytest.mark.parametrize("recipe", NATIVE, indirect=True)
 def test_one_wrong_code_or_scale_is_found_in_every_slot(recipe, monkeypatch):
     def change(cast, axis, found):
         codes = found.codes.clone()

@@ -1,4 +1,4 @@
-"""The native linear layer, in Transformer Engine's Python over kernels that stand in, and the emulation: the same bits. 5 s."""
+"""Native linears, in Transformer Engine's Python over kernels that stand in, and the emulation: the same bits. 5 s."""
 
 import copy
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import Capability
 from lightning_llm.precision.native.codes import quantizers_of
@@ -91,7 +92,7 @@ def test_kernels_are_asked_for_the_recipes_six_casts_and_three_gemms(name, engin
     always = native.kind in ("delayed", "current", "subchannel")
     assert [gemm.split_accumulator for gemm in gemms] == [always, True, True]
     if native.gradient != "high":  # and what the check at the start looks at is these quantisers
-        for role, cast in zip("x w dy".split(), casts, strict=True):
+        for role, cast in zip(("x", "w", "dy"), casts, strict=True):
             assert casts_of(quantizers_of(layer)[role]) == (cast.rows, cast.columns)
 
 
@@ -140,6 +141,29 @@ def test_a_weight_that_the_library_caches_by_micro_batch_does_not_follow_the_wei
     assert torch.equal(made[2], 2 * before)  # a power of two: its codes are the same, its scale is twice
 
 
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "high_backward"])
+def test_a_bias_is_added_by_the_gemm_and_its_gradient_is_that_of_dy_before_the_cast(name, engine):
+    recipe = variants()[name]
+    engine.device(*compute_capability(recipe))
+    native, emulated = layer_of(recipe, bias=True), layer_of(recipe, bias=True)
+    emulated.__class__ = QuantisedLinear
+    made = {}
+    for layer in (native, emulated):
+        with torch.no_grad():
+            layer.bias.copy_(torch.linspace(-3, 3, OUTPUTS))
+        layer.keys = torch.arange(9) + torch.initial_seed() % 1000
+        casts, gemms = step(layer, recipe)
+        made[layer] = [layer.bias.grad, layer.weight.grad, layer(torch.ones(16, INPUTS).to(torch.bfloat16))]
+        if layer is native:
+            assert [gemm.bias for gemm in gemms] == [True, False, name == "high_backward"]
+            assert len(casts) == (2 if name == "high_backward" else 3)
+    assert all(one.dtype == other.dtype for one, other in zip(*made.values(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*made.values(), strict=True))
+    assert made[native][0].abs().min() > 0
+    assert [name for name, _ in native.named_parameters()] == ["weight", "bias"]
+    assert not hasattr(native._kernel[0], "bias")
+
+
 def test_the_library_admits_what_the_plan_admits(engine):
     """On every device. Ours is stricter twice: blocks of 128 from 12.0 on, and NVFP4's rotation and rounding there."""
     asks = {"delayed": "fp8", "current": "fp8", "subchannel": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
@@ -162,7 +186,8 @@ def test_every_default_that_the_environment_sets_is_passed(engine, monkeypatch):
 
     names = ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling", "CustomRecipe")
     recorder = SimpleNamespace(**vars(own) | {name: recording(name) for name in names})
-    monkeypatch.setattr(te, "engine", lambda real=te.engine(): real._replace(recipe=recorder))
+    parts = te.engine()._replace(recipe=recorder)
+    monkeypatch.setattr(te, "engine", lambda: parts)
     for recipe in (load("fp8_current"), load("fp8_subchannel"), load("mxfp8"), load("nvfp4")):
         te.recipe_object(native_recipe(recipe)[0])
     te.DelayedQuantizers(LinearPlan.of(load("fp8_delayed"), "eager").delayed_casts(), torch.device("cpu"))

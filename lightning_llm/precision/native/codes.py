@@ -4,7 +4,6 @@ One small tensor has what a cast may stumble over: many magnitudes, blocks of ze
 to the format's subnormal numbers. Stochastic codes must be one of the two neighbours.
 """
 
-import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.linear import DTYPES, ROLES, LinearPlan
-from lightning_llm.precision.native.transformer_engine import NativeLinear
+from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
 from lightning_llm.precision.quantize import quantise
 from lightning_llm.precision.scales import divide
 
@@ -30,12 +29,28 @@ class Stored(NamedTuple):
     scales: Tensor
 
 
-def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
-    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
-    own = quantizer.copy() if hasattr(quantizer, "copy") else copy.copy(quantizer)
+def _for_both_directions(quantizer: Any) -> Any:
+    own = quantizer.copy()
     own.internal = own.optimize_for_gemm = False
     own.set_usage(rowwise=True, columnwise=True)
-    return own(tensor)
+    return own
+
+
+def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
+    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
+    return _for_both_directions(quantizer)(tensor)
+
+
+def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+    """Return the sum of a gradient [R, C] over its rows, and the gradient cast, as a linear with a bias makes both.
+
+    One kernel makes the two; for blocks of 128 the library sums and casts apart (`grad_output_preprocess`).
+    """
+    own = _for_both_directions(quantizer)
+    if type(quantizer).__name__ == "Float8BlockQuantizer":
+        return tensor.sum(0), own(tensor)
+    summed, made = engine().bias_gradient_and_cast(tensor, own)
+    return summed, made
 
 
 def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
@@ -137,9 +152,23 @@ def difference(theirs: Stored, ours: list[Stored]) -> str | None:
     return None
 
 
-def cast_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how."""
-    linear = nn.Linear(SIZE, SIZE, bias=False, device=device)
+def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
+    """Return how the sum of `dy` [R, C] over its rows is not what was found [C]; None where only the order differs."""
+    wanted = dy.double().sum(0)
+    # One rounding to the dtype of dY, and fp32 sums in any order.
+    allowed = torch.finfo(dy.dtype).eps * wanted.abs() + len(dy) * 2.0**-24 * dy.double().abs().sum(0)
+    off = (found.double() - wanted).abs() > allowed
+    return f"{int(off.sum())} of {off.numel()} sums of dY, the bias's gradient, are off" if off.any() else None
+
+
+def cast_differences(
+    casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False
+) -> Iterator[str]:
+    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how.
+
+    `bias`: linears have one, so that dY is cast by the kernel that sums it as well, whose sums are looked at too.
+    """
+    linear = nn.Linear(SIZE, SIZE, bias=bias, device=device)
     layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager"))
     x = sample(device, dtype, 127).requires_grad_()
     layer(x).sum().backward()  # which makes the quantisers
@@ -152,17 +181,24 @@ def cast_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: t
             continue
         role, axis = slot.split(".")[1], axis_of(slot)
         given = sample(device, dtype, 15 if cast.hadamard else 127)
-        theirs = stored(quantised_by(quantizers[role], given), cast, axis, (SIZE, SIZE))
+        if role == "dy" and bias:
+            summed, made = quantised_with_bias_gradient(quantizers[role], given)
+            if text := bias_gradient_difference(summed, given):
+                yield f"{slot}: {text}"
+        else:
+            made = quantised_by(quantizers[role], given)
+        theirs = stored(made, cast, axis, (SIZE, SIZE))
         scale = delayed[ROLES.index(role)] if cast.scale == "delayed" else None
         draws = (0.0, 255 / 256) if cast.stochastic else (None,)
         if text := difference(theirs, [emulated(given, cast, axis, scale, noise) for noise in draws]):
             yield f"{slot} ({cast.format} {cast.block} {cast.scale}): {text}"
 
 
-def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | None:
+def check_native_casts(recipe: PrecisionConfig, device: torch.device, bias: bool = False) -> str | None:
     """Return None if Transformer Engine's casts of one small tensor on `device` are those of `recipe`, bit for bit.
 
-    A release that keeps quantised tensors otherwise cannot be compared: what to say of that is returned.
+    `bias`: whether linears have one. A release that keeps quantised tensors otherwise cannot be compared: what to say
+    of that is returned.
 
     Raises:
         ConfigError: with the first difference in every slot that has one.
@@ -171,7 +207,7 @@ def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | N
     for key, casts in recipe.cast_sets().items():
         if any(cast.quantises for cast in casts.values()):
             try:
-                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device))
+                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device, bias))
             except AttributeError as error:
                 return f"note   native casts were not checked: this Transformer Engine keeps them otherwise ({error})"
             problems += [f"{key}.{text}" if key else text for text in found]

@@ -55,18 +55,14 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
     return problems
 
 
-def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: str | None) -> list[Problem]:
-    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples; `bias`: see `decide`."""
+def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
+    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples."""
     multiple = MULTIPLES[native.kind]
-    problems = [
+    return [
         Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
         for key, width in widths.items()
         if width % multiple
     ]
-    if bias:
-        text = "gives linears a bias, and how a native kernel sums its gradient is not checked against the recipe's."
-        problems.append(Problem(bias, text))
-    return problems
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
@@ -131,19 +127,18 @@ def decide(
     recipe: PrecisionConfig,
     here: Capability,
     widths: Mapping[str, int] | None = None,
-    bias: str | None = None,
     shared: Mapping[str, str] | None = None,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `bias`: the key that gives them one, None where none has it. `shared`: the degrees above 1 of tensor, context and
-    pipeline parallelism, by key. A recipe whose layers have different casts is native only if all of them are.
-    `precision.backend=native` makes "refused" of what would be emulated.
+    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe whose layers have
+    different casts is native only if all of them are. `precision.backend=native` makes "refused" of what would be
+    emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, bias, shared) if recipe.quantises else Decision("emulated")
+        decision = decide(high, here, widths, shared) if recipe.quantises else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
@@ -151,7 +146,7 @@ def decide(
     found, differences = native_recipes(recipe)
     natives, problems = tuple(dict.fromkeys(found.values())), list(differences)
     for native in natives:
-        problems += size_problems(native, widths or {}, bias)
+        problems += size_problems(native, widths or {})
         problems += shared_problems(native, shared or {})
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     problems = list(dict.fromkeys(problems))
