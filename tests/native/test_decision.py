@@ -143,10 +143,36 @@ def test_everything_that_stands_in_the_way_of_native_is_said_at_once_with_the_nu
     assert Resolution(automatic, here).decision.refusals() == []
 
 
-def test_tensors_cut_over_ranks_are_emulated():
-    for words, runs in (([], "native"), (["parallel.tp=2"], "emulated"), (["parallel.cp=2"], "emulated")):
-        config = compose_config(["precision=fp8_current", *words])
-        assert Resolution(config, HOPPER).decision.runs == runs
+SCOPES = [
+    f"precision.{slot}.amax_scope=shard"
+    for slot in ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+]
+
+
+@pytest.mark.parametrize(("recipe", "device", "more", "said"), [
+    ("fp8_current", "sm_90", [], "takes scales from whole tensors"),
+    ("fp8_current", "sm_90", SCOPES, None),
+    ("fp8_current", "sm_90", SCOPES[1:], "takes scales from whole tensors"),
+    ("fp8_delayed", "sm_90", [], None),
+    ("fp8_subchannel", "sm_90", [], None),
+    ("mxfp8", "sm_100", [], None),
+    ("nvfp4", "sm_100", [], "takes scales from whole tensors"),
+    ("nvfp4", "sm_100", SCOPES, "ranks would draw the same bits"),
+])  # fmt: skip
+def test_parts_of_tensors_are_cast_natively_where_that_is_the_cast_of_the_whole(recipe, device, more, said):
+    """Scales of blocks, which no layout may cut, and delayed ones, whose amaxes all ranks merge; or scales of parts."""
+    for axis in ("tp", "cp"):
+        words = [f"precision={recipe}", f"parallel.{axis}=2", "model=llama_1b", *more]
+        decision = Resolution(compose_config(words), DEVICES[device]).decision
+        assert decision.runs == ("native" if said is None else "emulated")
+        assert said is None or (f"parallel.{axis} is 2, and" in decision.reason and said in decision.reason)
+
+
+def test_a_ranks_part_of_a_size_must_fit_the_kernels_too():
+    words = ["precision=fp8_delayed", "model.ffn_hidden_size=1040"]
+    assert Resolution(compose_config(words), HOPPER).decision.runs == "native"
+    decision = Resolution(compose_config([*words, "parallel.tp=2"]), HOPPER).decision
+    assert decision.reason == "model.ffn_hidden_size / tp=2 is 520, no multiple of 16, as Float8Quantizer needs"
 
 
 def test_an_axis_that_cuts_is_named_with_its_degree():
@@ -161,7 +187,7 @@ def test_an_axis_that_cuts_is_named_with_its_degree():
         config = compose_config(["precision=fp8_current", "precision.backend=native", *words])
         refusals = [str(each) for each in Resolution(config, HOPPER).decision.refusals()]
         assert [text[: len(start)] for text, start in zip(refusals, said, strict=True)] == said
-        assert all("a rank's part of a tensor alone: 1 is needed; so precision.backend=native" in r for r in refusals)
+        assert all("a rank's part alone: 1 is needed; so precision.backend=native" in text for text in refusals)
 
 
 def test_sizes_are_named_by_their_keys_with_all_numbers():

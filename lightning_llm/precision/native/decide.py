@@ -55,6 +55,13 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
     return problems
 
 
+PIPELINED = (
+    "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a micro-batch's "
+    "forward pass: a stage's backward pass, which draws them, comes after others' forward passes, and all stages would "
+    "draw the same"
+)
+
+
 def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
     """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples."""
     multiple = MULTIPLES[native.kind]
@@ -66,17 +73,23 @@ def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Probl
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
-    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of."""
+    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of.
+
+    Ranks of `tp` and `cp` cast their parts of X, W and dY. That is the recipe's cast of the whole where a scale lies
+    with its block, since no block may be cut (`plan/divisibility.py`), and where it is delayed, since all ranks' amaxes
+    go into one history.
+    """
     problems = []
     for key, degree in shared.items():
-        why = "and Transformer Engine would see a rank's part of a tensor alone"
         if key == "parallel.pp":
-            why = (
-                "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a "
-                "micro-batch's forward pass: a stage's backward pass, which draws them, comes after others' forward "
-                "passes, and all stages would draw the same"
-            )
-        if key != "parallel.pp" or native.stochastic:
+            why = PIPELINED if native.stochastic else None
+        elif native.whole_tensors:
+            why = f"and {native.name} takes scales from whole tensors, of which it would see a rank's part alone"
+        elif native.stochastic:
+            why = "and ranks would draw the same bits of stochastic rounding for other parts of a tensor"
+        else:
+            why = None
+        if why is not None:
             problems.append(Problem(key, f"is {degree}, {why}: 1 is needed."))
     return problems
 

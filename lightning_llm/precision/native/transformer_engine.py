@@ -156,7 +156,7 @@ class NativeLinear(QuantisedLinear):
 
     @torch.compiler.disable  # a compiled block runs it as it is
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x weight^T + bias, [..., out_features] in the dtype of `x` [..., in_features].
+        """Return x weight^T + bias, [..., N] in the dtype of `x` [..., K], for a weight [N, K] or a rank's part of one.
 
         The GEMM adds the bias to its fp32 sums, in the dtype of `x`, and the bias's gradient is the sum of dY before it
         is cast, as in the emulation.
@@ -172,21 +172,21 @@ class NativeLinear(QuantisedLinear):
             recording = self.training and torch.is_grad_enabled()
             scales = self.scale, self.amax_history[0] if recording else None
             self._delayed.use(*scales)
-        rows = x.reshape(-1, self.in_features)  # [M, K]
+        rows = x.reshape(-1, x.shape[-1])  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
         padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight, bias)  # [M + padding, N]
         if self._delayed is not None and padded.requires_grad:
             delayed = self._delayed
             padded.register_hook(lambda _: delayed.use(*scales))
-        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
+        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
         if self.observe is not None:  # kernels keep what they round to themselves
             observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
         return y
 
     def _run(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self._kernel:
-            self._kernel = (self._new_kernel(bias is not None),)
+            self._kernel = (self._new_kernel(weight.shape, bias is not None),)
         kernel = self._kernel[0]
         own = {"weight": weight.to(rows.dtype)} | ({} if bias is None else {"bias": bias})
         kernel.__dict__.update(own)
@@ -216,9 +216,10 @@ class NativeLinear(QuantisedLinear):
         else:
             self._recipe = recipe_object(self._native)
 
-    def _new_kernel(self, bias: bool) -> Any:
+    def _new_kernel(self, shape: torch.Size, bias: bool) -> Any:
+        """Return one for a weight of `shape` [N, K], which may be a rank's part: the groups of ranks are not its."""
         kernel = engine().pytorch.Linear(
-            self.in_features, self.out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=self.name
+            shape[1], shape[0], bias=bias, params_dtype=torch.bfloat16, device="meta", name=self.name
         )
         del kernel.weight  # ours is put in its place for each call
         if bias:
