@@ -117,6 +117,7 @@ def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
         found = list(agreement.operands(load(name)))
         assert statuses(found) == {}
         assert len(found) == 12
+    assert [row.status for row in agreement.start_up_check(load("fp8_current"))] == ["ok", "ok"]
     found = list(agreement.products(load("fp8_current"))) + list(agreement.history(load("fp8_delayed")))
     assert [row.status for row in found] == ["ok"] * 5
     assert [row.value for row in found[:3]] == [0, 0, 0]

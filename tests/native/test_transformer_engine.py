@@ -200,6 +200,26 @@ def test_every_default_that_the_environment_sets_is_passed(engine, monkeypatch):
         assert set(passed[name]) <= set(getattr(own, name).__dataclass_fields__)
 
 
+def test_a_norm_fused_with_a_linear_is_handed_the_linears_cast(engine, monkeypatch):
+    """So what is cast is the norm's kernel's business, not the recipe's: which is why none is used."""
+    library, handed = te.engine().pytorch, []
+
+    def norm(x, weight, eps, out, quantizer, *_):
+        handed.append(quantizer)
+        raise StopIteration
+
+    for each in ("rmsnorm_fwd", "rmsnorm_bwd", "layernorm_fwd", "layernorm_bwd"):
+        monkeypatch.setattr(library.cpp_extensions, each, norm, raising=False)
+    keys = {"bias": False, "normalization": "RMSNorm", "params_dtype": torch.bfloat16, "device": "cpu"}
+    for name in ("fp8_current", "fp8_subchannel"):
+        own = te.recipe_object(native_recipe(load(name))[0])
+        assert (own.fp8_dpa, own.fp8_mha) == (False, False)  # and attention within `autocast` is left as it is
+        fused = library.LayerNormLinear(INPUTS, OUTPUTS, **keys)
+        with pytest.raises(StopIteration), library.autocast(enabled=True, recipe=own):
+            fused(torch.randn(ROWS, INPUTS).bfloat16())
+    assert [casts_of(each)[0] for each in handed] == [load(name).fprop.x for name in ("fp8_current", "fp8_subchannel")]
+
+
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4"])
 def test_sizes_that_fit_are_the_librarys(name, engine):
     recipe = load(name)
