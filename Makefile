@@ -18,7 +18,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## create or update .venv (uses a torch that $(PYTHON) already has)
 
 # A torch that the machine brings (a GPU image's, say) is used as it is; otherwise the one that development is pinned to.
-$(STAMP): pyproject.toml requirements/dev.txt
+$(STAMP): pyproject.toml requirements/dev.txt requirements/transformer_engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12"; exit 1; }
 	@if $(PYTHON) -c 'import torch; assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)' 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
@@ -27,6 +27,7 @@ $(STAMP): pyproject.toml requirements/dev.txt
 	@echo "installing into $(VENV): about two minutes"
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt torch setuptools wheel
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/transformer_engine -r requirements/transformer_engine.txt
 	@touch $(STAMP)
 
 train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value ...")

@@ -13,10 +13,19 @@ from gpu_check.library import layer_of, relative
 from gpu_check.rows import Item, Row, guarded, judged, missing
 from gpu_check.setting import native_recipes, recipes
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
+from lightning_llm.errors import ConfigError
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import delayed_state, update_delayed
-from lightning_llm.precision.native.codes import Stored, axis_of, emulated, quantised_by, quantizers_of, stored
+from lightning_llm.precision.native.codes import (
+    Stored,
+    axis_of,
+    check_native_casts,
+    emulated,
+    quantised_by,
+    quantizers_of,
+    stored,
+)
 from lightning_llm.precision.native.decide import decide
 from lightning_llm.precision.native.express import native_recipe
 from lightning_llm.precision.operand import Operand
@@ -47,11 +56,24 @@ def items(call: Call) -> list[Item]:
 
 def agreed(recipe: PrecisionConfig) -> Iterator[Row]:
     """Yield a native recipe's codes and scales, its products, its history where it has one, and its exactness."""
+    yield from guarded(f"{recipe.name}: start-up check", start_up_check, recipe)
     yield from guarded(f"{recipe.name}: operands", operands, recipe)
     yield from guarded(f"{recipe.name}: products", products, recipe)
     if "delayed" in {cast.scale for cast in slots_of(recipe).values()}:
         yield from guarded(f"{recipe.name}: history", history, recipe)
     yield from guarded(f"{recipe.name}: exactness", library.exactness, recipe.name, recipe)
+
+
+def start_up_check(recipe: PrecisionConfig) -> Iterator[Row]:
+    """Yield what a run looks at as it starts: without biases, and with, where another kernel casts dY and sums it."""
+    for bias in (False, True):
+        what = f"{recipe.name}: start-up check{' with biases' if bias else ''}"
+        try:
+            unchecked = check_native_casts(recipe, torch.device(setting.DEVICE), bias)
+        except ConfigError as error:
+            yield judged(what, 0.0, "", False, "; ".join(each.text for each in error.problems))
+        else:
+            yield judged(what, 1.0, "", unchecked is None, unchecked or "no difference")
 
 
 def tensors() -> dict[str, Tensor]:

@@ -26,10 +26,9 @@ def linear_names(config: ModelConfig) -> list[str]:
     return [*linears_of(config), *([] if config.tie_embeddings else ["head"])]
 
 
-def bias_key(config: ModelConfig) -> str | None:
-    """Return the key that gives linears within blocks a bias, None where none has one."""
-    biased = any(linear.bias for linear in linears_of(config).values())
-    return ("model.bias" if config.bias else "model.layers") if biased else None
+def has_bias(config: ModelConfig) -> bool:
+    """Return whether any linear within a block has a bias."""
+    return any(linear.bias for linear in linears_of(config).values())
 
 
 def linear_widths(config: ModelConfig) -> dict[str, int]:

@@ -27,7 +27,13 @@ from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.plan.units import units_of
 from lightning_llm.precision.lint import lint
-from lightning_llm.precision.module_rules import layers_of_casts, nothing_converted, reasons_to_stay_high, unmatched
+from lightning_llm.precision.module_rules import (
+    layers_of_casts,
+    nothing_converted,
+    other_modules,
+    reasons_to_stay_high,
+    unmatched,
+)
 
 LONGEST_NAME_BYTES = 255
 """NAME_MAX of Linux's file systems."""
@@ -172,7 +178,10 @@ def _precision_problems(config: Config) -> list[Problem]:
         )
         problems.append(Problem("precision.reduce_dtype", text))
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
-    problems += nothing_converted(recipe, reasons) or unmatched(recipe, reasons, config.model.num_layers)
+    if nothing := nothing_converted(recipe, reasons):
+        problems += [*nothing, *other_modules(recipe, reasons)]
+    else:
+        problems += unmatched(recipe, reasons, config.model.num_layers)
     return problems + _rotation_problems(config)
 
 

@@ -152,5 +152,15 @@ def _sharded_axes(
         yield axis, ShardedAxis(f"the {side} of {short}", width, tp, "tp", made_of.key, made_of.times)
 
 
+def part_widths(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Return how long each rank's part of a linear's inputs or outputs is, by what it is a part of; none where tp=1."""
+    shared = [_shared_side(linear) for linear in linears_of(model).values() if _is_cut(linear)]
+    return {f"{side.text} / tp={tp}": side.length // tp for side in shared if tp > 1}
+
+
+def _is_cut(linear: LinearSpec) -> bool:
+    return any(axis is not None for axis in SHARD_AXES[linear.role].values())
+
+
 def _shared_side(linear: LinearSpec) -> Size:
     return linear.outputs if linear.role == "column" else linear.inputs

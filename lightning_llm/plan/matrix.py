@@ -8,7 +8,7 @@ import yaml
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import PrecisionConfig
-from lightning_llm.model.linear_names import bias_key, linear_widths
+from lightning_llm.model.linear_names import linear_widths
 from lightning_llm.precision.native.capability import DEVICES, Capability, capability_here
 from lightning_llm.precision.native.decide import Decision, decide
 
@@ -26,14 +26,13 @@ def shipped_recipes() -> list[PrecisionConfig]:
 def matrix(recipes: Iterable[PrecisionConfig], config: Config | None = None, here: Capability | None = None) -> Matrix:
     """Return {recipe: {device: decision}} under `precision.backend=auto`, for the sizes of `config`'s model.
 
-    Without a config sizes fit, and a linear has no bias. `here` adds a column of that name for this machine.
+    Without a config sizes fit. `here` adds a column of that name for this machine.
     """
-    widths, bias = (linear_widths(config.model), bias_key(config.model)) if config else ({}, None)
+    widths = linear_widths(config.model) if config else {}
     devices = {**DEVICES, **({"here": here} if here else {})}
     automatic = [recipe.model_copy(update={"backend": "auto"}) for recipe in recipes]
     return {
-        recipe.name: {name: decide(recipe, device, widths, bias) for name, device in devices.items()}
-        for recipe in automatic
+        recipe.name: {name: decide(recipe, device, widths) for name, device in devices.items()} for recipe in automatic
     }
 
 

@@ -6,8 +6,9 @@ from functools import cached_property
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError
-from lightning_llm.model.linear_names import bias_key, linear_widths
+from lightning_llm.model.linear_names import linear_widths
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
+from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.nodes import with_reduction
 from lightning_llm.plan.units import micro_batches_per_rank
 from lightning_llm.precision.native.capability import HARDWARE, Capability, capability_here, device_here
@@ -92,9 +93,8 @@ class Resolution:
     def decision(self) -> Decision:
         """Whether the recipe's quantised GEMMs run natively on `capability`."""
         model = self.config.model
-        return decide(
-            self.config.precision, self.capability, linear_widths(model), bias_key(model), self._shared_axes()
-        )
+        widths = linear_widths(model) | part_widths(model, self.likely_degrees.tp)
+        return decide(self.config.precision, self.capability, widths, self._shared_axes())
 
     def plan(self) -> Plan:
         """Return the plan of a config that is whole.

@@ -134,19 +134,53 @@ def nothing_converted(recipe: PrecisionConfig, reasons: Mapping[str, str | None]
     return [Problem("precision.modules", text)]
 
 
-def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
-    """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows."""
-    known, rules = list(names), recipe.modules
-    if not recipe.quantises:
-        return []
+NORMS = (
+    "It names norms, which no recipe casts. Fused with the linear behind it (LayerNormLinear), a norm of Transformer "
+    "Engine's hands over its fp32 result to delayed scaling's cast, where the recipe casts what was rounded to "
+    "compute_dtype; under other recipes its cast is the linear's, as here."
+)
+ATTENTION = (
+    "It names attention itself, whose products no slot of a recipe casts; Transformer Engine's FP8 attention (fp8_dpa, "
+    "fp8_mha) has scales of its own for Q, K, V, S and dP. Write {} for its linears."
+)
+
+
+def _what_it_names(glob: str, names: Iterable[str]) -> str:
+    """Return why modules that `glob` matches, none of them a linear of `names`, are not cast; "" where it has none."""
+    parts = {name.rpartition(".")[0] for name in names if _block_of(name) is not None}
+    if any(fnmatchcase(f"{part}_norm", glob) for part in parts):
+        return f" {NORMS}"
+    if any(fnmatchcase(part, glob) and part.endswith("attention") for part in parts):
+        return " " + ATTENTION.format(f"'{glob}.*'")
+    return ""
+
+
+def _globs_of_nothing(rules: ModuleRules, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, glob) of what matches no linear of `names`."""
     globs = [("include", rules.include), ("exclude", rules.exclude)]
     globs += [(f"casts.{number}.names", rule.names) for number, rule in enumerate(rules.casts or ())]
-    text = "has '{}', which matches no linear layer of this model. Its layers: {}."
+    for key, several in globs:
+        for glob in several:
+            if not any(fnmatchcase(name, glob) for name in names):
+                yield f"precision.modules.{key}", glob
+
+
+def other_modules(recipe: PrecisionConfig, names: Iterable[str]) -> list[Problem]:
+    """Return the problems of globs that match norms or attention, and no linear of `names`."""
+    known = list(names)
+    found = ((key, glob, _what_it_names(glob, known)) for key, glob in _globs_of_nothing(recipe.modules, known))
+    return [Problem(key, f"has '{glob}', which matches no linear layer.{why}") for key, glob, why in found if why]
+
+
+def unmatched(recipe: PrecisionConfig, names: Iterable[str], num_layers: int) -> list[Problem]:
+    """Return the problems of globs that match none of the model's linears, and of cast rules that no layer follows."""
+    known = list(names)
+    if not recipe.quantises:
+        return []
+    text = "has '{}', which matches no linear layer of this model. Its layers: {}.{}"
     problems = [
-        Problem(f"precision.modules.{key}", text.format(glob, ", ".join(_kinds(known))))
-        for key, several in globs
-        for glob in several
-        if not any(fnmatchcase(name, glob) for name in known)
+        Problem(key, text.format(glob, ", ".join(_kinds(known)), _what_it_names(glob, known)))
+        for key, glob in _globs_of_nothing(recipe.modules, known)
     ]
     reported = {problem.key for problem in problems}
     return problems + [

@@ -23,6 +23,7 @@ from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.model.linear_names import has_bias
 from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
@@ -163,8 +164,10 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
         raise ConfigError(decision.refusals())
     if decision.runs == "emulated":
         choose_backend(config.precision, device.type)
-    elif decision.natives and (unchecked := check_native_casts(config.precision, device)):
-        say(unchecked)
+    elif decision.natives:
+        unchecked = check_native_casts(config.precision, device, has_bias(config.model))
+        if unchecked is not None:
+            say(unchecked)
 
 
 def fit(rank: Rank, start: Start) -> None:

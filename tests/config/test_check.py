@@ -28,6 +28,15 @@ def problems_of(config):
     return []
 
 
+def test_a_glob_for_norms_or_attention_is_refused_with_the_reason_also_where_it_is_all_there_is():
+    config = compose_config(["precision=mxfp8", "precision.modules.include=['*.attention', '*_norm']"])
+    nothing, attention, norms = problems_of(config)
+    assert "would quantise none of" in nothing.text
+    assert {attention.key, norms.key} == {"precision.modules.include"}
+    assert "'*.attention', which matches no linear layer. It names attention itself" in attention.text
+    assert "'*_norm', which matches no linear layer. It names norms" in norms.text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

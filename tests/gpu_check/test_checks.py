@@ -2,13 +2,11 @@
 
 import json
 import os
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from native.fake_engine import laid_out
 from precision.recipes import RECIPES, load
 
 from gpu_check import agreement, apart, curves, emulation, layers, library, memory, runs, setting, speed, steps
@@ -25,25 +23,34 @@ from lightning_llm.config.schema.precision import slots_of
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.precision import inductor
+from lightning_llm.precision.linear import LinearPlan
 from lightning_llm.precision.native.capability import DEVICES, Capability
-
-SUBCHANNEL = slots_of(load("fp8_subchannel"))
-CURRENT = slots_of(load("fp8_current"))
-MXFP8 = slots_of(load("mxfp8"))
+from lightning_llm.precision.native.transformer_engine import NativeLinear
 
 
-@pytest.mark.parametrize("slots", [CURRENT, SUBCHANNEL, MXFP8])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_subchannel", "mxfp8"])
 @pytest.mark.parametrize("shape", [(256, 384), (128, 640)])
-def test_operands_are_compared_in_one_layout(slots, shape):
+def test_operands_are_compared_in_one_layout(name, shape, engine):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for slot, cast in slots.items():
-        axis = 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
-        theirs, ours = agreement.stored(laid_out(x, cast, axis), cast, axis, shape), agreement.emulated(x, cast, axis)
+    recipe = load(name)
+    engine.device(10 if name == "mxfp8" else 9)
+    quantizers = agreement.quantizers_of(ran(recipe))
+    for slot, cast in slots_of(recipe).items():
+        axis = agreement.axis_of(slot)
+        made = agreement.quantised_by(quantizers[slot.split(".")[1]], x)
+        theirs, ours = agreement.stored(made, cast, axis, shape), agreement.emulated(x, cast, axis)
         assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
         wrong = agreement.Stored(theirs.codes ^ 1, theirs.scales * 2)
         assert [row.status for row in agreement.compare(slot, wrong, ours)] == ["off", "off"]
         (first, _) = agreement.compare(slot, agreement.Stored(theirs.codes[:5], theirs.scales), ours)
         assert (first.status, first.value) == ("off", None)
+
+
+def ran(recipe):
+    """Return a native layer after a forward and a backward pass, which make its quantisers."""
+    layer = NativeLinear("x", torch.nn.Linear(128, 128, bias=False), LinearPlan.of(recipe, "eager"))
+    layer(torch.ones(128, 128, dtype=torch.bfloat16)).sum().backward()
+    return layer
 
 
 @pytest.fixture
@@ -54,11 +61,8 @@ def on_cpu(monkeypatch):
 
 @pytest.fixture
 def hopper_on_cpu(engine, on_cpu, monkeypatch):
-    """An H100 with Transformer Engine's stand-in, whose arithmetic is the CPU's, and every size small."""
+    """An H100 with Transformer Engine's Python, whose arithmetic is the CPU's, and every size small."""
     monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
-    module = sys.modules["transformer_engine.pytorch"]
-    for name, answer in {"fp8": True, "fp8_block_scaling": True, "mxfp8": False, "nvfp4": False}.items():
-        monkeypatch.setattr(module, f"is_{name}_available", lambda return_reason, a=answer: (a, ""), raising=False)
     for place, names in {
         library: {"SHAPES": ((64, 128, 256),)},
         agreement: {"TOKENS": 128, "INPUTS": 256, "OUTPUTS": 128},
@@ -108,35 +112,12 @@ def test_the_library_is_exact_and_as_able_as_we_say(hopper_on_cpu, monkeypatch):
     assert statuses(library.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
 
 
-class Quantizer:
-    """Stands for Transformer Engine's quantiser of one tensor: lays our operands out as it does, both directions."""
-
-    def __init__(self, role):
-        self.role = role
-
-    def both(self, tensor, casts):
-        rows_, columns = (next(slot for slot in casts if slot.endswith(f".{self.role}") and side(slot) == axis)
-                          for axis in (1, 0))  # fmt: skip
-        return SimpleNamespace(
-            **vars(laid_out(tensor, casts[rows_], 1)),
-            **({} if casts[rows_].block == "tensor" else vars(laid_out(tensor, casts[columns], 0))),
-        )
-
-
-def side(slot):
-    return 0 if slot.startswith("wgrad") or slot == "dgrad.w" else 1
-
-
-def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu, engine, monkeypatch):
-    quantizers = {"scaling_fwd": [Quantizer("x"), Quantizer("w"), None], "scaling_bwd": [Quantizer("dy"), None]}
-    monkeypatch.setattr(engine.Linear, "quantizers", quantizers, raising=False)
+def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
     for name in ("fp8_current", "fp8_subchannel"):
-        recipe = load(name)
-        casts = slots_of(recipe)
-        monkeypatch.setattr(agreement, "quantised_by", lambda q, tensor, casts=casts: q.both(tensor, casts))
-        found = list(agreement.operands(recipe))
+        found = list(agreement.operands(load(name)))
         assert statuses(found) == {}
         assert len(found) == 12
+    assert [row.status for row in agreement.start_up_check(load("fp8_current"))] == ["ok", "ok"]
     found = list(agreement.products(load("fp8_current"))) + list(agreement.history(load("fp8_delayed")))
     assert [row.status for row in found] == ["ok"] * 5
     assert [row.value for row in found[:3]] == [0, 0, 0]
@@ -145,23 +126,15 @@ def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu, engine, mon
     assert "needs compute capability >= 10.0" in row.note
 
 
-def test_agreement_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, engine, monkeypatch):
+def test_agreement_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, monkeypatch):
     recipe, read = load("fp8_delayed"), {}
-
-    def quantizers(kernel):
-        made = {
-            role: kernel.first.qfactory(SimpleNamespace(tensor_type=role))
-            for role in ("input", "weight", "grad_output")
-        }
-        return {"scaling_fwd": [made["input"], made["weight"], None], "scaling_bwd": [made["grad_output"], None]}
 
     def quantised_by(quantizer, tensor):
         role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
         read[role] = float(quantizer.scale)
-        cast = next(cast for slot, cast in slots_of(recipe).items() if slot.endswith(f".{role}"))
-        return laid_out(tensor, cast, 1, quantizer.scale)
+        return right(quantizer, tensor)
 
-    monkeypatch.setattr(engine.Linear, "quantizers", property(quantizers), raising=False)
+    right = agreement.quantised_by
     monkeypatch.setattr(agreement, "quantised_by", quantised_by)
     found = list(agreement.operands(recipe))
     assert [row.status for row in found] == ["ok"] * 12

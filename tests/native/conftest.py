@@ -2,8 +2,9 @@
 
 import sys
 
-import fake_engine
 import pytest
+import real_engine
+import stub_kernels
 
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.capability import Capability
@@ -11,12 +12,15 @@ from lightning_llm.precision.native.capability import Capability
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Transformer Engine's stand-in, importable."""
-    for name, module in fake_engine.modules().items():
+    """Transformer Engine's Python, importable, over kernels that stand in; it finds an H100 until told otherwise."""
+    for name, module in real_engine.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    te.engine.cache_clear()
-    yield fake_engine
-    te.engine.cache_clear()
+    imported = te.engine
+    imported.cache_clear()
+    stub_kernels.LOG.clear()
+    real_engine.device(9, 0)
+    yield real_engine
+    imported.cache_clear()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def train(small_run, folder, *words):
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("fp8_delayed", ("parallel.activation_checkpoint=full",)),
+        ("fp8_delayed", ("parallel.activation_checkpoint=full", "model.bias=true")),
         pytest.param("fp8_subchannel", ("parallel=zero3",), marks=pytest.mark.full),
     ],
 )

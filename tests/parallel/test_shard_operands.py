@@ -4,11 +4,15 @@ First by themselves: ranks are tp = 2 x cp = 2, and each quantises its part of x
 run: what ranks were given is put together and quantised as a whole.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import stub_kernels
 import torch
 from cut_operands import BY_DEFINITION, degrees_of, differing, words_of
+from run_metrics import curve
 from torch import Tensor
 from traced_run import layout_here, run_with
 
@@ -23,6 +27,7 @@ from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear import LinearPlan, _Call
 from lightning_llm.precision.module import QuantisedLinear
+from lightning_llm.precision.native.capability import Capability
 from tests.precision.recipes import RECIPES as ALL_RECIPES
 from tests.precision.recipes import load
 
@@ -174,6 +179,50 @@ def test_the_first_operands_of_a_run_are_the_parts_of_one_rank(recipe, operands_
     own = x.unflatten(0, (2, 64))[:, positions_of(0, 2, 64)].flatten(0, 1)  # 2 sequences in a micro-batch
     assert torch.equal(context_x, own)
     assert torch.equal(context_w, w)
+
+
+def run_on(device: tuple[int, int] | None, config: Config) -> tuple[list[Any] | None, int]:
+    """Return a run's curve (on rank 0), and how many GEMMs Transformer Engine's Python asked for on a GPU, None: none.
+
+    Its kernels are the tests' own (`tests/native/real_engine.py`).
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if device is not None:
+            import real_engine
+
+            for name, module in real_engine.modules().items():
+                patch.setitem(sys.modules, name, module)
+            real_engine.device(*device)
+            here = Capability.of_gpu(*device)
+            patch.setattr("lightning_llm.plan.resolve.capability_here", lambda accelerator: here)
+        stub_kernels.LOG.clear()
+        run_with(config, saves=False)
+    first = torch.distributed.get_rank() == 0
+    gemms = [call for call in stub_kernels.LOG if isinstance(call, stub_kernels.Gemm)]
+    return curve(Path(config.run.dir)) if first else None, len(gemms)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device"),
+    [
+        ("mxfp8", (10, 0)),
+        pytest.param("fp8_delayed", (9, 0), marks=pytest.mark.full),
+        pytest.param("fp8_subchannel", (9, 0), marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_cast_their_parts_natively_train_as_emulated_ones(recipe, device, ranks, small_run, tmp_path):
+    """tp = 2 x cp = 2; of the emulation the tests above say that its operands are the parts of the whole's."""
+    words = [f"precision={recipe}", "parallel.tp=2", "parallel.cp=2", "trainer.devices=4", "precision.casts=eager"]
+    words += ["model.hidden_size=256", "model.num_heads=2", "model.num_kv_heads=2", "model.ffn_hidden_size=256"]
+    words += ["model.num_layers=1", "data.sequence_length=512", "trainer.max_steps=2", "model.bias=true"]
+    words += ["trainer.validate_every_steps=null", "precision.modules.first_blocks_high_precision=0"]
+    made = {}
+    for gpu in (device, None):
+        config = compose_config(small_run(tmp_path / str(gpu), *words))
+        made[gpu] = ranks(4).call(run_on, gpu, config)
+    (native, gemms), (emulated, none) = made[device], made[None]
+    assert native == emulated
+    assert (gemms > 0, none) == (True, 0)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,27 @@ def test_rules_that_no_layer_follows_are_problems_and_can_be_taken_out():
     assert unmatched(left, names(4), 4) == []
 
 
+@pytest.mark.parametrize(
+    ("glob", "said"),
+    [
+        ("*.attention_norm", "names norms, which no recipe casts. Fused with the linear behind it (LayerNormLinear)"),
+        ("*_norm", "names norms, which no recipe casts"),
+        ("*.attention", "no slot of a recipe casts; Transformer Engine's FP8 attention (fp8_dpa, fp8_mha) has scales"),
+        ("*.attention", "Write '*.attention.*' for its linears."),
+        ("*.feed_forward", "Its layers: layers.*.attention.q_proj, layers.*.attention.o_proj, layers.*.feed_forward"),
+    ],
+)
+def test_modules_that_are_no_linears_are_refused_with_why_they_are_not_cast(glob, said):
+    for rules, key in (
+        ({"include": [glob]}, "include"),
+        ({"casts": [{"names": [glob], "high": True}]}, "casts.0.names"),
+    ):
+        (problem,) = unmatched(recipe(**rules), names(2), 2)
+        assert problem.key == f"precision.modules.{key}"
+        assert f"has '{glob}', which matches no linear layer" in problem.text
+        assert said in problem.text
+
+
 def test_the_hash_is_that_of_what_is_cast_however_a_rule_says_it():
     named = [{"names": ["*.o_proj"], "recipe": "other", **_all_slots(E4M3)}]
     written = [{"names": ["*.o_proj"], **_all_slots(E4M3)}]

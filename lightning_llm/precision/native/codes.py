@@ -4,7 +4,6 @@ One small tensor has what a cast may stumble over: many magnitudes, blocks of ze
 to the format's subnormal numbers. Stochastic codes must be one of the two neighbours.
 """
 
-import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.linear import DTYPES, ROLES, LinearPlan
-from lightning_llm.precision.native.transformer_engine import NativeLinear
+from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
 from lightning_llm.precision.quantize import quantise
 from lightning_llm.precision.scales import divide
 
@@ -30,12 +29,28 @@ class Stored(NamedTuple):
     scales: Tensor
 
 
-def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
-    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
-    own = quantizer.copy() if hasattr(quantizer, "copy") else copy.copy(quantizer)
+def _for_both_directions(quantizer: Any) -> Any:
+    own = quantizer.copy()
     own.internal = own.optimize_for_gemm = False
     own.set_usage(rowwise=True, columnwise=True)
-    return own(tensor)
+    return own
+
+
+def quantised_by(quantizer: Any, tensor: Tensor) -> Any:
+    """Return `tensor` as one of Transformer Engine's quantisers makes it, both directions."""
+    return _for_both_directions(quantizer)(tensor)
+
+
+def quantised_with_bias_gradient(quantizer: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+    """Return the sum of a gradient [R, C] over its rows, and the gradient cast, as a linear with a bias makes both.
+
+    One kernel makes the two; for blocks of 128 the library sums and casts apart (`grad_output_preprocess`).
+    """
+    own = _for_both_directions(quantizer)
+    if type(quantizer).__name__ == "Float8BlockQuantizer":
+        return tensor.sum(0), own(tensor)
+    summed, made = engine().bias_gradient_and_cast(tensor, own)
+    return summed, made
 
 
 def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> Stored:
@@ -44,8 +59,8 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
     Its layouts (2.20): per tensor `_data` [R, C], `_transpose` [C, R] (none from Blackwell on, whose GEMMs read either
     way) and one `_scale_inv`; per block of 128 columnwise data is transposed, scales of vectors are too, and the last
     axis of scales is padded to a multiple of 4; MXFP8 has neither data transposed, and pads scales to 128 by 4; NVFP4
-    packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, pads scales as
-    MXFP8, and repeats those of 16x16 blocks in each row.
+    packs two codes to a byte, the first in the low half, has columnwise data and scales transposed, and pads scales as
+    MXFP8. Both repeat the scale of a square block for each of its rows, columns for columnwise MXFP8.
     """
     rows, columns = shape
     if cast.block == "tensor":
@@ -68,7 +83,10 @@ def stored(made: Any, cast: CastConfig, axis: int, shape: tuple[int, int]) -> St
         blocks = (-(-rows // 128), -(-columns // 128))
         return Stored(codes, scales[:, : blocks[1]] if axis == 1 else scales[:, : blocks[0]].T)
     down, right = (rows, columns // 32) if axis == 1 else (rows // 32, columns)
-    return Stored(codes, scales.view(torch.uint8)[:down, :right].float())
+    scales = scales.view(torch.uint8)[:down, :right].float()
+    if cast.block == "32x32":
+        scales = scales[::32] if axis == 1 else scales[:, ::32]
+    return Stored(codes, scales)
 
 
 def emulated(
@@ -85,7 +103,9 @@ def emulated(
     drawn = None if noise is None else torch.full(tensor.shape, noise, device=tensor.device)
     made = quantise(tensor, cast, axis, delayed=delayed, noise=drawn)
     scales = made.stored_scale.float()
-    return Stored(made.codes, divide(1.0, scales) if cast.block == "tensor" else scales)
+    # Of a whole tensor ours is what elements are multiplied by, unless that is a power of two, and theirs its inverse.
+    inverted = cast.block == "tensor" and cast.scale != "power_of_two"
+    return Stored(made.codes, divide(1.0, scales) if inverted else scales)
 
 
 def axis_of(slot: str) -> int:
@@ -132,9 +152,23 @@ def difference(theirs: Stored, ours: list[Stored]) -> str | None:
     return None
 
 
-def cast_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device) -> Iterator[str]:
-    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how."""
-    linear = nn.Linear(SIZE, SIZE, bias=False, device=device)
+def bias_gradient_difference(found: Tensor, dy: Tensor) -> str | None:
+    """Return how the sum of `dy` [R, C] over its rows is not what was found [C]; None where only the order differs."""
+    wanted = dy.double().sum(0)
+    # One rounding to the dtype of dY, and fp32 sums in any order.
+    allowed = torch.finfo(dy.dtype).eps * wanted.abs() + len(dy) * 2.0**-24 * dy.double().abs().sum(0)
+    off = (found.double() - wanted).abs() > allowed
+    return f"{int(off.sum())} of {off.numel()} sums of dY, the bias's gradient, are off" if off.any() else None
+
+
+def cast_differences(
+    casts: dict[str, CastConfig], dtype: torch.dtype, device: torch.device, bias: bool = False
+) -> Iterator[str]:
+    """Yield, for each slot of `casts` whose native cast on `device` is not the recipe's, which and how.
+
+    `bias`: linears have one, so that dY is cast by the kernel that sums it as well, whose sums are looked at too.
+    """
+    linear = nn.Linear(SIZE, SIZE, bias=bias, device=device)
     layer = NativeLinear("self-check", linear, LinearPlan(casts, "eager"))
     x = sample(device, dtype, 127).requires_grad_()
     layer(x).sum().backward()  # which makes the quantisers
@@ -147,17 +181,24 @@ def cast_differences(casts: dict[str, CastConfig], dtype: torch.dtype, device: t
             continue
         role, axis = slot.split(".")[1], axis_of(slot)
         given = sample(device, dtype, 15 if cast.hadamard else 127)
-        theirs = stored(quantised_by(quantizers[role], given), cast, axis, (SIZE, SIZE))
+        if role == "dy" and bias:
+            summed, made = quantised_with_bias_gradient(quantizers[role], given)
+            if text := bias_gradient_difference(summed, given):
+                yield f"{slot}: {text}"
+        else:
+            made = quantised_by(quantizers[role], given)
+        theirs = stored(made, cast, axis, (SIZE, SIZE))
         scale = delayed[ROLES.index(role)] if cast.scale == "delayed" else None
         draws = (0.0, 255 / 256) if cast.stochastic else (None,)
         if text := difference(theirs, [emulated(given, cast, axis, scale, noise) for noise in draws]):
             yield f"{slot} ({cast.format} {cast.block} {cast.scale}): {text}"
 
 
-def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | None:
+def check_native_casts(recipe: PrecisionConfig, device: torch.device, bias: bool = False) -> str | None:
     """Return None if Transformer Engine's casts of one small tensor on `device` are those of `recipe`, bit for bit.
 
-    A release that keeps quantised tensors otherwise cannot be compared: what to say of that is returned.
+    `bias`: whether linears have one. A release that keeps quantised tensors otherwise cannot be compared: what to say
+    of that is returned.
 
     Raises:
         ConfigError: with the first difference in every slot that has one.
@@ -166,7 +207,7 @@ def check_native_casts(recipe: PrecisionConfig, device: torch.device) -> str | N
     for key, casts in recipe.cast_sets().items():
         if any(cast.quantises for cast in casts.values()):
             try:
-                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device))
+                found = list(cast_differences(casts, COMPUTE[recipe.compute_dtype], device, bias))
             except AttributeError as error:
                 return f"note   native casts were not checked: this Transformer Engine keeps them otherwise ({error})"
             problems += [f"{key}.{text}" if key else text for text in found]

@@ -55,32 +55,41 @@ def _four_bit_problems(native: NativeRecipe, compute: tuple[int, int], has: str)
     return problems
 
 
-def size_problems(native: NativeRecipe, widths: Mapping[str, int], bias: str | None) -> list[Problem]:
-    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples; `bias`: see `decide`."""
+PIPELINED = (
+    "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a micro-batch's "
+    "forward pass: a stage's backward pass, which draws them, comes after others' forward passes, and all stages would "
+    "draw the same"
+)
+
+
+def size_problems(native: NativeRecipe, widths: Mapping[str, int]) -> list[Problem]:
+    """Return which sizes of a model's linears (by key) its kernels refuse, with the multiples."""
     multiple = MULTIPLES[native.kind]
-    problems = [
+    return [
         Problem(key, f"is {width}, no multiple of {multiple}, as {native.name} needs.")
         for key, width in widths.items()
         if width % multiple
     ]
-    if bias:
-        text = "gives linears a bias, and how a native kernel sums its gradient is not checked against the recipe's."
-        problems.append(Problem(bias, text))
-    return problems
 
 
 def shared_problems(native: NativeRecipe, shared: Mapping[str, str]) -> list[Problem]:
-    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of."""
+    """Return which of the degrees of tensor, context and pipeline parallelism, by key, its kernels know nothing of.
+
+    Ranks of `tp` and `cp` cast their parts of X, W and dY. That is the recipe's cast of the whole where a scale lies
+    with its block, since no block may be cut (`plan/divisibility.py`), and where it is delayed, since all ranks' amaxes
+    go into one history.
+    """
     problems = []
     for key, degree in shared.items():
-        why = "and Transformer Engine would see a rank's part of a tensor alone"
         if key == "parallel.pp":
-            why = (
-                "and kernels draw the bits of stochastic rounding from one generator per GPU, seeded before a "
-                "micro-batch's forward pass: a stage's backward pass, which draws them, comes after others' forward "
-                "passes, and all stages would draw the same"
-            )
-        if key != "parallel.pp" or native.stochastic:
+            why = PIPELINED if native.stochastic else None
+        elif native.whole_tensors:
+            why = f"and {native.name} takes scales from whole tensors, of which it would see a rank's part alone"
+        elif native.stochastic:
+            why = "and ranks would draw the same bits of stochastic rounding for other parts of a tensor"
+        else:
+            why = None
+        if why is not None:
             problems.append(Problem(key, f"is {degree}, {why}: 1 is needed."))
     return problems
 
@@ -131,19 +140,18 @@ def decide(
     recipe: PrecisionConfig,
     here: Capability,
     widths: Mapping[str, int] | None = None,
-    bias: str | None = None,
     shared: Mapping[str, str] | None = None,
 ) -> Decision:
     """Return how `recipe` runs on `here` for a model whose linears have `widths` (sizes by key; None: sizes that fit).
 
-    `bias`: the key that gives them one, None where none has it. `shared`: the degrees above 1 of tensor, context and
-    pipeline parallelism, by key. A recipe whose layers have different casts is native only if all of them are.
-    `precision.backend=native` makes "refused" of what would be emulated.
+    `shared`: the degrees above 1 of tensor, context and pipeline parallelism, by key. A recipe whose layers have
+    different casts is native only if all of them are. `precision.backend=native` makes "refused" of what would be
+    emulated.
     """
     if recipe.compute_dtype == "fp16" and here.compute_capability is None:
         software = "on a CPU fp16 is a format, and GEMMs run in fp32"
         high = recipe.model_copy(update={"compute_dtype": "bf16"})
-        decision = decide(high, here, widths, bias, shared) if recipe.quantises else Decision("emulated")
+        decision = decide(high, here, widths, shared) if recipe.quantises else Decision("emulated")
         why = decision.problems or (Problem("precision.backend", software),)
         return replace(decision, problems=why, software=software)
     if not recipe.quantises:
@@ -151,7 +159,7 @@ def decide(
     found, differences = native_recipes(recipe)
     natives, problems = tuple(dict.fromkeys(found.values())), list(differences)
     for native in natives:
-        problems += size_problems(native, widths or {}, bias)
+        problems += size_problems(native, widths or {})
         problems += shared_problems(native, shared or {})
         problems += [Problem("precision.backend", text) for text in device_problems(native, here)]
     problems = list(dict.fromkeys(problems))

@@ -31,6 +31,7 @@ class NativeRecipe:
     """One configuration of Transformer Engine. `gradient`: the format of dY; "high": a backward pass in compute_dtype.
 
     `square`: one scale for both directions of the weight (32x32, 16x16); `rotated`, `stochastic`: NVFP4's switches.
+    `of_parts`: every scale that a whole tensor has is to be that of a rank's part (`amax_scope: shard`).
     """
 
     kind: Kind
@@ -40,6 +41,12 @@ class NativeRecipe:
     rotated: bool = False
     stochastic: bool = False
     delayed: DelayedConfig | None = None
+    of_parts: bool = False
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether a scale depends, as a tensor is cast, on the whole of it, of which a rank may have a part."""
+        return self.kind in ("current", "nvfp4") and not self.of_parts
 
     @property
     def name(self) -> str:
@@ -100,6 +107,7 @@ def express(casts: Mapping[str, CastConfig]) -> tuple[NativeRecipe | None, list[
         rotated=casts["wgrad.x"].hadamard is not None,
         stochastic=dy.stochastic,
         delayed=x.delayed,
+        of_parts=all(cast.amax_scope == "shard" for cast in casts.values() if cast.quantises),
     )
     if backward and not dy.quantises:
         return None, [("dgrad.dy", "high: Transformer Engine quantises either all of the backward pass or none of it")]
@@ -130,7 +138,7 @@ def _kind(x: CastConfig) -> Kind | None:
 
 
 def _without_scope(cast: CastConfig) -> CastConfig:
-    """Return `cast` without `amax_scope`: no layout that runs natively splits a tensor of a linear over ranks."""
+    """Return `cast` without `amax_scope`, which says nothing where ranks have whole tensors; see `of_parts`."""
     return cast.model_copy(update={"amax_scope": "logical"})
 
 

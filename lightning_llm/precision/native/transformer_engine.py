@@ -42,6 +42,7 @@ class Engine(NamedTuple):
     recipe: Any
     delayed_quantizer: Any
     formats: dict[str, Any]
+    bias_gradient_and_cast: Any
 
 
 @functools.cache
@@ -53,7 +54,7 @@ def engine() -> Engine:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     formats = {"e4m3": extension.DType.kFloat8E4M3, "e5m2": extension.DType.kFloat8E5M2}
-    return Engine(pytorch, recipe, Float8Quantizer, formats)
+    return Engine(pytorch, recipe, Float8Quantizer, formats, extension.bgrad_quantize)
 
 
 def import_problem() -> str | None:
@@ -155,7 +156,12 @@ class NativeLinear(QuantisedLinear):
 
     @torch.compiler.disable  # a compiled block runs it as it is
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x weight^T, [..., out_features] in the dtype of `x` [..., in_features]; `bias` only without casts."""
+        """Return x weight^T + bias, [..., N] in the dtype of `x` [..., K], for a weight [N, K] or a rank's part of one.
+
+        The GEMM adds the bias to its fp32 sums, in the dtype of `x`, and the bias's gradient is the sum of dY before it
+        is cast, as in the emulation.
+        """
+        bias = None if bias is None else bias.to(x.dtype)
         self._follow_plan(x.device)
         if self.bypass or self._native is None:
             return self._without_casts(x, weight, bias)
@@ -166,26 +172,30 @@ class NativeLinear(QuantisedLinear):
             recording = self.training and torch.is_grad_enabled()
             scales = self.scale, self.amax_history[0] if recording else None
             self._delayed.use(*scales)
-        rows = x.reshape(-1, self.in_features)  # [M, K]
+        rows = x.reshape(-1, x.shape[-1])  # [M, K]
         # Zero rows change no scale and no product, and the emulation pads its blocks with them too.
         padding = -rows.shape[0] % MULTIPLES[self._native.kind]
-        padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight)  # [M + padding, N]
+        padded = self._run(F.pad(rows, (0, 0, 0, padding)) if padding else rows, weight, bias)  # [M + padding, N]
         if self._delayed is not None and padded.requires_grad:
             delayed = self._delayed
             padded.register_hook(lambda _: delayed.use(*scales))
-        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], self.out_features)
+        y = padded[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
         if self.observe is not None:  # kernels keep what they round to themselves
             observe_casts(rows, weight, y, replace(self.plan, observe=self.observe), self.keys, self.scale)
         return y
 
-    def _run(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _run(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self._kernel:
+            self._kernel = (self._new_kernel(weight.shape, bias is not None),)
         kernel = self._kernel[0]
-        kernel.__dict__["weight"] = weight.to(rows.dtype)
+        own = {"weight": weight.to(rows.dtype)} | ({} if bias is None else {"bias": bias})
+        kernel.__dict__.update(own)
         try:
             with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
                 y: Tensor = kernel(rows)
         finally:
-            del kernel.__dict__["weight"]
+            for name in own:
+                del kernel.__dict__[name]
         return y
 
     def _follow_plan(self, device: torch.device) -> None:
@@ -194,6 +204,7 @@ class NativeLinear(QuantisedLinear):
             return
         self._known = self.plan
         self._native = self._recipe = self._delayed = None
+        self._kernel = ()
         if not any(cast.quantises for cast in self.plan.casts.values()):
             return
         self._native, differences = express(self.plan.casts)
@@ -204,13 +215,15 @@ class NativeLinear(QuantisedLinear):
             self._recipe = self._delayed.recipe
         else:
             self._recipe = recipe_object(self._native)
-        self._kernel = (self._new_kernel(),)
 
-    def _new_kernel(self) -> Any:
+    def _new_kernel(self, shape: torch.Size, bias: bool) -> Any:
+        """Return one for a weight of `shape` [N, K], which may be a rank's part: the groups of ranks are not its."""
         kernel = engine().pytorch.Linear(
-            self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta", name=self.name
+            shape[1], shape[0], bias=bias, params_dtype=torch.bfloat16, device="meta", name=self.name
         )
         del kernel.weight  # ours is put in its place for each call
+        if bias:
+            del kernel.bias
         kernel._is_fsdp2 = self.sharded  # it would look for itself among the model's modules
         return kernel
 
