@@ -34,6 +34,14 @@ def test_what_cannot_be_had(words, device, said):
         assert problems[0].key == "trainer.attention_kernel"
 
 
-def test_it_is_no_part_of_a_runs_identity():
+def test_a_named_kernel_is_another_run_that_may_go_on_and_the_default_changes_no_hash():
     plain, chosen = compose_config([]), compose_config(["trainer.attention_kernel=math"])
-    assert config_hash(plain) == config_hash(chosen)
+    assert config_hash(plain) != config_hash(chosen)
+    assert differences_on_resume(plain, chosen) == {}
+    values = plain.model_dump()
+    del values["trainer"]["attention_kernel"]  # as an earlier version wrote it
+    migrate(values)
+    assert values["trainer"]["attention_kernel"] == "auto"
+    assert "attention_kernel" not in ADDED  # keys are dotted
+    without = {key: value for key, value in flatten(values).items() if key not in ADDED}
+    assert set(flatten(plain.model_dump())) - set(without) == {"trainer.attention_kernel"}
