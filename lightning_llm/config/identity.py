@@ -19,9 +19,13 @@ NOT_IDENTITY = (
     "precision.backend",
     "data.tokenize_processes",
     "trainer.attention_kernel",
+    "checkpoint.asynchronous",
+    "checkpoint.keep_every",
+    "checkpoint.keep_best",
 )
 """Left out of the config hash: where a run is kept and tracked, how it was started, by which kernels casts, their GEMMs
-and attention run, and how many processes built its token cache."""
+and attention run, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs
+of earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -109,6 +110,19 @@ class Layout:
             set_timeout(group, self.config.timeout_seconds)
             self.made_later["sharing"] = group
         return self.made_later["sharing"]
+
+    def writing_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks on the CPU for a thread beside training, None where no ranks are joined.
+
+        Training's collectives and those of such a thread would meet in another order on each rank. Collective where it
+        is called first.
+        """
+        if not dist.is_initialized():
+            return None
+        if "writing" not in self.made_later:
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self.made_later["writing"] = dist.new_group(backend="gloo", timeout=timeout)
+        return self.made_later["writing"]
 
     def own_groups(self) -> list[dist.ProcessGroup]:
         """Return every group that this layout made, each once."""

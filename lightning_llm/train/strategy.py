@@ -1,5 +1,6 @@
 """Lightning's strategy over a `Layout`: ranks, devices, reductions, and how a run begins and is asked to stop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ class TrainStrategy(ModelParallelStrategy):
         self.layout = layout
         self.resume_from = resume_from
         self.own_options = own_options
+        self.save_failed_here: Callable[[], bool] = lambda: False
+        """Whether a save that is written beside training has failed on this rank."""
         self._asked_to_stop = self._agreed_to_stop = 0
+        self._agreed_on_failure = False
         self._device = device
         self.cluster_environment = environment
 
@@ -80,13 +84,22 @@ class TrainStrategy(ModelParallelStrategy):
         """The signal that all ranks have agreed to stop for, 0 if none; equal on every rank between two steps."""
         return self._asked_to_stop if self.layout.mesh is None else self._agreed_to_stop
 
+    @property
+    def save_failed(self) -> bool:
+        """Whether all ranks have agreed that a save has failed on some; equal on every rank between two steps."""
+        return self.save_failed_here() if self.layout.mesh is None else self._agreed_on_failure
+
     def agree_on_stop(self) -> None:
-        """Settle with the other ranks, once in every step, whether to stop after it. Collective."""
+        """Settle with the other ranks, once in every step, whether to stop after it, and if for a save that failed.
+
+        Collective.
+        """
         if self.layout.mesh is None:
             return
-        flag = torch.tensor(self._asked_to_stop, device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self._agreed_to_stop = int(flag.item())
+        flags = torch.tensor([self._asked_to_stop, self.save_failed_here()], device=self.root_device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        self._agreed_to_stop, failed = flags.tolist()
+        self._agreed_on_failure = bool(failed)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the data-parallel ranks; `reduce_op` is "sum", "mean" or a ReduceOp."""

@@ -13,7 +13,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.plan.check import check_config, disk_problems
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.precision.swap import swap_linears
 
 ROOT = Path(__file__).parents[2]
