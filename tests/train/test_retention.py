@@ -50,7 +50,13 @@ def test_a_run_keeps_its_best_and_knows_it_when_it_goes_on(tmp_path, small_run, 
         "schedule=constant",
     ]
     # a rate at which the loss soon rises, so that the best is none of the newest
-    words += ["optim.learning_rate=0.3", "checkpoint.keep_best=1", "checkpoint.keep_every=4", "seed=1"]
+    words += [
+        "optim.learning_rate=1.0",
+        "schedule.warmup_steps=0",
+        "checkpoint.keep_best=1",
+        "checkpoint.keep_every=4",
+        "seed=1",
+    ]
     for steps in (6, 9):
         assert main(["train", *small_run(tmp_path, *words, f"trainer.max_steps={steps}", "resume=auto")]) == 0
         losses = {each["step"]: each["val_loss"] for each in read_metrics(tmp_path / "run") if "val_loss" in each}
