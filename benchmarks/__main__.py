@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     checkpoint,
+    checkpoint_stall,
     health,
     loader,
     machine,
@@ -45,6 +46,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "precision": precision.measure,
     "health": health.measure,
     "checkpoint": checkpoint.measure,
+    "checkpoint_stall": checkpoint_stall.measure,
     "plan_time": plan_time.measure,
     "planner": planner.measure,
     "machine": machine.measure,

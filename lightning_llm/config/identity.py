@@ -13,9 +13,18 @@ from lightning_llm.config.schema.migrations import ADDED, first_name
 RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware", "cluster.")
 """How and where a run was planned and started, is kept and tracked."""
 
-NOT_IDENTITY = (*RUN_LOCATION, "precision.casts", "precision.backend", "data.tokenize_processes")
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, and
-how many processes built its token cache."""
+NOT_IDENTITY = (
+    *RUN_LOCATION,
+    "precision.casts",
+    "precision.backend",
+    "data.tokenize_processes",
+    "checkpoint.asynchronous",
+    "checkpoint.keep_every",
+    "checkpoint.keep_best",
+)
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, how
+many processes built its token cache, how checkpoints are written and which of them stay. (Runs of earlier releases have
+checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -129,6 +130,19 @@ class Layout:
         """Return the groups by which the tree sums over `axes` in two stages; None where it takes one."""
         mesh = self.machines.get(axes)
         return None if mesh is None else Subtrees(mesh.get_group(WITHIN), mesh.get_group(BETWEEN))
+
+    def writing_group(self) -> dist.ProcessGroup | None:
+        """Return a group of all ranks on the CPU for a thread beside training, None where no ranks are joined.
+
+        Training's collectives and those of such a thread would meet in another order on each rank. Collective where it
+        is called first.
+        """
+        if not dist.is_initialized():
+            return None
+        if "writing" not in self.made_later:
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self.made_later["writing"] = dist.new_group(backend="gloo", timeout=timeout)
+        return self.made_later["writing"]
 
     def own_groups(self) -> list[dist.ProcessGroup]:
         """Return every group that this layout made, each once."""

@@ -1,31 +1,24 @@
-"""Rules across groups, and the state of the disk: all that can be known before anything heavy is imported."""
+"""Rules across groups: all that can be known before anything heavy is imported."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
-
-from rich.filesize import decimal
 
 from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
-from lightning_llm.data.cache import nearest_existing
 from lightning_llm.data.check import batch_problems, data_rules
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.linear_names import linear_names, linears_of
-from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
+from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
-from lightning_llm.plan.units import units_of
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
     layers_of_casts,
@@ -34,9 +27,6 @@ from lightning_llm.precision.module_rules import (
     reasons_to_stay_high,
     unmatched,
 )
-
-LONGEST_NAME_BYTES = 255
-"""NAME_MAX of Linux's file systems."""
 
 
 def check_config(config: Config, to_train: bool = True) -> Plan:
@@ -66,6 +56,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: run_path_problems(config),
         lambda: tracking_problems(config),
         *cluster_rules(config),
+        lambda: retention_problems(config),
         lambda: _logger_problems(config) if to_train else [],
         *data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: found.data_parallel_ranks),
     ]
@@ -94,29 +85,6 @@ def _layout_rules(found: Resolution) -> list[Rule]:
 
 def _shard_problems(config: Config, degrees: Degrees) -> list[Problem]:
     return [] if shape_problems(config.model) else list(sharding_problems(config, degrees))
-
-
-def disk_problems(config: Config, jobs: int = 1) -> list[Problem]:
-    """Return why run.dir cannot be written, or has no room for the checkpoints of `jobs` runs like this."""
-    folder = nearest_existing(Path(config.run.dir))
-    if any(len(part.encode()) > LONGEST_NAME_BYTES for part in Path(config.run.dir).parts):
-        return [Problem("run.dir", f"{config.run.dir} has a name of more than {LONGEST_NAME_BYTES} bytes. Shorten it.")]
-    if not folder.is_dir():
-        return [Problem("run.dir", f"{folder} is a file, not a folder. Choose another run.dir.")]
-    if not os.access(folder, os.W_OK):
-        text = f"{config.run.dir} cannot be written ({folder} refuses). Choose another run.root."
-        return [Problem("run.dir", text)]
-    shards = units_of(config.model).shards(1)
-    each = state_bytes(shards, config.optim, config.chosen_algorithm, config.precision).checkpoint
-    kept = config.checkpoint.keep_last * jobs + 1  # a new one is whole before the oldest goes
-    free = shutil.disk_usage(folder).free
-    if each * kept <= free:
-        return []
-    text = (
-        f"{kept} checkpoints of {decimal(each)} each (keep_last x runs + 1) need {decimal(each * kept)} "
-        f"and {folder} has {decimal(free)} free. Lower checkpoint.keep_last, or choose another run.root."
-    )
-    return [Problem("checkpoint.keep_last", text)]
 
 
 def _logger_problems(config: Config) -> list[Problem]:

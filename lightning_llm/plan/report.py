@@ -8,6 +8,7 @@ from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.plan.accounting import OURS, Accounting
+from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, memory_rows, traffic_row
 from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.nodes import reduction_note
@@ -21,8 +22,8 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
     """Return the plan as plain data: choices, `parameters`, `layers` (a pattern), `flops_per_token`, bytes by kind.
 
     `memory_bytes` are those a rank holds, by `accounting`, and `memory_peak` those of its peak; `bytes_sent` those it
-    sends in a step, `traffic_bytes` where those go; `hardware` is `fit.hardware_facts`. `step_seconds` and `time` are
-    `time.describe.time_facts`, None without a cluster.
+    sends in a step, `traffic_bytes` where those go; `hardware` is `fit.hardware_facts`, `disk` is
+    `checkpoints.disk_facts`. `step_seconds` and `time` are `time.describe.time_facts`, None without a cluster.
     """
     config = plan.config
     tokens = config.data.global_batch_size * config.data.sequence_length
@@ -45,6 +46,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         **cost_facts(plan, accounting),
         **time_facts(plan),
         "hardware": hardware_facts(plan, accounting),
+        "disk": disk_facts(config),
         "config_hash": plan.identity,
         "run_dir": config.run.dir,
     }
@@ -85,7 +87,7 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
         found.append(reduction)
     if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
-    return found
+    return [*found, *(disk_notes(config) if to_train else ())]
 
 
 def _hardware_note(plan: Plan, to_train: bool) -> str | None:
@@ -126,6 +128,7 @@ def render(facts: dict[str, Any]) -> str:
         *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
         *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),
         *time_rows(facts),
+        disk_row(facts["disk"]),
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]

@@ -8,7 +8,8 @@ from lightning_llm.config.compose import read_composed, read_file
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.plan.check import config_problems, disk_problems
+from lightning_llm.plan.check import config_problems
+from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.run.branch import branch_problems
 from lightning_llm.run.environment import adopt_world, rank_environment

@@ -199,7 +199,8 @@ def fit(rank: Rank, start: Start) -> None:
     (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
     for number in STOPPING:
         signal.signal(number, checkpointing.stop_outside_steps)
-    with attention_by(kernel), watched_ranks(config, module), failures_marked(config, rank.callbacks):
+    watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
+    with attention_by(kernel), watched, marked, checkpointing.awaited():
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")

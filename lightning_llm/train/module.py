@@ -94,7 +94,7 @@ class LanguageModule(pl.LightningModule):
             on_gradients=[self._call_gradient_hooks],
         )
         strategy = self.trainer.strategy
-        self.train_step.vote_to_stop, self.train_step.agree_to_stop = strategy.vote_to_stop, strategy.agree_to_stop
+        self.train_step.vote, self.train_step.agree = strategy.vote, strategy.agree
         return self.train_step.optimizer
 
     def on_fit_start(self) -> None:

@@ -44,10 +44,10 @@ class TrainStep:
     on_gradients: list[Callable[[Tensor], None]]
     """Called in turn with the step's loss, between reduction and update: gradients are those of the whole step, times
     the loss scale and not yet clipped, and may be changed, alike on all ranks that hold them."""
-    vote_to_stop: Callable[[], Tensor | None] = lambda: None
-    """Collective; gives a whole number, the same on all ranks, that the step reads with its own."""
-    agree_to_stop: Callable[[int], None] = lambda number: None
-    """Called with that number, before the update."""
+    vote: Callable[[], dict[str, Tensor]] = dict
+    """Collective; gives whole numbers by name, the same on all ranks, that the step reads with its own."""
+    agree: Callable[[dict[str, int]], None] = lambda votes: None
+    """Called with these numbers, before the update."""
     _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
 
@@ -198,10 +198,10 @@ class TrainStep:
 
         The host waits here for the device, once in a step: for all that follows is decided by.
         """
-        flags = {"overflow": overflow, "stop": self.vote_to_stop()}
-        numbers = read_numbers(figures | {name: flag for name, flag in flags.items() if flag is not None})
-        seen, signal_number = bool(numbers.pop("overflow", 0.0)), int(numbers.pop("stop", 0.0))
-        self.agree_to_stop(signal_number)
+        votes = self.vote()
+        numbers = read_numbers(figures | votes | ({} if overflow is None else {"overflow": overflow}))
+        self.agree({name: int(numbers.pop(name)) for name in votes})
+        seen = bool(numbers.pop("overflow", 0.0))
         norm = numbers.pop("grad_norm")
         self.state.record.update(numbers, **self.scaler.describe(), grad_norm=norm)
         return seen

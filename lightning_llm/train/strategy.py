@@ -1,5 +1,6 @@
 """Lightning's strategy over a `Layout`: ranks, devices, reductions, and how a run begins and is asked to stop."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +36,10 @@ class TrainStrategy(ModelParallelStrategy):
         self.layout = layout
         self.resume_from = resume_from
         self.own_options = own_options
+        self.save_failed_here: Callable[[], bool] = lambda: False
+        """Whether a save that is written beside training has failed on this rank."""
         self._asked_to_stop = self._agreed_to_stop = 0
+        self._agreed_on_failure = False
         self._device = device
         self.cluster_environment = environment
 
@@ -80,20 +84,27 @@ class TrainStrategy(ModelParallelStrategy):
         """The signal that all ranks have agreed to stop for, 0 if none; equal on every rank between two steps."""
         return self._asked_to_stop if self.layout.mesh is None else self._agreed_to_stop
 
-    def vote_to_stop(self) -> Tensor | None:
-        """Return the signal that any rank was sent, 0 if none, once in every step; None of a single one. Collective.
+    @property
+    def save_failed(self) -> bool:
+        """Whether all ranks have agreed that a save has failed on some; equal on every rank between two steps."""
+        return self.save_failed_here() if self.layout.mesh is None else self._agreed_on_failure
 
-        It is on the device: who reads it there tells `agree_to_stop`.
+    def vote(self) -> dict[str, Tensor]:
+        """Return, once in every step, the signal that any rank was sent, 0 if none, and whether a save failed on any.
+
+        Collective; nothing of a single rank. They are on the device: who reads them there tells `agree`.
         """
         if self.layout.mesh is None:
-            return None
-        flag = torch.full((), self._asked_to_stop, device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return flag
+            return {}
+        here = self._asked_to_stop, int(self.save_failed_here())
+        flags = torch.stack([torch.full((), each, device=self.root_device) for each in here])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return {"stop": flags[0], "save_failed": flags[1]}
 
-    def agree_to_stop(self, signal_number: int) -> None:
-        """Stop after the step in progress, for `signal_number`; not for 0."""
-        self._agreed_to_stop = signal_number
+    def agree(self, votes: Mapping[str, int]) -> None:
+        """Stop after the step in progress for the signal, or the failure, that there is; not for 0."""
+        self._agreed_to_stop = votes.get("stop", 0)
+        self._agreed_on_failure = bool(votes.get("save_failed", 0))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return `tensor` reduced over the data-parallel ranks; `reduce_op` is "sum", "mean" or a ReduceOp."""

@@ -75,7 +75,7 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
             ["trainer.max_steps", "=", "10", "seed:", "3"],
             "trainer.max_steps = 10: has spaces. Write trainer.max_steps=10.",
         ),
-        (["checkpoint=none"], "Its keys are checkpoint.every_steps, checkpoint.keep_last."),
+        (["checkpoint=none"], "Its keys are checkpoint.every_steps, checkpoint.keep_last, "),
         (["callbacks.progres.every=3"], "or null. Did you mean 'progress'?"),
         (["precision.modules.exclude=head"], "must be a list: precision.modules.exclude=[head]."),
         (

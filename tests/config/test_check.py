@@ -13,7 +13,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.decoder import Decoder
-from lightning_llm.plan.check import check_config, disk_problems
+from lightning_llm.plan.check import check_config
+from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_problems
 from lightning_llm.precision.swap import swap_linears
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,25 @@ def test_the_room_that_checkpoints_need_follows_the_master_dtype(tmp_path, monke
     (problem,) = disk_problems(compose_config(["model=llama_tiny", f"run.root={tmp_path}", "checkpoint.keep_last=1"]))
     said = r"2 checkpoints of 2\d\.\d MB each .* need \d\d\.\d MB .* has 3\.0 MB free"
     assert re.search(said, problem.text)
+
+
+def test_a_disk_that_will_be_nearly_full_is_told_and_what_a_run_has_there_counts_as_room(tmp_path, monkeypatch):
+    config = compose_config(["model=llama_tiny", f"run.dir={tmp_path / 'run'}", "checkpoint.keep_last=3"])
+    whole = disk_facts(config)["bytes"]
+    held = tmp_path / "run" / "checkpoints" / "step=5" / "tensors"
+
+    def told(free: float) -> tuple[int, list[str]]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, int(free)))
+        return len(disk_problems(config)), list(disk_notes(config))
+
+    assert told(1.2 * whole) == (0, [])
+    problems, (note,) = told(1.05 * whole)
+    assert problems == 0
+    assert re.search(r"4 checkpoints will take [\d.]+ MB of the [\d.]+ MB that are free in ", note)
+    assert told(whole - 1000) == (1, [])
+    held.mkdir(parents=True)
+    (held / "__0_0.distcp").write_bytes(bytes(1000))
+    assert told(whole - 1000)[0] == 0
 
 
 def test_gradients_have_one_dtype_through_the_whole_sum():

@@ -20,7 +20,7 @@ from lightning_llm.plan.units import units_of
 from lightning_llm.precision.describe import precision_facts
 from lightning_llm.precision.native.capability import DEVICES, HARDWARE
 from lightning_llm.precision.native.decide import decide
-from lightning_llm.train.checkpoint import checkpointing
+from lightning_llm.train.checkpoint import saver
 
 RECIPES = sorted(file.stem for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"))
 NOT_DEFAULT = {
@@ -118,20 +118,19 @@ def test_bytes_are_those_in_memory_and_on_disk(name, small_run, tmp_path, monkey
     def bytes_of(tensors):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def measure_and_save(folder, module, optimizer, *rest):
-        if module.completed_steps != 2:  # a validation lets go of the gradients
-            return save(folder, module, optimizer, *rest)
-        parameters = list(module.model.parameters())
-        moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-        held.update(
-            parameters=bytes_of(parameters),
-            gradients=bytes_of(parameter.grad for parameter in parameters),
-            optimizer=bytes_of(moments),
-        )
-        return save(folder, module, optimizer, *rest)
+    def measure_and_take(module, optimizer):
+        if module.completed_steps == 2:  # a validation lets go of the gradients
+            parameters = list(module.model.parameters())
+            moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+            held.update(
+                parameters=bytes_of(parameters),
+                gradients=bytes_of(parameter.grad for parameter in parameters),
+                optimizer=bytes_of(moments),
+            )
+        return take(module, optimizer)
 
-    save = checkpointing.save
-    monkeypatch.setattr(checkpointing, "save", measure_and_save)
+    take = saver.take
+    monkeypatch.setattr(saver, "take", measure_and_take)
     shape = ["model.hidden_size=128", "model.ffn_hidden_size=192"]
     words = small_run(tmp_path, f"precision={name}", "trainer.max_steps=3", *shape)
     assert main(["train", *words]) == 0

@@ -12,6 +12,7 @@ from run_metrics import curve, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.commands import resume_command
+from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.integrity import seal, unseal
 from lightning_llm.record.files import damaged_record, summary_of, write_json
 from lightning_llm.run import first_files
@@ -129,12 +130,12 @@ def test_nothing_of_another_run_and_nothing_behind_a_link_is_removed(run, tmp_pa
     values = {**unseal(manifest.read_bytes()), "step": 5}
     values["files"]["progress.json"] = {"bytes": progress.stat().st_size, "digest": None}
     manifest.write_bytes(seal(values))
-    prune(folder, 1, own)
+    prune(folder, CheckpointConfig(every_steps=2, keep_last=1), own)
     assert {path.name for path in folder.iterdir()} == {"step=6", "step=5", "damaged"}  # the link to step 4 is gone
     (folder / "step=8").symlink_to(os.path.relpath(outside, folder))
     supersede(folder, 6)
     assert (folder / "superseded" / "step=8").resolve() == outside
-    prune(folder, 1, own)
+    prune(folder, CheckpointConfig(every_steps=2, keep_last=1), own)
     assert not (folder / "superseded").exists()
     assert sorted(outside.rglob("*")) == held
 

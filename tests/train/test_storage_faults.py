@@ -68,6 +68,8 @@ def with_read_only_folder(words: list[str], folder: Path) -> tuple[int, str]:
 
 
 COMMON = ("schedule=constant", "data.validation.fraction=0")
+ASYNCHRONOUS = ["checkpoint.asynchronous=true", "trainer.max_steps=8"]
+"""Step 6 is not the last, which training waits for."""
 
 
 @pytest.fixture
@@ -77,9 +79,17 @@ def begun(tmp_path, small_run) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("fault", [with_full_disk, with_read_only_folder])
-def test_one_message_and_the_summary_says_it(fault, begun, child, small_run):
-    words = small_run(begun, *COMMON, "resume=auto")
+@pytest.mark.parametrize(
+    ("fault", "more"),
+    [
+        (with_full_disk, []),
+        (with_read_only_folder, []),
+        (with_full_disk, ASYNCHRONOUS),
+        pytest.param(with_read_only_folder, ASYNCHRONOUS, marks=pytest.mark.full),
+    ],
+)
+def test_one_message_and_the_summary_says_it(fault, more, begun, child, small_run):
+    words = small_run(begun, *COMMON, "resume=auto", *more)
     good = verified(begun / "run" / "checkpoints" / "step=4")
     code, told = child.call(fault, words, begun)
     child.close()
@@ -94,7 +104,7 @@ def test_one_message_and_the_summary_says_it(fault, begun, child, small_run):
     assert "the state of step 6 was not saved" in summary["detail"]
     assert newest_verified(begun / "run" / "checkpoints") == (good, ())
     assert main(["train", *words]) == 0
-    assert steps_saved(begun / "run") == [4, 6]
+    assert steps_saved(begun / "run") == ([6, 8] if more else [4, 6])
     assert not list((begun / "run" / "checkpoints").glob(".*"))
 
 
@@ -116,13 +126,24 @@ def killed_at(words: list[str], run: str, count: int) -> int:
     return seen[0]
 
 
-@pytest.mark.parametrize("every", [18, pytest.param(1, marks=pytest.mark.full)])
-def test_killed_at_any_operation_it_goes_on_to_the_same_bits(every, begun, child, small_run):
-    """From a start-up that moves a damaged checkpoint aside, through a save that prunes, to the end."""
+@pytest.mark.parametrize(
+    ("every", "asynchronous"),
+    [
+        (18, "false"),
+        (21, "true"),
+        pytest.param(1, "false", marks=pytest.mark.full),
+        pytest.param(1, "true", marks=pytest.mark.full),
+    ],
+)
+def test_killed_at_any_operation_it_goes_on_to_the_same_bits(every, asynchronous, begun, child, small_run):
+    """From a start-up that moves a damaged checkpoint aside, through a save that prunes, to the end.
+
+    Of asynchronous saves that of step 4 is made beside training; the last is waited for.
+    """
 
     def words_in(place: Path) -> list[str]:
         shutil.copytree(begun / "run", place / "run")
-        return small_run(place, *COMMON, "resume=auto")
+        return small_run(place, *COMMON, "resume=auto", f"checkpoint.asynchronous={asynchronous}")
 
     damaged = begun / "run" / "checkpoints" / "step=4" / "progress.json"
     damaged.write_text(damaged.read_text().replace("4", "5"))

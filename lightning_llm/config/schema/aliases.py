@@ -46,6 +46,7 @@ _WORDS = {
     "trainer.compile": "torch_compile",
     "checkpoint.every_steps": "save_steps save_interval save_every",
     "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.asynchronous": "async_save async_checkpoint async_mode",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_size tensor_parallel tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size pipeline_parallel pp_size",
     "parallel.cp": "context_parallel_size context_parallel cp_size",

@@ -109,7 +109,12 @@ class CheckpointConfig(Group):
     """`checkpoint`: when the whole state is written, and how much of it is kept."""
 
     every_steps: PositiveInt | None = Field(description="optimizer steps between checkpoints; null: at the end only")
-    keep_last: PositiveInt = Field(description="how many checkpoints stay")
+    keep_last: PositiveInt = Field(description="how many of the newest checkpoints stay")
+    keep_every: PositiveInt | None = Field(None, description="each step that is a multiple of it stays; null: none")
+    keep_best: PositiveInt | None = Field(None, description="how many of the lowest val_loss stay; null: none")
+    asynchronous: bool | None = Field(
+        None, description="write while training goes on, from copies on the CPU; null: on CUDA, not on a CPU"
+    )
 
 
 class RunConfig(Group):

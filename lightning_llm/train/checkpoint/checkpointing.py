@@ -2,9 +2,8 @@
 
 import os
 import signal
-import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,10 +12,11 @@ import lightning.pytorch as pl
 
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.errors import StorageError
+from lightning_llm.record.files import read_records
 from lightning_llm.train.checkpoint.callback_state import CallbackState
 from lightning_llm.train.checkpoint.ownership import RunIdentity
-from lightning_llm.train.checkpoint.retention import prune, supersede
-from lightning_llm.train.checkpoint.state import save
+from lightning_llm.train.checkpoint.retention import supersede
+from lightning_llm.train.checkpoint.saver import Saver
 from lightning_llm.train.health.spike_policy import SpikeStop
 from lightning_llm.train.strategy import TrainStrategy
 
@@ -54,13 +54,16 @@ class Superseding(pl.Callback):
 
 
 class Checkpointing(pl.Callback):
-    """Saves `checkpoints/step=N` and keeps the newest few. Runs after the callback that writes metrics.jsonl.
+    """Saves `checkpoints/step=N` and keeps some of them. Runs after the callback that writes metrics.jsonl.
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
     saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
     checkpoint in `folder` that the run goes on from.
+
+    Where saves are asynchronous, all ranks raise the failure of one after the same step, and whatever ends the run
+    waits for the one that is being written (`awaited`). A run's last save is not, nor one that a signal asks for.
     """
 
     def __init__(
@@ -75,13 +78,12 @@ class Checkpointing(pl.Callback):
     ):
         self.folder = folder
         self.config = config
-        self.run = run
-        self.config_hash = config_hash
         self.max_steps = max_steps
         self.validate_every = validate_every
-        self.saved_step = resumed_step
+        self.saver = Saver(folder, config, run, config_hash, resumed_step)
+        self._val_losses: dict[int, float] = {}
         self._asked = 0
-        self._ended = False
+        self._ended = self._at_once = False
         self._speaks = self._alone = False
         self._strategy: TrainStrategy | None = None
 
@@ -92,25 +94,31 @@ class Checkpointing(pl.Callback):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
         CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
-        step = pl_module.completed_steps
-        self.saved_step = step or None
         start = trainer.strategy.resume_from
-        if start is not None and start.folder.parent != self.folder:
-            self.saved_step = None
-            self._save(trainer, pl_module)  # it lies elsewhere: from here on this folder holds the run's own start
+        elsewhere = start is not None and start.folder.parent != self.folder
+        self.saver.start(pl_module, None if elsewhere else pl_module.completed_steps or None)
+        trainer.strategy.save_failed_here = lambda: self.saver.failed
+        if self.config.keep_best is not None and trainer.is_global_zero:
+            records = read_records(self.folder.parent / "metrics.jsonl")
+            self._val_losses = {each["step"]: each["val_loss"] for each in records if "val_loss" in each}
+        if elsewhere:
+            self._save(trainer, pl_module)  # from here on this folder holds the run's own start
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.strategy.save_failed:
+            self.saver.wait()  # which raises
         step = pl_module.completed_steps
         if self._validates_after(trainer, step):
             return
         self._stop_if_asked(trainer, pl_module)
-        if self._due(step, trainer.should_stop):
-            self._save(trainer, pl_module)
+        self._save_if_due(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        record = pl_module.validation_record
+        if "val_loss" in record:
+            self._val_losses[record["step"]] = record["val_loss"]
         self._stop_if_asked(trainer, pl_module)
-        if self._due(pl_module.completed_steps, trainer.should_stop):
-            self._save(trainer, pl_module)
+        self._save_if_due(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer, pl_module)
@@ -123,10 +131,26 @@ class Checkpointing(pl.Callback):
             pl_module.quantisation.undo_step()
             self._save(trainer, pl_module)
 
-    def _due(self, step: int, last: bool) -> bool:
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Wait behind the block, however it ends, for the save that is being written; not after a second Ctrl-C."""
+        try:
+            yield
+        finally:
+            self.saver.close(self._at_once)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is whole, None where there is none."""
+        return self.saver.saved_step
+
+    def _save_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # The last one too, before on_train_end: WeightAveraging then puts its averages in the weights' place.
-        every = self.config.every_steps
-        return last or step == self.max_steps or (every is not None and step % every == 0)
+        step, every = pl_module.completed_steps, self.config.every_steps
+        if trainer.should_stop or step == self.max_steps:
+            self._save(trainer, pl_module)
+        elif every is not None and step % every == 0:
+            self._save(trainer, pl_module, awaited=False)
 
     def _validates_after(self, trainer: pl.Trainer, step: int) -> bool:
         if not trainer.datamodule.corpus.validation_sequences:
@@ -146,6 +170,7 @@ class Checkpointing(pl.Callback):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._asked == signal.SIGINT == number:
+            self._at_once = True
             raise StoppedBySignal(number, self.saved_step)
         if not self._asked and self._speaks and (self._alone or number == signal.SIGINT):
             # not by print, whose buffer may be in use by what the signal has interrupted
@@ -171,14 +196,8 @@ class Checkpointing(pl.Callback):
             self._save(trainer, pl_module)
             raise StoppedBySignal(number, self.saved_step)
 
-    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        step = pl_module.completed_steps
-        if step == self.saved_step:
-            return
-        save(self.folder, pl_module, trainer.optimizers[0], self.run, self.config_hash)
-        self.saved_step = step
-        if trainer.is_global_zero:
-            try:
-                prune(self.folder, self.config.keep_last, self.run)
-            except OSError as error:  # what is kept too long costs space, and no state
-                print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule, awaited: bool = True) -> None:
+        if pl_module.completed_steps != self.saver.taken_step:
+            self.saver.save(pl_module, trainer.optimizers[0], self._val_losses, awaited=awaited)
+        elif awaited:
+            self.saver.wait()

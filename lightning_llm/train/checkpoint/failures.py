@@ -11,9 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_llm.errors import StorageError
 from lightning_llm.integrity import unpickling_problem
-from lightning_llm.train.checkpoint.manifest import (
-    DamagedError,
-)
+from lightning_llm.train.checkpoint.manifest import DamagedError
 
 UNREADABLE = (
     OSError,
@@ -29,10 +27,10 @@ UNREADABLE = (
 
 
 @contextmanager
-def on_all_ranks(failed: str, *kinds: type[Exception]) -> Iterator[None]:
+def on_all_ranks(failed: str, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block without a collective; where it fails with one of `kinds` on one rank, raise StorageError on all.
 
-    Collective.
+    Collective over `group`, None: the world.
     """
     problem, cause = None, None
     try:
@@ -42,7 +40,7 @@ def on_all_ranks(failed: str, *kinds: type[Exception]) -> Iterator[None]:
     found = [problem]
     if dist.is_initialized():
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, problem)
+        dist.all_gather_object(found, problem, group=group)
     if any(found):
         raise StorageError(_of_ranks(failed, {rank: text for rank, text in enumerate(found) if text})) from cause
 
@@ -79,6 +77,9 @@ def _in_words(error: BaseException) -> str:
     return text if isinstance(error, OSError | DamagedError) else f"{type(error).__name__}: {text}"[:300]
 
 
+TORCHS_WARNINGS = ("torch.distributed is disabled", "Detected pickle protocol")
+
+
 @contextmanager
 def without_its_warnings() -> Iterator[None]:
     """Keep what torch says of a checkpoint made or read by one process, on purpose, out of the user's terminal.
@@ -86,6 +87,12 @@ def without_its_warnings() -> Iterator[None]:
     And what it says of a pickle that it then refuses.
     """
     with warnings.catch_warnings():
-        for message in ("torch.distributed is disabled", "Detected pickle protocol"):
+        for message in TORCHS_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         yield
+
+
+def ignore_its_warnings() -> None:
+    """Do so for good: filters belong to the process, and a thread that put them back would take another's along."""
+    for message in TORCHS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)

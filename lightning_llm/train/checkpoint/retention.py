@@ -5,14 +5,18 @@ A checkpoint of another run is never removed, nor what lies behind a symbolic li
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from math import isfinite, nan
 from pathlib import Path
+from types import MappingProxyType
 
+from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.train.checkpoint.manifest import ASIDE, DamagedError, open_checkpoint, step_folders, step_of
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
 SUPERSEDED, DAMAGED = ASIDE
+NONE: Mapping[int, float] = MappingProxyType({})
 
 
 def supersede(folder: Path, step: int, damaged: Collection[Path] = ()) -> None:
@@ -33,18 +37,33 @@ def replace(final: Path, partial: Path, run: RunIdentity) -> None:
     partial.rename(final)
 
 
-def prune(folder: Path, keep_last: int, run: RunIdentity) -> None:
-    """Delete all but the newest `keep_last` whole checkpoints of `run`, what was superseded, and what broken-off saves
-    left.
+def prune(folder: Path, keep: CheckpointConfig, run: RunIdentity, val_losses: Mapping[int, float] = NONE) -> None:
+    """Delete the whole checkpoints of `run` that `kept_steps` leaves out, what was superseded, and what broken-off
+    saves left.
 
     To be called after a save: the newest is good. Damaged ones and those of other runs do not count, and stay.
     """
-    for old in [path for path in step_folders(folder) if _is_whole(path, run)][keep_last:]:
-        _delete(old)
+    whole = {step_of(path): path for path in step_folders(folder) if _is_whole(path, run)}
+    kept = kept_steps(whole, keep, val_losses)
+    for step, old in whole.items():
+        if step not in kept:
+            _delete(old)
     if (folder / SUPERSEDED).is_dir():
         _delete(folder / SUPERSEDED)
     for left in [*folder.glob(".*.partial"), *folder.glob(".*.deleted")]:
         _remove(left)
+
+
+def kept_steps(steps: Iterable[int], keep: CheckpointConfig, val_losses: Mapping[int, float]) -> set[int]:
+    """Return which of `steps` stay: the newest `keep_last`, multiples of `keep_every`, the best `keep_best`.
+
+    The best by `val_losses`, by step: of equal ones the earlier. A step that was not validated, or to a loss that is
+    not finite, is none of them. The newest, which resume=auto goes on from, always stays.
+    """
+    steps = sorted(steps, reverse=True)
+    every = [step for step in steps if keep.keep_every is not None and step % keep.keep_every == 0]
+    best = sorted((val_losses[step], step) for step in steps if isfinite(val_losses.get(step, nan)))
+    return {*steps[: keep.keep_last], *every, *(step for _, step in best[: keep.keep_best or 0])}
 
 
 def _is_whole(path: Path, run: RunIdentity) -> bool:

@@ -13,9 +13,11 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import ECANCELED
 from io import IOBase
 from math import prod
 from pathlib import Path
+from threading import Event
 from typing import IO, Any
 
 import torch
@@ -52,9 +54,10 @@ class _Written:
 class TensorWriter(dcp.FileSystemWriter):
     """Writes tensors into `folder`. After `finish`, on the first rank, `files` says what every rank wrote, by name."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, abandoned: Event | None = None):
+        """`abandoned`: once it is set, writing fails."""
         super().__init__(folder, sync_files=True)
-        self.fs = self._hashing = _HashingFileSystem()
+        self.fs = self._hashing = _HashingFileSystem(abandoned or Event())
         self.files: dict[str, FileContent] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -95,8 +98,9 @@ class _HashedFile(IOBase):
     What fails (a full disk) is kept until `flush`: torch's writer must not see an exception between two records.
     """
 
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: IO[bytes], abandoned: Event):
         self._file = file
+        self._abandoned = abandoned
         self._digest = xxh3_128()
         self._failure: OSError | None = None
         self._bytes = 0
@@ -111,6 +115,8 @@ class _HashedFile(IOBase):
         self._digest.update(view)
         self._bytes += len(view)
         try:
+            if self._abandoned.is_set():
+                raise OSError(ECANCELED, os.strerror(ECANCELED))
             if self._failure is None:
                 self._file.write(view)
         except OSError as error:
@@ -133,7 +139,8 @@ class _HashedFile(IOBase):
 class _HashingFileSystem(FileSystem):
     """The file system, which notes what files were written with."""
 
-    def __init__(self) -> None:
+    def __init__(self, abandoned: Event) -> None:
+        self.abandoned = abandoned
         self.written: dict[str, FileContent] = {}
 
     @contextmanager
@@ -142,7 +149,7 @@ class _HashingFileSystem(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            hashed = _HashedFile(stream)  # type: ignore[arg-type]  # torch calls a binary file an IOBase
+            hashed = _HashedFile(stream, self.abandoned)  # type: ignore[arg-type]  # torch calls a binary file an IOBase
             yield hashed
             self.written[Path(path).name] = hashed.content
 

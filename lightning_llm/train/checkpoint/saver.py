@@ -1,0 +1,176 @@
+"""Saves of one run, one after another: in step with training, or written by a thread while it goes on."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_llm.config.schema import CheckpointConfig
+from lightning_llm.errors import StorageError
+from lightning_llm.train.checkpoint.failures import ignore_its_warnings
+from lightning_llm.train.checkpoint.ownership import RunIdentity
+from lightning_llm.train.checkpoint.retention import prune
+from lightning_llm.train.checkpoint.snapshot import CpuCopies, Snapshot, take
+from lightning_llm.train.checkpoint.writing import write
+from lightning_llm.train.module import LanguageModule
+
+ABANDONED_SECONDS = 10.0
+"""How long is waited for a thread whose write was abandoned to come to the next block of its file."""
+
+
+class Saver:
+    """Writes checkpoints of `run` to `folder` and keeps those that `config` says.
+
+    `saved_step`: of the newest checkpoint that is whole. `taken_step`: of the newest state that was taken to be saved,
+    which may still be written.
+    """
+
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, run: RunIdentity, config_hash: str, saved_step: int | None = None
+    ):
+        self.folder = folder
+        self.config = config
+        self.run = run
+        self.config_hash = config_hash
+        self.saved_step = self.taken_step = saved_step
+        self.asynchronous = False
+        self._device = torch.device("cpu")
+        self._group: dist.ProcessGroup | None = None
+        self._copies = CpuCopies()
+        self._writing: _Write | None = None
+        self._abandoned = threading.Event()
+        self._told_of_waiting = False
+
+    def start(self, module: LanguageModule, saved_step: int | None) -> None:
+        """Go on from `saved_step`, None where the folder has no checkpoint. Collective: the thread's own group."""
+        strategy = module.trainer.strategy
+        self.saved_step = self.taken_step = saved_step
+        self._device = strategy.root_device
+        chosen = self.config.asynchronous
+        self.asynchronous = self._device.type == "cuda" if chosen is None else chosen
+        if self.asynchronous:
+            ignore_its_warnings()
+            self._group = strategy.layout.writing_group()
+
+    def save(
+        self,
+        module: LanguageModule,
+        optimizer: torch.optim.Optimizer,
+        val_losses: Mapping[int, float],
+        *,
+        awaited: bool = False,
+    ) -> None:
+        """Save the state that training stands in, after what is still being written. Collective.
+
+        `awaited`: return when it is on the disk, also where saves are asynchronous. `val_losses`: by step, of those
+        that were validated.
+
+        Raises:
+            StorageError: on every rank; this save failed, or the one before.
+            ConfigError: a callback's state is of a kind that no checkpoint holds.
+        """
+        step, late = module.completed_steps, self._writing
+        began, under_way = time.monotonic(), late is not None and late.is_alive()
+        self.wait()
+        if late is not None and under_way and not awaited:
+            self._tell_of_waiting(late.step, step, time.monotonic() - began)
+        snapshot = take(module, optimizer)
+        self.taken_step = step
+        if awaited or not self.asynchronous:
+            self._finish(snapshot, val_losses)
+            return
+        copied = self._copies.of(snapshot)
+        self._writing = _Write(step, partial(self._beside_training, copied, dict(val_losses)))
+        self._writing.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a write beside training has failed on this rank, and nobody was told."""
+        return self._writing is not None and self._writing.failure is not None
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            StorageError: what was written failed, on every rank; raised once.
+        """
+        if self._writing is None:
+            return
+        self._writing.join()
+        failure, self._writing = self._writing.failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self, at_once: bool) -> None:
+        """Return when nothing is being written, whatever has ended training; `at_once`: leave it broken off.
+
+        A failure that nobody was told of goes to stderr, since something else is what ended the run.
+        """
+        if self._writing is None:
+            return
+        if at_once:
+            self._abandoned.set()
+        self._writing.join(ABANDONED_SECONDS if at_once else None)
+        failure, self._writing = self._writing.failure, None
+        if failure is not None and not at_once and _is_first():
+            text = str(failure) if isinstance(failure, StorageError) else f"{type(failure).__name__}: {failure}"
+            print(f"note   {text}", file=sys.stderr, flush=True)
+
+    def _beside_training(self, snapshot: Snapshot, val_losses: Mapping[int, float]) -> None:
+        if self._device.type != "cuda":
+            self._finish(snapshot, val_losses, self._group)
+            return
+        torch.cuda.set_device(self._device)  # a thread begins with the first
+        with torch.cuda.stream(
+            torch.cuda.Stream()
+        ):  # torch's writer waits for the current one, which training keeps busy
+            self._finish(snapshot, val_losses, self._group)
+
+    def _finish(
+        self, snapshot: Snapshot, val_losses: Mapping[int, float], group: dist.ProcessGroup | None = None
+    ) -> None:
+        if snapshot.copies is not None:
+            snapshot.copies.wait()
+        write(self.folder, snapshot, self.run, self.config_hash, group, self._abandoned)
+        self.saved_step = snapshot.step
+        if _is_first():
+            try:
+                prune(self.folder, self.config, self.run, val_losses)
+            except OSError as error:  # what is kept too long costs space, and no state
+                print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
+
+    def _tell_of_waiting(self, earlier: int, step: int, seconds: float) -> None:
+        if _is_first() and not self._told_of_waiting:
+            text = f"step={earlier} was still being written when step={step} was due: training waited {seconds:.1f} s"
+            print(f"note   {text}; a larger checkpoint.every_steps leaves it time. Said once", flush=True)
+        self._told_of_waiting = True
+
+
+class _Write(threading.Thread):
+    """The write of `step` beside training; `failure` is what ended it, None while it goes on and where it is good.
+
+    A daemon: who does not wait for it is ended at once, and leaves what no one takes for a checkpoint.
+    """
+
+    def __init__(self, step: int, work: Callable[[], None]):
+        super().__init__(name=f"checkpoint step={step}", daemon=True)
+        self.step = step
+        self.failure: BaseException | None = None
+        self._work = work
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # raised by whoever waits
+            self.failure = error
+        finally:
+            del self._work  # and with it references to the state
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
