@@ -25,10 +25,11 @@ settings.load_profile("shared machine")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he"]
 
 SLOWEST = (
-    "parallel/test_model_parallel.py", "parallel/test_equal_layouts.py", "train/test_precision_runs.py",
-    "parallel/test_bytes.py", "parallel/test_equal_pipelines.py", "parallel/test_optimizers.py", "launch/test_ranks.py",
-    "sweep/test_sweep.py", "gpu_check/test_checks.py", "callbacks/test_mlflow.py", "parallel/test_resume_layouts.py",
-    "parallel/test_shard_operands.py", "golden/test_golden.py", "train/test_signals.py",
+    "parallel/test_model_parallel.py", "parallel/test_equal_layouts.py", "precision/test_compiled_casts.py",
+    "parallel/test_optimizers.py", "train/test_precision_runs.py", "parallel/test_equal_pipelines.py",
+    "parallel/test_bytes.py", "parallel/test_resume_layouts.py", "launch/test_ranks.py", "sweep/test_sweep.py",
+    "parallel/test_shard_operands.py", "native/test_runs.py", "config/test_compose.py", "packaging/test_readme.py",
+    "golden/test_golden.py", "train/test_signals.py",
 )  # fmt: skip
 """Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
 

@@ -182,7 +182,13 @@ def test_bytes_sent_and_held_are_those_of_the_plan(layout, reduction, precision,
 QK_NORM = ["model.layers=[gla, qk_norm_attention]"]
 CUT = [
     ("tp", 2, "bf16", ["model.layers=[gla, attention]"]),
-    ("tp", 2, "bf16", ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full", *QK_NORM]),
+    pytest.param(
+        "tp",
+        2,
+        "bf16",
+        ["parallel.sequence_parallel=false", "parallel.activation_checkpoint=full", *QK_NORM],
+        marks=pytest.mark.full,
+    ),
     ("fsdp_tp", 4, "bf16", ["model.norm=layernorm", "model.bias=true", "model.position=learned"]),
     ("fsdp_cp_tp", 4, "fp32", ["model.tie_embeddings=true", "parallel.activation_checkpoint=full"]),
     pytest.param("fsdp_cp", 4, "bf16", [], marks=pytest.mark.full),

@@ -72,8 +72,11 @@ def waits_of(config: Config) -> list[str]:
 
 
 CASES = [
-    ("fsdp_cp", "fp16_mxfp8", ["data.document_mask=true", "data.sequence_length=128"]),
+    ("fsdp_cp", "fp16", ["data.document_mask=true", "data.sequence_length=128"]),
     ("ddp", "bf16", []),
+    pytest.param(
+        "fsdp_cp", "fp16_mxfp8", ["data.document_mask=true", "data.sequence_length=128"], marks=pytest.mark.full
+    ),
     pytest.param("hsdp_tp", "bf16", ["model.num_kv_heads=2"], marks=pytest.mark.full),
     pytest.param("fsdp_pp", "bf16", ["model.num_layers=2"], marks=pytest.mark.full),
 ]

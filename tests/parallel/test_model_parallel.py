@@ -185,7 +185,7 @@ def test_a_layout_trains_as_one_rank_does(case: Case, run, alone):
 
 
 PRODUCTS = [
-    ("zero1", 4, ["parallel.tp=2"]),
+    pytest.param("zero1", 4, ["parallel.tp=2"], marks=pytest.mark.full),
     ("fsdp_tp", 4, ["model.ffn_hidden_size=258"]),  # 129 rows per part, which two ranks of FSDP2 pad to 130
     pytest.param("ddp", 4, ["parallel.tp=2"], marks=pytest.mark.full),
     pytest.param("ddp", 4, ["parallel.cp=2"], marks=pytest.mark.full),

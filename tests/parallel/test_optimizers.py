@@ -1,5 +1,6 @@
 """Every registered optimizer under layouts: the bits of one rank, the state that is planned, resume elsewhere."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,15 +88,15 @@ def alone(run):
     return trace
 
 
-def dealt(layouts: list[tuple[str, int]]) -> list[Any]:
+def dealt(layouts: list[tuple[str, int]], others: Sequence[tuple[str, int]] = ()) -> list[Any]:
     """Return (kind, layout, world) of all pairs but adamw's, which other tests have: each layout with one of the kinds
-    in turn; the rest is for test-full.
+    in turn; the rest is for test-full, as are `others`.
     """
     kinds = [kind for kind in KINDS if kind != "adamw"]
     cases = []
-    for number, layout in enumerate(layouts):
+    for number, layout in enumerate([*layouts, *others]):
         for offset, kind in enumerate(kinds):
-            covering = number % len(kinds) == offset
+            covering = layout in layouts and number % len(kinds) == offset
             cases.append(pytest.param(kind, *layout, marks=[] if covering else pytest.mark.full))
     return cases
 
@@ -121,7 +122,7 @@ def test_the_schedule_moves_each_group_from_its_own_peak(alone):
     assert (hidden, head, others) == (pytest.approx(2e-4), pytest.approx(5e-5), pytest.approx(5e-5))
 
 
-@pytest.mark.parametrize(("kind", "layout", "world"), dealt([("fsdp_tp", 4), ("tp", 2)]))
+@pytest.mark.parametrize(("kind", "layout", "world"), dealt([("tp", 2)], others=[("fsdp_tp", 4)]))
 def test_a_tensor_parallel_run_follows_that_of_one_rank(kind, layout, world, run, alone):
     blocks = ["optim.block_size=2"] if kind == "adamw8bit" else []
     expected = run(kind, "single", 1, *blocks)[1] if blocks else alone(kind)

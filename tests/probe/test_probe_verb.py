@@ -77,6 +77,7 @@ def test_a_run_its_checkpoint_and_its_export_give_the_same_figures(
     assert json.loads((tmp_path / "run" / "probe.json").read_text()) == facts
 
 
+@pytest.mark.full
 def test_text_of_ones_own_and_recipes_to_go_on_with(huggingface_folder, corpus_folder, small_run, tmp_path, capsys):
     words = (
         "precision=nvfp4", "precision.casts=eager", f"data.cache_dir={corpus_folder / 'cache'}",

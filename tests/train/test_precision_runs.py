@@ -151,6 +151,7 @@ def broken_compiler(folder: Path) -> dict[str, str]:
     return {**os.environ, "CXX": str(script), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_compiler_that_fails_is_told_of_and_not_used(small_run, tmp_path):
     words = small_run(tmp_path, *SHAPE, "precision=mxfp8", "trainer.max_steps=1")
