@@ -91,7 +91,7 @@ def wandb_history(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
     found = []
     parts = folder.glob("wandb/offline-run-*/*.wandb")
-    for file in sorted(parts, key=lambda file: file.parent.name):  # TIME-ID, and TIME-ID-1 in the same second
+    for file in sorted(parts, key=lambda file: file.stat().st_mtime_ns):  # names hold the second alone
         for data in wandb_records(file):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)

@@ -138,14 +138,17 @@ CLOSE_CASES = [
     ("fsdp_pp_tp", 8, "fp32", [COMPILED]),
     ("fsdp_pp_tp", 8, "bf16", ["parallel.zero_stage=3"]),
 ]
-ON_FOUR = ("fsdp_pp_tp", 4, "nvfp4", [])
+ON_FOUR = [("fsdp_pp_tp", 4, "fp32", []), ("fsdp_pp_tp", 4, "nvfp4", [])]
 """One rank to shard over: fsdp_pp and fsdp_tp have two, as `fewest_ranks` has."""
-IN_MAKE_TEST = [("pp_tp", 4, "fp32", []), ON_FOUR]
+IN_MAKE_TEST = [("pp_tp", 4, "fp32", []), ("fsdp_pp_tp", 4, "fp32", [])]
 
 
 @pytest.mark.parametrize(
     ("layout", "world", "precision", "more"),
-    [case if case in IN_MAKE_TEST else pytest.param(*case, marks=pytest.mark.full) for case in (*CLOSE_CASES, ON_FOUR)],
+    [
+        case if case in IN_MAKE_TEST else pytest.param(*case, marks=pytest.mark.full)
+        for case in (*CLOSE_CASES, *ON_FOUR)
+    ],
 )
 def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision, more, ranks, matrix_run, alone):
     """Tensor parallelism changes the order of sums within a micro-batch; a cast then may fall the other way."""

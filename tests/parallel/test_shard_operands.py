@@ -205,7 +205,7 @@ def run_on(device: tuple[int, int] | None, config: Config) -> tuple[list[Any] | 
 @pytest.mark.parametrize(
     ("recipe", "device"),
     [
-        ("mxfp8", (10, 0)),
+        pytest.param("mxfp8", (10, 0), marks=pytest.mark.full),
         pytest.param("fp8_delayed", (9, 0), marks=pytest.mark.full),
         pytest.param("fp8_subchannel", (9, 0), marks=pytest.mark.full),
     ],
