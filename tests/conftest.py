@@ -33,7 +33,7 @@ SLOWEST = (
 )  # fmt: skip
 """Files that cost most CPU seconds, the dearest first, by the list that ends a run of the tests (cpu_seconds.py).
 
-All tests together have 12 minutes on two cores: some 1,400 CPU seconds. A file is one worker's, and the last to begin
+All tests together have 12 minutes on two cores: some 1,300 CPU seconds. A file is one worker's, and the last to begin
 must be a cheap one. What keeps a new test cheap: a run of the CLI in this process (`main([...])`), seconds less than a
 new interpreter, which imports for 6, or, where it has to be another process, `forked_main.py`; ranks from
 `parallel/rank_group.py`; `small_run` with as few steps as the claim takes, and eager casts; one composition for many
