@@ -88,10 +88,7 @@ def hand_written(journal: Journal) -> Iterator[Row]:
         free_memory()
     yield Row(f"{MODEL}, bf16, hand-written loop", rate, "tokens/s", "measured", shape())
     what, ours = f"{MODEL}, bf16: train's tokens/s over a hand-written loop's", journal.value("speed", TRAIN_RATE)
-    if ours is None:
-        yield missing(what, "train has no tokens/s here")
-        return
-    yield judged(what, ours / rate, "times", ours / rate >= PLAIN_TARGET, f">= {PLAIN_TARGET}")
+    yield ratio_row(what, ours, rate, PLAIN_TARGET, "train has no tokens/s here")
 
 
 def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
@@ -106,11 +103,15 @@ def in_a_loop(recipe: PrecisionConfig, journal: Journal) -> Iterator[Row]:
         yield from rate_rows(LOOP_RATE, "our model in a loop", rate, shape())
         return
     yield Row(f"{MODEL}, {recipe.name}, native, our model in a loop", rate, "tokens/s", "measured", shape())
-    what, base = f"{NATIVE_STEP} {recipe.name}", journal.value("speed", LOOP_RATE)
-    if base is None:
-        yield missing(what, "no bf16 baseline")
-        return
-    yield judged(what, rate / base, "times", rate / base >= NATIVE_RATIO, f">= {NATIVE_RATIO}")
+    base = journal.value("speed", LOOP_RATE)
+    yield ratio_row(f"{NATIVE_STEP} {recipe.name}", rate, base, NATIVE_RATIO, "no bf16 baseline")
+
+
+def ratio_row(what: str, rate: float | None, base: float | None, target: float, why_missing: str) -> Row:
+    """Return `rate` over `base` as a row held to `target`, or that one of the two is missing, and why."""
+    if rate is None or base is None:
+        return missing(what, why_missing)
+    return judged(what, rate / base, "times", rate / base >= target, f">= {target}")
 
 
 def rate_rows(what: str, whose: str, rate: float, note: str) -> Iterator[Row]:

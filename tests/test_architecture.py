@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "integrity",
         "keyed_hash",
         "lazy_torchmetrics",
+        "local_part",
         "slow_imports",
         "terminal",
         "user_cache",
@@ -42,6 +43,7 @@ LIBRARIES = {
     "torch": {
         "gemm",
         "hardware",
+        "local_part",
         "model",
         "precision",
         "data",

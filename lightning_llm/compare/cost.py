@@ -25,6 +25,7 @@ SPEED_KEYS = (
     "device",
     "backend",
     "checkpoint.every_steps",
+    "checkpoint.asynchronous",
     "callbacks.",
 )
 

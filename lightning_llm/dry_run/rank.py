@@ -16,11 +16,11 @@ from lightning_llm.data.batch import Batch
 from lightning_llm.dry_run.counting import Counting
 from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
+from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.loss import chunked_for
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.local_part import local
 from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node

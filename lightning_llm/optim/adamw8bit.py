@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_llm.local_part import local
 from lightning_llm.optim.adamw8bit_spec import AdamW8bitConfig
-from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of, local
+from lightning_llm.optim.matrices import MatrixOptimizer, gradient_of
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """The moments by name, and whether their code has a sign."""

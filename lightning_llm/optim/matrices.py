@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_llm.config.schema.optim import Role
+from lightning_llm.local_part import local
 from lightning_llm.optim.adamw_spec import AdamWFields
 from lightning_llm.optim.optimizer import adamw, groups_of, initialise_state, role_of
 
@@ -99,11 +99,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(self.initial_state(parameter))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: a view of a DTensor's shard, a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

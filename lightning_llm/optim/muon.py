@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, local, on_one_rank
+from lightning_llm.local_part import local
+from lightning_llm.optim.matrices import MatrixOptimizer, OnWhole, gradient_of, on_one_rank
 from lightning_llm.optim.muon_spec import MuonConfig
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_llm.config.schema.optim import OptimConfig, Role, role_in_block
+from lightning_llm.local_part import local
 from lightning_llm.optim.adamw_spec import AdamWFields
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -24,7 +24,7 @@ class AdamW(torch.optim.AdamW):
         """Fill `lists`, of parameters, gradients, moments and step counts, as torch does; then take their shards."""
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+            tensors[:] = [local(each) for each in tensors]
         return has_complex
 
 

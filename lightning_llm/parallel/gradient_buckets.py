@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lightning_llm.parallel.local_part import local
+from lightning_llm.local_part import local
 from lightning_llm.parallel.tree import TreeSum
 from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lightning_llm.config.schema import DataConfig
+from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.gathered_logits import whole_vocabulary, window
 from lightning_llm.parallel.gradient_sync import GradientSync
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.local_part import local
 from lightning_llm.parallel.train_stage import BeginMicroBatch, GradientsSent, TrainStage, hidden_shape
 from lightning_llm.plan.schedule import INTERLEAVED
 from lightning_llm.plan.stages import parts_of

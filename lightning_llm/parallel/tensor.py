@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import (
     GroupRef,
@@ -116,7 +117,7 @@ class _Column(_TensorParallel):
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, _local(self.weight), _local(self.bias))
+        return self.multiply(x, local(self.weight), local(self.bias))
 
 
 class _Duplicate(_TensorParallel):
@@ -133,7 +134,7 @@ class _Duplicate(_TensorParallel):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.region.group.rank == 0 else x.detach()
-        return copy_to_group(self.multiply(x, _local(self.weight), _local(self.bias)), self.region.group)
+        return copy_to_group(self.multiply(x, local(self.weight), local(self.bias)), self.region.group)
 
 
 class _Head(_Column):
@@ -149,8 +150,8 @@ class _Row(_TensorParallel):
     multiply: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.region.leave(self.multiply(x, _local(self.weight), None))
-        bias = _local(self.bias)
+        y = self.region.leave(self.multiply(x, local(self.weight), None))
+        bias = local(self.bias)
         # Added in fp32, so that its gradient is summed over all tokens in fp32 and then rounded, as in a whole linear.
         return y if bias is None else (y.float() + bias.to(y.dtype).float()).to(y.dtype)
 
@@ -161,7 +162,7 @@ class _Norm(_TensorParallel):
     normalise: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalise(x, _local(self.weight), _local(getattr(self, "bias", None)))
+        return self.normalise(x, local(self.weight), local(getattr(self, "bias", None)))
 
 
 class _TokenEmbedding(_TensorParallel):
@@ -220,7 +221,3 @@ def _become(module: nn.Module, kind: type[_TensorParallel], region: Region) -> N
 
 _CLASSES: dict[tuple[type, type], type] = {}
 """Classes that `_become` has made: one for all modules of a kind, or each would be another to the compiler."""
-
-
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,5 +1,54 @@
-"""Transformer Engine's stand-in, as the native linears' tests have it."""
+"""Transformer Engine's stand-in, as the native linears' tests have it; and a GPU whose arithmetic is the CPU's."""
 
+import pytest
+import torch
 from native.conftest import engine
 
+from gpu_check import agreement, emulation, layers, library, setting, speed, steps
+from gpu_check.call import Call
+from gpu_check.journal import Journal
+from gpu_check.machine import Machine
+from gpu_check.plain_llama import PlainBlock
+from gpu_check.rows import Clock
+from lightning_llm.precision.native.capability import Capability
+
 __all__ = ["engine"]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The checks' device is the CPU."""
+    monkeypatch.setattr(setting, "DEVICE", "cpu")
+
+
+@pytest.fixture
+def hopper_on_cpu(engine, on_cpu, monkeypatch):
+    """An H100 with Transformer Engine's Python, whose arithmetic is the CPU's, and every size small."""
+    monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.of_gpu(9, 0))
+    for place, names in {
+        library: {"SHAPES": ((64, 128, 256),)},
+        agreement: {"TOKENS": 128, "INPUTS": 256, "OUTPUTS": 128},
+        layers: {"TOKENS": 128, "LAYERS": {"o_proj": (128, 128)}},
+        speed: {"LENGTH": 64, "sequences": lambda: 2},
+    }.items():
+        for name, value in names.items():
+            monkeypatch.setattr(place, name, value)
+    tiny = setting.model_config("llama_tiny", **steps.SIZES)
+    eager = {name: recipe.model_copy(update={"casts": "eager"}) for name, recipe in setting.recipes().items()}
+    once = lambda contenders, **_: {name: work() or 1.0 for name, work in contenders.items()}  # noqa: E731
+    for place in (speed, emulation):
+        monkeypatch.setattr(place, "model_config", lambda name, **keys: tiny)
+    for place in (speed, layers, emulation):
+        monkeypatch.setattr(place, "recipes", lambda: eager)
+    for place in (speed, layers):
+        monkeypatch.setattr(place, "milliseconds", once)
+    monkeypatch.setattr(speed, "peak_flops_per_second", lambda device, dtype: 1e9)
+    monkeypatch.setattr(torch, "compile", lambda layer, **_: layer)
+    monkeypatch.setattr(PlainBlock, "compile", lambda block: None)
+    monkeypatch.setattr(speed, "compile_blocks", lambda blocks: None)
+
+
+@pytest.fixture
+def call(tmp_path):
+    """What a check is given: no rows yet, and time enough."""
+    return Call(Journal(tmp_path / "rows.jsonl", Machine("d", "1", "2", None)), Clock(1000), tmp_path)

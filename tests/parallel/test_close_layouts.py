@@ -17,13 +17,13 @@ TOLERANCE = 2e-6
 
 @pytest.fixture(scope="module")
 def run(ranks, small_run, tmp_path_factory) -> Callable[..., Trace]:
-    """Return a function that trains for two steps of so many micro-batches, and knows what will be said of bits."""
+    """Return a function that trains for three steps of so many micro-batches, and knows what will be said of bits."""
 
     def traced(micro_batches: int, *words: str) -> Trace:
         config = compose_config(
             small_run(
                 tmp_path_factory.mktemp("run"), "data.micro_batch_size=1", f"data.global_batch_size={micro_batches}",
-                "checkpoint.every_steps=null", *lasting(2), *words,
+                "checkpoint.every_steps=null", *lasting(3), *words,
             )
         )  # fmt: skip
         if config.parallel.reduction == "tree":

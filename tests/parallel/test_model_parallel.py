@@ -19,7 +19,7 @@ from layout_matrix import CLOSE_STEPS, CUT, covering, fewest_ranks, lasting
 from traced_run import Trace, traced_run, unsaved_run
 
 from lightning_llm.config.compose import compose_config
-from lightning_llm.parallel.local_part import local
+from lightning_llm.local_part import local
 from lightning_llm.plan.shard_axes import SHARD_AXES
 
 GPT = [

@@ -19,8 +19,8 @@ from traced_run import Trace, difference, run_with, traced_run
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
+from lightning_llm.local_part import local
 from lightning_llm.parallel.activation import expensive_ops
-from lightning_llm.parallel.local_part import local
 from lightning_llm.plan.accounting import OURS
 from lightning_llm.plan.passes import Stage
 from lightning_llm.plan.resolve import Plan, plan_of
@@ -187,7 +187,7 @@ def test_what_blocks_recompute_over_ranks_saves_bytes_and_changes_no_bit(layout,
     runs = {}
     for name, word in (("without", "null"), ("with", modes)):
         words = words_of(small_run, tmp_path / name, "llama_tiny", layout, 2, "bf16")
-        config = compose_config([*words, "trainer.max_steps=1", f"parallel.activation_checkpoint_layers={word}"])
+        config = compose_config([*words, "trainer.max_steps=2", f"parallel.activation_checkpoint_layers={word}"])
         runs[name] = plan_of(config), *ranks(2).call(traced, config)
     (_, ours, saved), (plan, theirs, fewer) = runs["without"], runs["with"]
     assert difference(ours, theirs) is None

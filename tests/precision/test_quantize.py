@@ -1,4 +1,4 @@
-"""Blocks and scales: covariance, tails, the GEMM's operand, SQNR against theory, theory."""
+"""Blocks and scales: covariance, tails, the GEMM's operand, SQNR against theory."""
 
 import math
 
@@ -8,15 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_llm.config.schema.precision import CastConfig, slots_of
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import inductor, quantize, scales
 from lightning_llm.precision.formats import FORMATS
 from lightning_llm.precision.hadamard import rotate, rotation
 from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
-from tests.precision.recipes import RECIPES, load
+from tests.precision.recipes import CASTS, DISTINCT, load
 
-CASTS = {f"{name}:{slot}": cast for name in RECIPES for slot, cast in slots_of(load(name)).items() if cast.quantises}
-DISTINCT = {cast: label for label, cast in CASTS.items()}
 BLOCKED = [cast for cast in DISTINCT if cast.block != "tensor" and cast.scale != "quest" and not cast.stochastic]
 
 

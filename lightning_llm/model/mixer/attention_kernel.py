@@ -79,9 +79,8 @@ def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
         return SHORT
     tokens = min(shape.tokens, LOOKED_AT_TOKENS)
     batch = (1, shape.heads, tokens, shape.head_dim)
-    kv_heads = (
-        shape.heads if shape.masked and device.type == "cuda" else shape.kv_heads
-    )  # as `torch_attention` has them
+    # As `torch_attention` has them.
+    kv_heads = shape.heads if shape.masked and device.type == "cuda" else shape.kv_heads
     q = torch.empty(batch, dtype=shape.dtype, device=device, requires_grad=True)
     k = torch.empty((1, kv_heads, *batch[2:]), dtype=shape.dtype, device=device, requires_grad=True)
     mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=device) if shape.masked else None

@@ -16,7 +16,7 @@ from lightning_llm.train.checkpoint.failures import ignore_its_warnings
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import prune
 from lightning_llm.train.checkpoint.snapshot import CpuCopies, Snapshot, take
-from lightning_llm.train.checkpoint.writing import write
+from lightning_llm.train.checkpoint.writing import is_first_rank, write
 from lightning_llm.train.module import LanguageModule
 
 ABANDONED_SECONDS = 10.0
@@ -117,7 +117,7 @@ class Saver:
             self._abandoned.set()
         self._writing.join(ABANDONED_SECONDS if at_once else None)
         failure, self._writing = self._writing.failure, None
-        if failure is not None and not at_once and _is_first():
+        if failure is not None and not at_once and is_first_rank():
             text = str(failure) if isinstance(failure, StorageError) else f"{type(failure).__name__}: {failure}"
             print(f"note   {text}", file=sys.stderr, flush=True)
 
@@ -126,9 +126,8 @@ class Saver:
             self._finish(snapshot, val_losses, self._group)
             return
         torch.cuda.set_device(self._device)  # a thread begins with the first
-        with torch.cuda.stream(
-            torch.cuda.Stream()
-        ):  # torch's writer waits for the current one, which training keeps busy
+        # torch's writer waits for the current stream, which training would keep busy.
+        with torch.cuda.stream(torch.cuda.Stream()):
             self._finish(snapshot, val_losses, self._group)
 
     def _finish(
@@ -138,14 +137,14 @@ class Saver:
             snapshot.copies.wait()
         write(self.folder, snapshot, self.run, self.config_hash, group, self._abandoned)
         self.saved_step = snapshot.step
-        if _is_first():
+        if is_first_rank():
             try:
                 prune(self.folder, self.config, self.run, val_losses)
             except OSError as error:  # what is kept too long costs space, and no state
                 print(f"note   an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
 
     def _tell_of_waiting(self, earlier: int, step: int, seconds: float) -> None:
-        if _is_first() and not self._told_of_waiting:
+        if is_first_rank() and not self._told_of_waiting:
             text = f"step={earlier} was still being written when step={step} was due: training waited {seconds:.1f} s"
             print(f"note   {text}; a larger checkpoint.every_steps leaves it time. Said once", flush=True)
         self._told_of_waiting = True
@@ -170,7 +169,3 @@ class _Write(threading.Thread):
             self.failure = error
         finally:
             del self._work  # and with it references to the state
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
+from lightning_llm.local_part import local
 from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
 from lightning_llm.train.checkpoint.callback_state import collect
 from lightning_llm.train.checkpoint.manifest import PRECISION, PROGRESS
@@ -82,7 +82,7 @@ class CpuCopies:
         On a GPU the copies are but enqueued, on the stream of the steps: later steps change the tensors after that.
         """
         named = {f"{kind}.{name}": each for kind, part in snapshot.tensors.items() for name, each in part.items()}
-        own = {name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in named.items()}
+        own = {name: local(each).detach() for name, each in named.items()}
         self._buffers = {name: self._buffer(name, tensor) for name, tensor in own.items()}
         for name, tensor in own.items():
             self._buffers[name].copy_(tensor, non_blocking=tensor.is_cuda)

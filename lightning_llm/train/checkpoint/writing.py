@@ -40,7 +40,7 @@ def write(
     """
     step = snapshot.step
     partial = folder / f".step={step}.partial"
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first_rank()
     failed = f"the state of step {step} was not saved"
     # A thread must not swap the warnings' filters, which are the whole process's.
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -67,6 +67,11 @@ def write(
         if first:
             shutil.rmtree(partial, ignore_errors=True)  # what it took of a full disk is given back
         raise
+
+
+def is_first_rank() -> bool:
+    """Return whether this rank writes and tells what one does for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _write_rest(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_llm.data.batch import Batch
+from lightning_llm.local_part import local
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.local_part import local
 from lightning_llm.train.step import TrainStep
 
 TENSORS = ("operand fprop.x", "operand fprop.w", "product of fprop", "operand dgrad.dy (and wgrad.dy)")

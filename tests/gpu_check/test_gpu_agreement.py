@@ -1,0 +1,126 @@
+"""Agreement on a CPU, the emulation or a stand-in on both sides: what is compared."""
+
+import pytest
+import torch
+from check_rows import statuses
+from precision.recipes import load
+
+from gpu_check import agreement, library, setting
+from lightning_llm.config.schema.precision import slots_of
+from lightning_llm.precision import inductor
+from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.native.capability import Capability
+from lightning_llm.precision.native.transformer_engine import NativeLinear
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_subchannel", "mxfp8"])
+@pytest.mark.parametrize("shape", [(256, 384), (128, 640)])
+def test_operands_are_compared_in_one_layout(name, shape, engine):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    recipe = load(name)
+    engine.device(10 if name == "mxfp8" else 9)
+    quantizers = agreement.quantizers_of(ran(recipe))
+    for slot, cast in slots_of(recipe).items():
+        axis = agreement.axis_of(slot)
+        made = agreement.quantised_by(quantizers[slot.split(".")[1]], x)
+        theirs, ours = agreement.stored(made, cast, axis, shape), agreement.emulated(x, cast, axis)
+        assert [row.status for row in agreement.compare(slot, theirs, ours)] == ["ok", "ok"]
+        wrong = agreement.Stored(theirs.codes ^ 1, theirs.scales * 2)
+        assert [row.status for row in agreement.compare(slot, wrong, ours)] == ["off", "off"]
+        (first, _) = agreement.compare(slot, agreement.Stored(theirs.codes[:5], theirs.scales), ours)
+        assert (first.status, first.value) == ("off", None)
+
+
+def ran(recipe):
+    """Return a native layer after a forward and a backward pass, which make its quantisers."""
+    layer = NativeLinear("x", torch.nn.Linear(128, 128, bias=False), LinearPlan.of(recipe, "eager"))
+    layer(torch.ones(128, 128, dtype=torch.bfloat16)).sum().backward()
+    return layer
+
+
+def test_the_library_is_exact_and_as_able_as_we_say(hopper_on_cpu, monkeypatch):
+    found = list(library.admitted())
+    found += [row for name in setting.native_recipes() for row in library.exactness(name, load(name))]
+    assert statuses(found) == {}
+    assert len([row for row in found if "both say yes" in row.what]) == 3
+    assert len([row for row in found if "largest error" in row.what]) == 7
+    monkeypatch.setattr(library, "LIMITS", {"e4m3": 1e-3})
+    assert statuses(library.exactness("fp8_current_e4m3", load("fp8_current_e4m3"))) != {}
+
+
+def test_agreement_where_both_sides_are_the_emulation(hopper_on_cpu):
+    for name in ("fp8_current", "fp8_subchannel"):
+        found = list(agreement.operands(load(name)))
+        assert statuses(found) == {}
+        assert len(found) == 12
+    assert [row.status for row in agreement.start_up_check(load("fp8_current"))] == ["ok", "ok"]
+    found = list(agreement.products(load("fp8_current"))) + list(agreement.history(load("fp8_delayed")))
+    assert [row.status for row in found] == ["ok"] * 5
+    assert [row.value for row in found[:3]] == [0, 0, 0]
+    (row,) = agreement.fallback(load("mxfp8"))
+    assert row.status == "ok"
+    assert "needs compute capability >= 10.0" in row.note
+
+
+def test_agreement_compares_delayed_scaling_at_scales_that_moved(hopper_on_cpu, monkeypatch):
+    recipe, read = load("fp8_delayed"), {}
+
+    def quantised_by(quantizer, tensor):
+        role = next(role for role, given in agreement.tensors().items() if torch.equal(given, tensor))
+        read[role] = float(quantizer.scale)
+        return right(quantizer, tensor)
+
+    right = agreement.quantised_by
+    monkeypatch.setattr(agreement, "quantised_by", quantised_by)
+    found = list(agreement.operands(recipe))
+    assert [row.status for row in found] == ["ok"] * 12
+    largest = {role: tensor.abs().amax().item() for role, tensor in agreement.tensors().items()}
+    assert read == {role: pytest.approx((57344 if role == "dy" else 448) / largest[role]) for role in ("x", "w", "dy")}
+    assert [row.status for row in agreement.products(recipe)] == ["ok"] * 3
+
+
+def forget_casts() -> None:
+    for kept in (inductor.stages, inductor._scale, inductor._round_blocks, inductor.tensor_amax):
+        kept.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["fp8_subchannel_fp32scales", "nvfp4", "mxfp4_sr_fp8"])
+def test_agreement_sees_a_compiled_cast_that_is_not_eagers(name, on_cpu, monkeypatch):
+    """Compilation is stood for by nothing at all, then by scales that are an ulp off."""
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: None)
+    for wrong in (False, True):
+        forget_casts()
+
+        def plain(function, identity, wrong=wrong):
+            def off(*args):
+                made = function(*args)
+                return made._replace(multiplier=made.multiplier.nextafter(torch.tensor(torch.inf)))
+
+            return off if wrong and function.__name__ == "scale" else function
+
+        monkeypatch.setattr(inductor, "compiled", plain)
+        (row,) = agreement.compiled_casts(load(name))
+        assert row.status == ("off" if wrong else "ok"), row
+    forget_casts()
+    monkeypatch.setattr(inductor, "why_not", lambda device_type: "no compiler")
+    (row,) = agreement.compiled_casts(load(name))
+    assert (row.status, row.note) == ("not available", "no compiler")
+
+
+def test_agreement_has_every_recipe_that_quantises(hopper_on_cpu, call, monkeypatch):
+    names = [item.name for item in agreement.items(call)]
+    quantising = {name for name, recipe in setting.recipes().items() if recipe.quantises}
+    assert names[1:7] == list(setting.native_recipes())
+    assert {f"{name}: compiled casts" for name in quantising} <= set(names)
+    assert {name for name in quantising if f"{name}: fallback" in names} == quantising - set(setting.native_recipes())
+    monkeypatch.setattr(setting, "capability_here", lambda accelerator: Capability.none("no GPU"))
+    (row,) = next(item for item in agreement.items(call) if item.name == "native recipes").work()
+    assert row.status == "not available"
+
+
+def test_the_given_tensors_reach_every_corner(on_cpu):
+    given = agreement.tensors()
+    assert given["x"].shape == (agreement.TOKENS, agreement.INPUTS)
+    assert given["x"].abs().amax() > 2000
+    assert given["w"].abs().amax(1).min() == 0
+    assert library.relative(given["x"] * 2, given["x"]) == 1
