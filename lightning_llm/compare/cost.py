@@ -17,6 +17,7 @@ SPEED_KEYS = (
     "parallel.compile",
     "precision.casts",
     "precision.backend",
+    "precision.parameter_gather",
     "data.micro_batch_size",
     "data.num_workers",
     "trainer.threads",

@@ -17,13 +17,14 @@ NOT_IDENTITY = (
     *RUN_LOCATION,
     "precision.casts",
     "precision.backend",
+    "precision.parameter_gather",
     "data.tokenize_processes",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",
 )
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, how
-many processes built its token cache, how checkpoints are written and which of them stay. (Runs of earlier releases have
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run and
+weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of earlier releases have
 checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0}

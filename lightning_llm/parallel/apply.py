@@ -14,6 +14,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import Fill, InitialSlice, materialise
 from lightning_llm.parallel.pipeline import split_stages
 from lightning_llm.parallel.quantised import place_shards
+from lightning_llm.parallel.quantised_gather import gather_codes
 from lightning_llm.parallel.tensor import shard_over_tensor_group
 
 
@@ -48,5 +49,7 @@ def apply_parallel(
             compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
             scatters = shard_decoder(stage, layout, compute, reduce)
         fill(stage, seed, device, initial)
+        if layout.shards and precision.parameter_gather == "quantised":
+            gather_codes(stage, layout, DTYPES[precision.compute_dtype])
         syncs.append(GradientSync(stage, layout, scatters))
     return syncs

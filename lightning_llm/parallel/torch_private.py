@@ -3,6 +3,8 @@
 The range is that of pyproject.toml; tests ran with 2.13 on CPUs, and on GPUs with 2.11.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from inspect import signature
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _utils
 
 from lightning_llm.errors import ConfigError, Problem
@@ -83,6 +86,23 @@ def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGr
     With `async_op` returns the work to wait for.
     """
     return private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group, async_op=async_op)
+
+
+def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
+    """Yield FSDP2's states of the parameters that `module` gathers as one group."""
+    state = private(module, "_get_fsdp_state")()
+    groups = getattr(state, "_fsdp_param_groups", None)  # one was all there could be, before torch 2.13
+    for group in [private(state, "_fsdp_param_group")] if groups is None else groups:
+        for each in group.fsdp_params:
+            for name in ("reset_sharded_param", "padded_sharded_param_size", "all_gather_outputs", "_module_info"):
+                private(each, name)
+            yield each
+
+
+def keeping_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context in which writing to `tensor` is no change that autograd sees."""
+    kept: AbstractContextManager[None] = private(torch.autograd, "_unsafe_preserve_version_counter")(tensor)
+    return kept
 
 
 def functional(name: str) -> Any:

@@ -8,7 +8,7 @@ backward pass makes them again, which is cheaper than the memory. Random bits co
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,13 +57,32 @@ class Shard(NamedTuple):
     counts: bool = True
 
 
+class WeightCasts(Protocol):
+    """Casts of a layer's weight that something else than the cast itself may give: made before, or by other ranks."""
+
+    def begin_step(self) -> None:
+        """Begin a training step, within which weights stay as they are."""
+
+    def end_step(self) -> None:
+        """End it: weights have moved."""
+
+    def operand(self, slot: str, weight: Tensor, make: Callable[[], Operand]) -> Operand:
+        """Return `weight` [N, K] cast for `slot`, which `make` does."""
+
+    def known_amax(self) -> Tensor | None:
+        """Return the amax of the weight where it cannot be taken of what the layer holds."""
+
+    def check_high(self) -> None:
+        """Raise RuntimeError where what the layer holds is not the weight itself."""
+
+
 @dataclass(frozen=True)
 class LinearPlan:
     """What a quantised linear does, beside its weights: six casts by slot name, a backend, the shards by role.
 
     `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
     `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
-    `observe` is called with every cast, once, and must change nothing.
+    `observe` is called with every cast, once, and must change nothing. `weight_casts`: None, where all are made here.
     """
 
     casts: Mapping[str, CastConfig]
@@ -72,11 +91,16 @@ class LinearPlan:
     fixed: bool = False
     observe: Observe | None = None
     rule: int | None = None
+    weight_casts: WeightCasts | None = None
 
     @classmethod
     def of(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
         """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
         return cls(recipe.casts_under(rule), backend, rule=rule)
+
+    def with_weight_casts(self, source: WeightCasts) -> "LinearPlan":
+        """Return the plan with casts of the weight from `source`."""
+        return replace(self, weight_casts=source)
 
     def delayed_casts(self) -> dict[str, CastConfig]:
         """Return the casts that delayed scales are kept for, by role; the slots of one role share a scale."""
@@ -112,7 +136,11 @@ class _Call(NamedTuple):
         return None if config is None else rotation(config.size, self.signs(slot[:5], config, device), device)
 
     def operand(self, x: Tensor, slot: str, axis: int) -> Operand:
-        """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`."""
+        """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
+        source = self.plan.weight_casts if slot.endswith(".w") and self.plan.casts[slot].quantises else None
+        return self._made(x, slot, axis) if source is None else source.operand(slot, x, partial(self._made, x, slot, axis))
+
+    def _made(self, x: Tensor, slot: str, axis: int) -> Operand:
         cast, given = self.plan.casts[slot], x
         role = slot.split(".")[1]
         if cast.hadamard is not None:

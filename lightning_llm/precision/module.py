@@ -57,12 +57,14 @@ class QuantisedLinear(nn.Linear):
         plan = self.plan if self.observe is None else replace(self.plan, observe=self.observe)
         record = None
         if self.plan.delayed_casts():
-            self._materialise_state(x.device)
+            self.materialise_state(x.device)
             # A recomputation merges the same amax again, which changes nothing.
             record = self._record if self.training and torch.is_grad_enabled() else None
         return quantised_linear(x, weight, bias, plan, self.keys, self.scale, record)
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.plan.weight_casts is not None:
+            self.plan.weight_casts.check_high()
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
             return quantised_linear(x, weight, bias, replace(self.plan, casts=HIGH_CASTS))
         return linear(x, weight.to(x.dtype), bias)
@@ -78,7 +80,8 @@ class QuantisedLinear(nn.Linear):
         """Forget every scale and amax; the next forward pass starts from scale 1."""
         self.scale = self.amax_history = None
 
-    def _materialise_state(self, device: torch.device) -> None:
+    def materialise_state(self, device: torch.device) -> None:
+        """Put delayed scaling's state on `device` where there is none yet: scale 1, no amax."""
         if self.scale is None or self.amax_history is None:
             self.scale = torch.ones(len(ROLES), device=device)
             self.amax_history = torch.zeros(self.delayed_config().history_length, len(ROLES), device=device)
@@ -86,7 +89,9 @@ class QuantisedLinear(nn.Linear):
     def _record(self, role: str, tensor: Tensor) -> None:
         """Merge the amax of `tensor`, which is `role`'s in this micro-batch, into the row of the next update."""
         if role in self.plan.delayed_casts() and self.amax_history is not None:
-            amax = inductor.tensor_amax(self.plan.backend)(tensor.detach())
+            source = self.plan.weight_casts if role == "w" else None
+            amax = None if source is None else source.known_amax()
+            amax = inductor.tensor_amax(self.plan.backend)(tensor.detach()) if amax is None else amax
             row = self.amax_history[0, ROLES.index(role)]
             row.copy_(torch.fmax(row, amax))
 
@@ -143,6 +148,20 @@ def _with_keys(layers: list[QuantisedLinear], keys: list[Tensor | None] | None) 
     finally:
         for layer, (own, observe) in zip(layers, before, strict=True):
             layer.keys, layer.observe = own, observe
+
+
+def begin_weight_step(model: nn.Module) -> None:
+    """Have whatever gives casts of weights know that a training step begins: weights stay until it ends."""
+    for layer in quantised_layers(model):
+        if layer.plan.weight_casts is not None:
+            layer.plan.weight_casts.begin_step()
+
+
+def end_weight_step(model: nn.Module) -> None:
+    """Have whatever gives casts of weights know that the weights have moved."""
+    for layer in quantised_layers(model):
+        if layer.plan.weight_casts is not None:
+            layer.plan.weight_casts.end_step()
 
 
 @contextmanager
@@ -235,7 +254,7 @@ def load_delayed_state(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
         device = layer.weight.device
         old = state[layer.name]["amax_history"].to(device)
         if delayed_now:
-            layer._materialise_state(device)
+            layer.materialise_state(device)
         else:
             layer.amax_history = torch.zeros_like(old)
         layer.scale = state[layer.name]["scale"].to(device).clone()

@@ -12,7 +12,9 @@ from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import (
     QuantisedLinear,
+    begin_weight_step,
     delayed_state,
+    end_weight_step,
     high_precision_forward,
     load_delayed_state,
     quantised_layers,
@@ -111,6 +113,7 @@ class Quantisation:
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
+        begin_weight_step(model)
         if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
 
@@ -142,6 +145,7 @@ class Quantisation:
     def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
         """Set the delayed scales that move with every step; `reduce_max` takes amaxes to their maximum over ranks."""
         update_delayed(model, reduce_max, "step")
+        end_weight_step(model)
 
     @property
     def changes_forward(self) -> bool:

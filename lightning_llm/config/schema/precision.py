@@ -59,6 +59,8 @@ __all__ = [
 ]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+NOT_IDENTITY = {"name", "reference", "hardware", "backend", "casts", "parameter_gather"}
+"""Names, and how and where the same numbers are computed: no part of a recipe's hash."""
 LATER = (
     ("", "allow"),
     ("modules", "first_fraction_high_precision"),
@@ -153,6 +155,10 @@ class PrecisionConfig(Group):
     casts: Literal["auto", "compiled", "eager"] = Field(
         "auto", description="how emulated casts run, to the same bits; auto: compiled where there is a compiler"
     )
+    parameter_gather: Literal["high", "quantised"] = Field(
+        "high",
+        description="what sharded weights are gathered as: in compute_dtype, or, to the same bits, as FP8 codes",
+    )
     fprop: FpropConfig = FpropConfig()
     dgrad: DgradConfig = DgradConfig()
     wgrad: WgradConfig = WgradConfig()
@@ -206,7 +212,7 @@ class PrecisionConfig(Group):
         Keys that came later are left out while they are null, and renamed ones count by their first name, so that
         recipes keep their hash.
         """
-        content = self.model_dump(mode="json", exclude={"name", "reference", "hardware", "backend", "casts"})
+        content = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         for group, key in LATER:
             values = content[group] if group else content
             if values[key] is None:

@@ -166,7 +166,7 @@ class NativeLinear(QuantisedLinear):
         if self.bypass or self._native is None:
             return self._without_casts(x, weight, bias)
         if self._delayed is not None:
-            self._materialise_state(x.device)
+            self.materialise_state(x.device)
             if self.scale is None or self.amax_history is None:
                 raise RuntimeError(f"{self.name} has no delayed state")
             recording = self.training and torch.is_grad_enabled()

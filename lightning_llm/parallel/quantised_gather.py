@@ -1,0 +1,116 @@
+"""FSDP2's gather of weights as FP8 codes, a byte per element, instead of in the compute dtype (`precision.gathered`).
+
+FSDP2 asks a shard for what it is to gather (`fsdp_pre_all_gather`) and hands it what came (`fsdp_post_all_gather`): an
+extension that it documents, and looks for when the first forward pass begins. torchao gathers float8 weights by it, as
+Transformer Engine's `fp8_param_gather` does by its own. A scale per tensor is of the whole weight: ranks agree on all
+amaxes of a step at once, before its first forward pass.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.parallel.fully_shard import reshard, sharded_modules
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.parallel.torch_private import fsdp_parameters, keeping_version
+from lightning_llm.precision.gathered import GatheredWeight
+from lightning_llm.precision.module import QuantisedLinear, quantised_layers
+from lightning_llm.precision.quantize import Scaled
+
+Travels = tuple[CastConfig, Scaled] | None
+"""What codes mean that are on their way; None: the weight is, in the compute dtype."""
+
+
+def gather_codes(model: Decoder, layout: Layout, compute_dtype: torch.dtype) -> None:
+    """Have the quantised weights of `model`, sharded and in memory, travel as codes wherever their casts are in force.
+
+    Where no rank has a part of them nothing travels, and nothing is changed.
+    """
+    group = layout.group("fsdp")
+    if group is None:
+        return
+    layers = {id(layer): layer for layer in quantised_layers(model)}
+    shards = []
+    for state in (state for module in sharded_modules(model) for state in fsdp_parameters(module)):
+        layer = layers.get(id(state._module_info.module))
+        if layer is not None and state._module_info.param_name == "weight":
+            shards.append(WeightShard(layer, state, compute_dtype))
+    amaxes = AgreedAmaxes(shards, group, layout.group("tp"))
+    model.register_forward_pre_hook(amaxes.before_forward, prepend=True)
+
+
+class WeightShard:
+    """One rank's rows of a quantised layer's weight, and what FSDP2 gathers of them."""
+
+    def __init__(self, layer: QuantisedLinear, state: Any, compute_dtype: torch.dtype):
+        """`state`: FSDP2's of the weight."""
+        self.weight, self.compute_dtype = GatheredWeight(layer), compute_dtype
+        self._state, self._whole, self._bytes = state, torch.empty(0), True
+        layer.plan = layer.plan.with_weight_casts(self.weight)
+        state.reset_sharded_param()  # pads a shard of fewer rows, which makes a new tensor of it; it does so once
+        local: Any = state.sharded_param._local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
+
+    def cast(self) -> Tensor:
+        """Return this rank's rows in the compute dtype, [n, K]."""
+        local: Tensor = self._state.sharded_param._local_tensor
+        return local.detach().to(self.compute_dtype)
+
+    def _before(
+        self, mesh: Any, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
+    ) -> tuple[tuple[Tensor], Travels]:
+        """Return what is gathered of this rank, with as many rows of every rank, and what it means."""
+        shard, cast = self.cast(), self.weight.cast
+        travels = None if cast is None else (cast, self.weight.scales(shard, cast))
+        given = shard if travels is None else self.weight.codes(shard, *travels)
+        if self._bytes != (travels is not None):  # FSDP2 keeps the tensors that it gathers into, by dtype
+            self._state.all_gather_outputs, self._bytes = [], travels is not None
+        missing = self._state.padded_sharded_param_size[0] - len(given)
+        return (F.pad(given, (0, 0, 0, missing)) if missing else given,), travels
+
+    def _after(
+        self, gathered: tuple[Tensor], travels: Travels, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Make the numbers of what was gathered; where `out` is given, in the tensor that this once returned."""
+        (came,) = gathered
+        if out is None:
+            self._whole = torch.empty(came.shape, dtype=dtype, device=came.device)
+        with keeping_version(self._whole):  # a graph may hold the tensor of an earlier gather, of the same numbers
+            if travels is None:
+                self._whole.copy_(came)
+            else:
+                self.weight.decode(came, self._whole, travels[0])
+        self.weight.gathered = None if travels is None else travels[1]
+        came.untyped_storage().resize_(0)  # FSDP2 makes room anew before it gathers
+        return (self._whole, (self._whole,)) if out is None else None
+
+
+class AgreedAmaxes:
+    """The amaxes of weights that are cut over the ranks of `group`, and of `tensor_group`: agreed in one all-reduce."""
+
+    def __init__(self, shards: list[WeightShard], group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None):
+        self.shards, self.group, self.tensor_group = shards, group, tensor_group
+
+    @torch.no_grad()
+    def before_forward(self, model: nn.Module, _: Any) -> None:
+        """Agree on the amaxes of weights that may have moved; collective. Let go of what was gathered otherwise."""
+        weights = [shard.weight for shard in self.shards]
+        if any(each.gathered is not None and each.cast is None for each in weights):
+            reshard(model)
+        moved = [s for s in self.shards if s.weight.cast is not None and (s.weight.amax is None or not s.weight.in_step)]
+        if not moved:
+            return
+        amaxes = torch.stack([shard.weight.amax_of(shard.cast()) for shard in moved])
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+        if self.tensor_group is not None:
+            whole = [s.weight.cast is not None and s.weight.cast.amax_scope == "logical" for s in moved]
+            own = amaxes.clone()
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.tensor_group)
+            amaxes = torch.where(torch.tensor(whole, device=amaxes.device), amaxes, own)
+        for shard, amax in zip(moved, amaxes.unbind(), strict=True):
+            shard.weight.amax = amax
