@@ -24,8 +24,8 @@ NOT_IDENTITY = (
     "checkpoint.keep_best",
 )
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run and
-weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of earlier releases have
-checkpoint.every_steps and keep_last in their hashes.)"""
+weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of
+earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""

@@ -25,6 +25,7 @@ from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.traffic import small_bytes
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -78,8 +79,7 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
     """Return what this rank of `layout` does in the first step of `plan`, in `fake` or, where it is None, for real."""
     started = time.process_time()
     config, within = plan.config, fake or nullcontext()
-    micro_batch_losses = 4 * config.data.global_batch_size // config.data.micro_batch_size
-    counting = Counting(max(64, micro_batch_losses))
+    counting = Counting(small_bytes(config))
 
     def fill(stage: Decoder, seed: int, device: torch.device, initial: InitialSlice | None) -> None:
         with within, counting.following():

@@ -102,7 +102,9 @@ class AgreedAmaxes:
         weights = [shard.weight for shard in self.shards]
         if any(each.gathered is not None and each.cast is None for each in weights):
             reshard(model)
-        moved = [s for s in self.shards if s.weight.cast is not None and (s.weight.amax is None or not s.weight.in_step)]
+        moved = [
+            s for s in self.shards if s.weight.cast is not None and (s.weight.amax is None or not s.weight.in_step)
+        ]
         if not moved:
             return
         amaxes = torch.stack([shard.weight.amax_of(shard.cast()) for shard in moved])

@@ -46,8 +46,11 @@ def gather_buffer_bytes(config: Config, units: Units, degrees: Degrees, accounti
         return 0
     outside = [_whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)]
     root = sum(outside) if accounting.one_root else max(outside)
-    blocks = [_whole_bytes(config, degrees, unit, accounting) for unit in units.blocks]
-    return max(root + blocks[0], max(map(sum, pairwise(blocks)), default=0))
+    ranks, width = shard_ranks(config.parallel, degrees), DTYPE_BYTES[config.precision.compute_dtype]
+    blocks = [ranks * unit.gathered_bytes(ranks, width) for unit in units.blocks]
+    codes = [ranks * unit.code_bytes(ranks) for unit in units.blocks]  # apart, beside what they become
+    pairs = zip(pairwise(blocks), codes[1:], strict=True)
+    return max(root + blocks[0] + codes[0], max((sum(pair) + code for pair, code in pairs), default=0))
 
 
 def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from lightning_llm.plan.cluster import cluster_rules
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
+from lightning_llm.plan.parameter_gather import parameter_gather_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
 from lightning_llm.precision.lint import lint
@@ -80,6 +81,7 @@ def _layout_rules(found: Resolution) -> list[Rule]:
         lambda: tensor_parallel_problems(config, found.degrees),
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
+        lambda: parameter_gather_problems(found),
     ]
 
 

@@ -9,9 +9,10 @@ from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.buffers import communication_bytes, gather_buffer_bytes, gathered_bytes
 from lightning_llm.plan.degrees import Degrees
+from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.passes import coming_and_going
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import parts_of, rank_kind, units_at
+from lightning_llm.plan.stages import parts_of, rank_kind
 from lightning_llm.plan.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
 
 ALLOCATOR_RESERVE = 0.05
@@ -45,7 +46,8 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
     - `tree_gradients`: partial sums that wait for their partner in the tree (`tree_buffers`).
     - `gathered`: weights that FSDP2 has put together: of the whole model in ZeRO-1 and 2; in ZeRO-3 of the root with
       head and two blocks, or with embedding and one block where that is more.
-    - `gather_buffers`: what weights are gathered into before they are taken apart, of two units after one another.
+    - `gather_buffers`: what weights are gathered into before they are taken apart, of two units after one another,
+      and codes until they are numbers.
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: receives that are posted, the gradient that was sent last, and what micro-batches in flight
@@ -90,7 +92,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
     """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline hold."""
     config, degrees = plan.config, plan.degrees
     parts = parts_of(config.model, config.parallel, degrees, pp_rank)
-    units, ranks = units_at(config.model, parts, degrees.tp), shard_ranks(config.parallel, degrees)
+    units, ranks = gathered_units(config, parts, degrees.tp), shard_ranks(config.parallel, degrees)
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)
     state = _state_bytes(config, degrees, units, accounting)
     buffers = tree_buffers(plan.micro_batches) if sums_in_tree(config.parallel) else 0

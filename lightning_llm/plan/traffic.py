@@ -11,8 +11,9 @@ from lightning_llm.plan.activations import boundary_bytes, recomputed_layers, to
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.memory import peak_memory_pp_rank
 from lightning_llm.plan.nodes import SHARD_AXES, TREE_SCATTER, ranks_per_node, share_between_nodes
+from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.plan.stages import StagePart, layers_of, parts_of, units_at
+from lightning_llm.plan.stages import StagePart, layers_of, parts_of
 from lightning_llm.plan.units import Unit, micro_batches_per_rank, shard_ranks, sums_in_tree, uses_fsdp
 
 SHARDS = " ".join(SHARD_AXES)
@@ -34,12 +35,18 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
     In a pipeline these are the bytes of the ranks that `memory_bytes` is of, and `send` is what goes to the stages
     beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
     Matrices that the optimizer needs whole travel once to one of the ranks that share them, and back.
-    Left out: the counts, norms and flags of a step, some hundred bytes, and the padding of replicas' buckets.
+    Weights that travel as codes take a byte per element, and 4 of each one's amax in an all-reduce of a step.
+    Left out: the counts, norms and flags of a step (`small_bytes`), and the padding of replicas' buckets.
     """
     by_kind = dict.fromkeys(KINDS, 0)
     for (kind, _), size in _sent_on_fullest(plan).items():
         by_kind["all_to_all" if kind == TREE_SCATTER else kind] += size
     return by_kind
+
+
+def small_bytes(config: Config) -> int:
+    """Return the bytes up to which a collective is left out: it carries counts, norms, flags or losses of a step."""
+    return max(64, 4 * config.data.global_batch_size // config.data.micro_batch_size)
 
 
 def traffic_bytes(plan: Plan) -> dict[str, int]:
@@ -64,16 +71,20 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     parallel, recipe = config.parallel, config.precision
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
     parts = parts_of(config.model, parallel, degrees, pp_rank)
-    units, micro_batches = units_at(config.model, parts, degrees.tp), micro_batches_per_rank(config, degrees)
+    units, micro_batches = gathered_units(config, parts, degrees.tp), micro_batches_per_rank(config, degrees)
     sent: Sent = Counter()
 
     def gather(unit: Unit) -> int:
         width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
-        return width * unit.shard(ranks) * (ranks - 1)
+        return unit.gathered_bytes(ranks, width) * (ranks - 1)
 
     if uses_fsdp(parallel, degrees):
         forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
         sent["all_gather", SHARDS] = micro_batches * (forward + blocks) if parallel.zero_stage == 3 else forward
+        amaxes = 4 * sum(len(unit.coded) for unit in units.blocks)
+        if amaxes > small_bytes(config) and ranks > 1:
+            sent["all_reduce", SHARDS] += 2 * (amaxes * (ranks - 1) // ranks)
+            sent["all_reduce", "tp"] += 2 * (amaxes * (degrees.tp - 1) // degrees.tp)
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)
     tree = sums_in_tree(parallel)
     sent[TREE_SCATTER if tree else "reduce_scatter", SHARDS] += (

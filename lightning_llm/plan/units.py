@@ -14,10 +14,14 @@ from lightning_llm.plan.shard_axes import SHARD_AXES
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are one group of FSDP2, whole; `cast` says whether they are gathered in the compute dtype."""
+    """Parameters that are one group of FSDP2, whole; `cast` says whether they are gathered in the compute dtype.
+
+    `coded`: those of them that are gathered as codes, a byte per element (`parameter_gather.gathered_units`).
+    """
 
     parameters: tuple[ParameterShard, ...]
     cast: bool
+    coded: tuple[ParameterShard, ...] = ()
 
     def shard(self, ranks: int) -> int:
         """Return the elements on each of `ranks`: FSDP2 pads the rows of every parameter to a multiple of them."""
@@ -27,6 +31,14 @@ class Unit:
         """Yield what each of `ranks` holds of every parameter, padding included."""
         for each in self.parameters:
             yield ParameterShard(-(-each.rows // ranks), each.columns, each.role)
+
+    def code_bytes(self, ranks: int) -> int:
+        """Return the bytes of the codes that each of `ranks` makes of its shard."""
+        return sum(-(-each.rows // ranks) * each.columns for each in self.coded)
+
+    def gathered_bytes(self, ranks: int, width: int) -> int:
+        """Return the bytes that each of `ranks` gives to be gathered, of `width` per element that is no code."""
+        return width * self.shard(ranks) - (width - 1) * self.code_bytes(ranks)
 
     def whole(self, ranks: int) -> int:
         """Return the elements of all shards together, padding included."""

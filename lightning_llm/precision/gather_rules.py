@@ -34,12 +34,12 @@ def _why_not(cast: CastConfig) -> str | None:
     if cast.block != "tensor":
         rows, columns = cast.block.split("x")
         if rows == columns:
-            return f"has blocks of {cast.block}, through which the shards' edges go: a rank has not all that a scale is of"
+            return f"has blocks of {cast.block}, which the shards cut: no rank has all that a scale is of"
         return f"has blocks of {cast.block}: of rows for one GEMM and columns for the other, and both leave no saving"
     if cast.format not in CODES:
         return f"is {cast.format}, whose codes are no bytes; {' and '.join(CODES)} are"
     if cast.stochastic:
         return "is rounded stochastically, by other bits in each micro-batch and each GEMM"
     if cast.delayed is not None and cast.delayed.update == "micro_batch":
-        return "has a delayed scale that moves with every micro-batch (update: micro_batch), within what is gathered once"
+        return "has a delayed scale that moves with every micro-batch (update: micro_batch), and codes stay for a step"
     return None

@@ -17,7 +17,7 @@ from lightning_llm.precision.gather_rules import codes_cast
 from lightning_llm.precision.linear import ROLES
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Origin, Scaled, needs_tensor_amax
+from lightning_llm.precision.quantize import Origin, Scaled
 
 
 class GatheredWeight:
@@ -46,11 +46,6 @@ class GatheredWeight:
         """The cast that is in force; None where the weight itself is needed, for there is none, or somebody looks."""
         layer = self.layer
         return None if layer.bypass or layer.observe is not None else codes_cast(layer.plan.casts)
-
-    @property
-    def is_amax_shared(self) -> bool:
-        """Whether the scale depends on the amax of the whole weight."""
-        return self.cast is not None and needs_tensor_amax(self.cast)
 
     def amax_of(self, shard: Tensor) -> Tensor:
         """Return the largest magnitude of this rank's `shard`, an fp32 scalar, 0 of an empty one."""

@@ -137,8 +137,10 @@ class _Call(NamedTuple):
 
     def operand(self, x: Tensor, slot: str, axis: int) -> Operand:
         """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
-        source = self.plan.weight_casts if slot.endswith(".w") and self.plan.casts[slot].quantises else None
-        return self._made(x, slot, axis) if source is None else source.operand(slot, x, partial(self._made, x, slot, axis))
+        source = self.plan.weight_casts
+        if source is None or not slot.endswith(".w") or not self.plan.casts[slot].quantises:
+            return self._made(x, slot, axis)
+        return source.operand(slot, x, partial(self._made, x, slot, axis))
 
     def _made(self, x: Tensor, slot: str, axis: int) -> Operand:
         cast, given = self.plan.casts[slot], x

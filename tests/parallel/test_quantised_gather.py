@@ -1,22 +1,24 @@
 """Weights that are gathered as FP8 codes: the bits of those gathered in bf16, in half the bytes. 20 CPU seconds."""
 
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from test_bytes import measured, words_of
-from torch.distributed.tensor import DTensor
-from traced_run import Trace, difference, run_with, traced_run
+from torch import Tensor
+from traced_run import Trace, difference, traced_run, whole
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import Config
-from lightning_llm.config.schema.precision import slots_of
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.plan.traffic import bytes_sent
+from lightning_llm.precision.gathered import GatheredWeight
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.precision.quantize import quantise
 
@@ -26,26 +28,52 @@ ALL_BLOCKS = ("precision.modules.first_blocks_high_precision=0", "precision.modu
 PADDED = "model.ffn_hidden_size=129"  # of rows that no number of ranks divides
 
 
-class Decoded(pl.Callback):
-    """Counts the weights that were gathered as codes, by what a gather gives the layer."""
+class Gathers(pl.Callback):
+    """Compares the codes that come with those of the whole weight, and notes which layers multiply such numbers."""
 
     def __init__(self) -> None:
         self.layers: set[str] = set()
+        self.compared, self.wrong = 0, list[str]()
+        self._codes: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         for layer in quantised_layers(pl_module.model):
             layer.register_forward_hook(self._look)
+        gathers, decode = self, GatheredWeight.decode
+
+        def compare(weight: GatheredWeight, codes: Tensor, into: Tensor, cast: CastConfig) -> None:
+            decode(weight, codes, into, cast)
+            wanted = gathers._codes.get(weight.layer.name)
+            if wanted is not None:
+                gathers.compared += 1
+                gathers.wrong += [] if torch.equal(codes[: len(wanted)], wanted) else [weight.layer.name]
+
+        self._restored = patch.object(GatheredWeight, "decode", compare)
+        self._restored.start()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for layer in quantised_layers(pl_module.model):
+            cast = layer.plan.casts["fprop.w"]
+            delayed = None if cast.scale != "delayed" or layer.scale is None else layer.scale[1]
+            if cast.scale != "delayed" or delayed is not None:
+                self._codes[layer.name] = quantise(whole(layer.weight).bfloat16(), cast, delayed=delayed).codes
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._codes.clear()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._restored.stop()
 
     def _look(self, layer: QuantisedLinear, *_: Any) -> None:
-        source: Any = layer.plan.weight_casts
-        if source is not None and source.gathered is not None:
+        if layer.plan.weight_casts is not None and layer.plan.weight_casts.gathered is not None:
             self.layers.add(layer.name)
 
 
-def gathered_run(config: Config) -> tuple[Trace, int]:
-    decoded = Decoded()
-    trace = traced_run(config, decoded, saves=False)
-    return trace, len(decoded.layers)
+def gathered_run(config: Config) -> tuple[Trace, int, int, list[str]]:
+    """Return the run, how many layers multiplied codes, how many gathers were compared, and which gave other codes."""
+    gathers = Gathers()
+    trace = traced_run(config, gathers, saves=False)
+    return trace, len(gathers.layers), gathers.compared, gathers.wrong
 
 
 @pytest.mark.parametrize(
@@ -64,6 +92,74 @@ def test_it_trains_to_the_bits_of_a_run_that_gathers_bf16(
 ):
     """Curve, both views of validation, gradients and weights, over uneven shards, against a rank that gathers none."""
     config = matrix_run(layout, world, micro_batches, precision, *more, CODES)
-    ours, layers = ranks(world).call(gathered_run, config)
+    ours, layers, compared, wrong = ranks(world).call(gathered_run, config)
     assert layers == 7 * config.model.num_layers // (2 if layout == "fsdp_pp" else 1)
+    assert compared >= 5 * layers
+    assert wrong == []
     assert difference(ours, alone(micro_batches, precision, *more)) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("zero3", ()),
+        pytest.param("zero1", ("model.bias=true",), marks=FULL),
+        pytest.param("fsdp_tp", ("model.num_kv_heads=2", "model.num_layers=6"), marks=FULL),
+    ],
+)
+def test_half_the_bytes_of_what_is_cast_are_gathered_and_planned(layout, more, ranks, small_run, tmp_path):
+    words = words_of(layout, "tree", "fp8_current", "precision.casts=eager", "model.num_layers=5", *more)
+    world = 4 if layout == "fsdp_tp" else 2
+    words += [f"trainer.devices={world}", "data.global_batch_size=4", "data.sequence_length=64"]
+    config = compose_config(small_run(tmp_path, *words, CODES))
+    sent, held, _ = ranks(world).call(measured, config)
+    plan = plan_of(config)
+    assert sent == {kind: size for kind, size in bytes_sent(plan).items() if size}
+    assert held["parameters"] == memory_bytes(plan)["parameters"]
+    high = bytes_sent(plan_of(compose_config(small_run(tmp_path, *words))))
+    hidden, narrow, ffn = 32, (32 if "model.num_kv_heads=2" in more else 16), 258
+    of_a_block = (2 * hidden + 2 * narrow + 3 * ffn) * hidden // (2 if layout == "fsdp_tp" else 1)
+    gathers = {"zero3": 2 * 2, "zero1": 1, "fsdp_tp": 2 * 2}[layout]
+    cast = config.model.num_layers - 2  # the recipe keeps the first and the last block high
+    assert high["all_gather"] - sent["all_gather"] == gathers * cast * of_a_block // 2
+    assert sent["all_reduce"] - high["all_reduce"] == 4 * 7 * cast * (2 if layout == "fsdp_tp" else 1)
+
+
+@pytest.mark.full
+def test_tensor_parallel_parts_travel_as_codes_of_the_whole(ranks, matrix_run):
+    """The same bits as gathered in bf16, under the same layout."""
+    words = ("fp8_current", *ALL_BLOCKS, "model.num_heads=2", "model.num_kv_heads=2", "trainer.max_steps=3")
+    high = ranks(4).call(traced_run, matrix_run("fsdp_tp", 4, 4, *words))
+    ours, layers, _, _ = ranks(4).call(gathered_run, matrix_run("fsdp_tp", 4, 4, *words, CODES))
+    assert layers == 14
+    assert difference(ours, high) is None
+
+
+REFUSED = [
+    ("mxfp8", "zero3", "fprop.w has blocks of 1x32: of rows for one GEMM and columns for the other"),
+    ("fp8_subchannel", "zero3", "fprop.w has blocks of 128x128, which the shards cut"),
+    ("nvfp4", "zero3", "fprop.w has blocks of 16x16"),
+    ("fp8_delayed_micro_batch", "zero3", "moves with every micro-batch"),
+    ("quartet", "zero3", "fprop.w is rotated"),
+    ("bf16", "zero3", "the recipe casts no weights"),
+    ("fp8_current", "ddp", "parallel=ddp shards no weights"),
+]
+
+
+@pytest.mark.parametrize(("precision", "layout", "why"), REFUSED)
+def test_what_codes_cannot_carry_is_refused_with_the_reason(precision, layout, why):
+    config = compose_config([f"precision={precision}", f"parallel={layout}", "trainer.devices=2", CODES])
+    with pytest.raises(ConfigError, match=r"precision\.parameter_gather: ") as error:
+        check_config(config)
+    assert why in str(error.value)
+
+
+def test_every_reason_is_told_at_once_and_the_hash_knows_nothing_of_how_weights_travel():
+    config = compose_config(["precision=mxfp8", "parallel=ddp", "trainer.devices=2", CODES])
+    with pytest.raises(ConfigError) as error:
+        check_config(config)
+    assert len([each for each in error.value.problems if each.key == "precision.parameter_gather"]) == 2
+    codes = compose_config(["precision=fp8_current", "parallel=zero3", "trainer.devices=2", CODES])
+    high = compose_config(["precision=fp8_current", "parallel=zero3", "trainer.devices=2"])
+    assert plan_of(codes).identity == plan_of(high).identity
+    assert codes.precision.recipe_hash == high.precision.recipe_hash

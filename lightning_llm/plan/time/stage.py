@@ -9,7 +9,8 @@ from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import recomputed_layers
 from lightning_llm.plan.nodes import TREE_SCATTER
-from lightning_llm.plan.stages import StagePart, units_at
+from lightning_llm.plan.parameter_gather import gathered_units
+from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.time.block import Operations
 from lightning_llm.plan.time.cost import Cost, Passes
 from lightning_llm.plan.traffic import SHARDS
@@ -139,7 +140,7 @@ def exposed_backward(timeline: list[tuple[float, float, float]], overlap: bool, 
 
 def _items(operations: Operations, part: StagePart) -> list[Item]:
     config, degrees = operations.config, operations.degrees
-    units = units_at(config.model, [part], degrees.tp)
+    units = gathered_units(config, [part], degrees.tp)
     again = set(recomputed_layers(config, [part]))
     items = [_item(operations, Passes(), units.root)]
     if part.first:
@@ -165,10 +166,12 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
     shard = unit.shard(ranks)
     width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
-    gather = operations.links.seconds("all_gather", axes, width * shard * (ranks - 1))
+    gathered = unit.gathered_bytes(ranks, width)
+    gather = operations.links.seconds("all_gather", axes, gathered * (ranks - 1))
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     reduction = operations.links.seconds(kind, axes, gradient * shard * (ranks - 1))
-    copied_in = operations.memory((master + width) * shard + 2 * width * shard * ranks, 2)
+    written = (width + 1) * unit.code_bytes(ranks)  # codes become numbers
+    copied_in = operations.memory(master * shard + gathered + (2 * gathered + written) * ranks, 2)
     copied_out = operations.memory((width + gradient) * shard * ranks + 3 * gradient * shard, 2)
     if kind == TREE_SCATTER:  # and the sum of what was received
         copied_out += operations.memory(3 * gradient * shard * (ranks - 1), max(1, ranks.bit_length() - 1))
@@ -221,14 +224,14 @@ def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
 
 
 def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
-    units = units_at(operations.config.model, [part], operations.degrees.tp)
+    units = gathered_units(operations.config, [part], operations.degrees.tp)
     gathered = sum(_gathered(operations, unit) for unit in units.each())
     return Cost(sent=Counter({("all_gather", SHARDS): gathered}))
 
 
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
     config, degrees = operations.config, operations.degrees
-    units, ranks = units_at(config.model, [part], degrees.tp), shard_ranks(config.parallel, degrees)
+    units, ranks = gathered_units(config, [part], degrees.tp), shard_ranks(config.parallel, degrees)
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     sent = Counter({("all_gather", SHARDS): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
@@ -238,7 +241,8 @@ def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduc
 
 def _gathered(operations: Operations, unit: Unit) -> int:
     recipe, ranks = operations.config.precision, shard_ranks(operations.config.parallel, operations.degrees)
-    return DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype] * unit.shard(ranks) * (ranks - 1)
+    width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+    return unit.gathered_bytes(ranks, width) * (ranks - 1)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
