@@ -92,7 +92,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
     """Return what the ranks at `pp_rank` (0 .. pp - 1) of the pipeline hold."""
     config, degrees = plan.config, plan.degrees
     parts = parts_of(config.model, config.parallel, degrees, pp_rank)
-    units, ranks = gathered_units(config, parts, degrees.tp), shard_ranks(config.parallel, degrees)
+    units, ranks = gathered_units(config, parts, degrees), shard_ranks(config.parallel, degrees)
     gradient, once = DTYPE_BYTES[config.precision.main_grad_dtype], reduces_once(config.parallel, degrees)
     state = _state_bytes(config, degrees, units, accounting)
     buffers = tree_buffers(plan.micro_batches) if sums_in_tree(config.parallel) else 0

@@ -6,10 +6,11 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.optim import ParameterShard, role_in_block
 from lightning_llm.errors import Problem
 from lightning_llm.model.linear_names import block_linears, linear_names
+from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
-from lightning_llm.plan.units import Units
+from lightning_llm.plan.units import Units, shard_ranks
 from lightning_llm.precision.gather_rules import WEIGHT_SLOTS, codes_cast, why_not_codes
 from lightning_llm.precision.module_rules import layers_of_casts, reasons_to_stay_high, rule_of
 
@@ -40,12 +41,12 @@ def parameter_gather_problems(found: Resolution) -> list[Problem]:
     return [Problem(KEY, f"{text}.") for text in texts]
 
 
-def gathered_units(config: Config, parts: list[StagePart], tp: int) -> Units:
+def gathered_units(config: Config, parts: list[StagePart], degrees: Degrees) -> Units:
     """Return what a rank with stages `parts` shards, as `units_at`, with what of it is gathered as codes."""
-    units = units_at(config.model, parts, tp)
-    if config.precision.parameter_gather == "high":
+    units = units_at(config.model, parts, degrees.tp)
+    if config.precision.parameter_gather == "high" or shard_ranks(config.parallel, degrees) == 1:
         return units
-    coded = (_coded(config, index, tp) for index in layers_of(parts))
+    coded = (_coded(config, index, degrees.tp) for index in layers_of(parts))
     blocks = tuple(replace(unit, coded=each) for unit, each in zip(units.blocks, coded, strict=True))
     return replace(units, blocks=blocks)
 

@@ -71,7 +71,7 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     parallel, recipe = config.parallel, config.precision
     ranks, replicas = shard_ranks(parallel, degrees), degrees.dp_replicate
     parts = parts_of(config.model, parallel, degrees, pp_rank)
-    units, micro_batches = gathered_units(config, parts, degrees.tp), micro_batches_per_rank(config, degrees)
+    units, micro_batches = gathered_units(config, parts, degrees), micro_batches_per_rank(config, degrees)
     sent: Sent = Counter()
 
     def gather(unit: Unit) -> int:
@@ -82,7 +82,7 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
         forward, blocks = sum(map(gather, units.each())), sum(map(gather, units.blocks))
         sent["all_gather", SHARDS] = micro_batches * (forward + blocks) if parallel.zero_stage == 3 else forward
         amaxes = 4 * sum(len(unit.coded) for unit in units.blocks)
-        if amaxes > small_bytes(config) and ranks > 1:
+        if amaxes > small_bytes(config):
             sent["all_reduce", SHARDS] += 2 * (amaxes * (ranks - 1) // ranks)
             sent["all_reduce", "tp"] += 2 * (amaxes * (degrees.tp - 1) // degrees.tp)
     shard = DTYPE_BYTES[recipe.main_grad_dtype] * units.shard(ranks)

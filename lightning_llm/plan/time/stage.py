@@ -140,7 +140,7 @@ def exposed_backward(timeline: list[tuple[float, float, float]], overlap: bool, 
 
 def _items(operations: Operations, part: StagePart) -> list[Item]:
     config, degrees = operations.config, operations.degrees
-    units = gathered_units(config, [part], degrees.tp)
+    units = gathered_units(config, [part], degrees)
     again = set(recomputed_layers(config, [part]))
     items = [_item(operations, Passes(), units.root)]
     if part.first:
@@ -224,14 +224,14 @@ def _entered(operations: Operations, sent: int, *, backwards: bool) -> Passes:
 
 
 def _sent_gathers(operations: Operations, part: StagePart) -> Cost:
-    units = gathered_units(operations.config, [part], operations.degrees.tp)
+    units = gathered_units(operations.config, [part], operations.degrees)
     gathered = sum(_gathered(operations, unit) for unit in units.each())
     return Cost(sent=Counter({("all_gather", SHARDS): gathered}))
 
 
 def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduces: bool) -> Cost:
     config, degrees = operations.config, operations.degrees
-    units, ranks = gathered_units(config, [part], degrees.tp), shard_ranks(config.parallel, degrees)
+    units, ranks = gathered_units(config, [part], degrees), shard_ranks(config.parallel, degrees)
     kind = TREE_SCATTER if sums_in_tree(config.parallel) else "reduce_scatter"
     gradient = DTYPE_BYTES[config.precision.main_grad_dtype]
     sent = Counter({("all_gather", SHARDS): sum(_gathered(operations, unit) for unit in units.blocks if gathers)})
