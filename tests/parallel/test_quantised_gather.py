@@ -1,4 +1,4 @@
-"""Weights that are gathered as FP8 codes: the bits of those gathered in bf16, in half the bytes. 10 CPU seconds, 40 in full."""
+"""Weights gathered as FP8 codes: the bits of those gathered in bf16, in half the bytes. 10 CPU seconds, 40 in full."""
 
 from typing import Any
 from unittest.mock import patch
