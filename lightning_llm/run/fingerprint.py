@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_llm import gemm
 from lightning_llm.config.identity import below
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, Problem
+from lightning_llm.gemm import operand
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.provenance import FINGERPRINT, origin_of
 from lightning_llm.run.start import Start
@@ -37,7 +37,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "libc": " ".join(platform.libc_ver()),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu.bf16_products": "fp32's" if gemm.widens else "bf16's",
+        "cpu.bf16_products": str(operand(torch.empty(0, dtype=torch.bfloat16)).dtype).removeprefix("torch."),
         "flags.float32_matmul_precision": torch.get_float32_matmul_precision(),
         **_libraries(torch.__config__.show()),
         **(_of_cuda() if device.type == "cuda" else {}),
