@@ -1,4 +1,4 @@
-"""Weights gathered as FP8 codes: the bits of those gathered in bf16, in half the bytes. 10 CPU seconds, 40 in full."""
+"""Weights gathered as FP8 codes: the bits of those gathered in bf16, in half the bytes. 17 CPU seconds, 54 in full."""
 
 from typing import Any
 from unittest.mock import patch
@@ -119,6 +119,7 @@ def test_half_the_bytes_of_what_is_cast_are_gathered_and_planned(layout, more, r
     high = bytes_sent(plan_of(compose_config(small_run(tmp_path, *words))))
     hidden, narrow, ffn = 32, (32 if "model.num_kv_heads=2" in more else 16), 258
     of_a_block = (2 * hidden + 2 * narrow + 3 * ffn) * hidden // (2 if layout == "fsdp_tp" else 1)
+    of_a_block += 2 * hidden if layout == "fsdp_tp" else 0  # 129 rows of gate and up, which two ranks pad to 130
     gathers = {"zero3": 2 * 2, "zero1": 1, "fsdp_tp": 2 * 2}[layout]
     cast = config.model.num_layers - 2  # the recipe keeps the first and the last block high
     assert high["all_gather"] - sent["all_gather"] == gathers * cast * of_a_block // 2
