@@ -10,7 +10,7 @@ from typing import Any
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import ADDED, first_name
 
-RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "hardware", "cluster.")
+RUN_LOCATION = ("run.", "logger.", "launcher.", "resume", "resume_strict", "hardware", "cluster.")
 """How and where a run was planned and started, is kept and tracked."""
 
 NOT_IDENTITY = (

@@ -1,5 +1,6 @@
 """The plan of one run as data and as lines: what `plan` prints, and the first line of `train`. Imports no torch."""
 
+import os
 from typing import Any
 
 from lightning_llm.config.redact import with_credentials
@@ -11,6 +12,7 @@ from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.checkpoints import disk_facts, disk_notes, disk_row
 from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, layout_rows, memory_rows, traffic_row
 from lightning_llm.plan.fit import hardware_facts, hardware_row
+from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.time.describe import time_facts, time_rows
@@ -87,7 +89,7 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
         found.append(reduction)
     if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
-    return [*found, *(disk_notes(config) if to_train else ())]
+    return [*found, *known_bad(plan, os.environ), *(disk_notes(config) if to_train else ())]
 
 
 def _hardware_note(plan: Plan, to_train: bool) -> str | None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_llm.gemm import product
+from lightning_llm.gemm import operand, product
 
 
 @lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
@@ -49,7 +49,7 @@ def rotate(x: Tensor, s: Tensor, axis: int, round_to: torch.dtype) -> Tensor:
         )
     exact_in_bf16 = size.bit_length() % 2 == 1
     dtype = torch.bfloat16 if x.dtype == round_to == torch.bfloat16 and exact_in_bf16 else torch.float32
-    x, s = x.to(dtype), s.to(dtype)
+    x, s = operand(x.to(dtype)), operand(s.to(dtype))
     if axis == 1:
         return product(x.reshape(-1, size), s).reshape(rows, columns).to(round_to)
     return product(s.T, x.reshape(rows // size, size, columns)).reshape(rows, columns).to(round_to)

@@ -169,7 +169,7 @@ class _Forward:
         cast = self.call.plan.casts[f"fprop.{role}"]
         inside = self.operand(role).inside if cast.clip_gradient else None
         if inside is not None:
-            gradient = gradient * inside
+            gradient = gradient * inside.to(gradient.dtype)
         s = self.call.matrix(f"fprop.{role}", gradient.device)
         return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
 

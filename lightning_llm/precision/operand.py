@@ -23,7 +23,8 @@ class BlockScales(NamedTuple):
 class Operand(NamedTuple):
     """`tensor` [R, C], times `blocks` where there are any; the product is multiplied by `factor` (an fp32 scalar).
 
-    `inside` [R, C] bool, for `clip_gradient`: where the scaled element was within the format's range.
+    `inside` [R, C] bf16, for `clip_gradient`, a factor of the gradient: 1 where the scaled element was within the
+    format's range, else 0.
     """
 
     tensor: Tensor

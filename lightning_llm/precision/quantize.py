@@ -16,7 +16,7 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import scales
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
 from lightning_llm.precision.operand import BlockScales
-from lightning_llm.precision.random_bits import uniform_noise
+from lightning_llm.precision.random_bits import uniform_noise, word
 from lightning_llm.precision.rounding import round_to_format
 
 BlockShape = tuple[int, int] | None
@@ -136,8 +136,9 @@ def _unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
         return x
     (rows, columns), (height, width) = like.shape, shape
     down, right = _missing(rows, height), _missing(columns, width)
-    x = x.reshape(rows + down, columns + right)
-    return x[:rows, :columns].contiguous() if down or right else x
+    if down or right:
+        return x.reshape(rows + down, columns + right)[:rows, :columns].contiguous()
+    return x.reshape(rows, columns)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -212,9 +213,9 @@ def keyed_noise(x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin)
         return None
     if key is None:
         raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
-    rows = origin.rows(x.shape[0], x.device)[:, None]
-    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int64)[None, :] + origin.column
-    return uniform_noise(key, rows * (origin.row_stride or x.shape[1]) + columns, cast.noise_bits)
+    first = origin.rows(x.shape[0], x.device) * (origin.row_stride or x.shape[1]) + origin.column  # of each row, int64
+    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
+    return uniform_noise(key, word(first)[:, None] + columns[None, :], cast.noise_bits)
 
 
 def _elements(
@@ -238,14 +239,17 @@ def round_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (operand, inside): grid value times block scale [R, C], exact in bf16; see `scales_partial_sums`.
 
-    `inside` [R, C] bool, for `clip_gradient` only: where the scaled element was within the format's range.
+    `inside` [R, C] bf16, for `clip_gradient` only: 1 where the scaled element was within the format's range, else 0.
+    No bool: Inductor's C++ for a CPU takes elements one by one where it writes bools (torch 2.13).
     """
     shape = block_shape(cast.block, axis)
     values, elements = _elements(x, cast, axis, multiplier, keyed_noise(x, cast, key, origin))
     product = values if block is None or scales_partial_sums(cast) else values * block
     operand = product.to(torch.bfloat16)
-    inside = _unblocked(elements.abs() < FORMATS[cast.format].max, x, shape) if cast.clip_gradient else None
-    return _unblocked(operand, x, shape), inside
+    if not cast.clip_gradient:
+        return _unblocked(operand, x, shape), None
+    inside = torch.where(elements.abs() < FORMATS[cast.format].max, 1.0, 0.0).to(torch.bfloat16)
+    return _unblocked(operand, x, shape), _unblocked(inside, x, shape)
 
 
 def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Keyed random bits as tensors: the counterpart of `lightning_llm.keyed_hash`, and per-element noise from a key.
 
-All arithmetic is int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
-that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31.
+Keys are hashed in int64 masked to 32 bits. A constant c >= 2^31 is used as c - 2^32, which is the same modulo 2^32, so
+that no product leaves the signed 64-bit range: |h * c| < 2^32 * 2^31. Elements are hashed in int32, whose sums and
+products torch's kernels, and those it compiles, keep modulo 2^32: twice as many at once, and without 64-bit products.
 """
 
 import torch
@@ -43,27 +44,42 @@ def hash_words(*words: Tensor | int, seed: int = 0) -> Tensor:
     return mix(h ^ (4 * len(words)))
 
 
-def element_bits(key: Tensor, index: Tensor) -> Tensor:
-    """Return 32 random bits per element (int64 in [0, 2^32)) from one `key` word and global element `index` (int64).
+def word(x: Tensor) -> Tensor:
+    """Return integers `x` modulo 2^32 as int32: the word's bits, negative from 2^31 on."""
+    return x.to(torch.int32)
+
+
+def element_words(key: Tensor, index: Tensor) -> Tensor:
+    """Return 32 random bits per element (int32, see `word`) from one `key` word and global element `index` words.
 
     C. Wellons' `lowbias32` of `index`, into which the key enters twice: by exclusive or at the start, and as a sum
     after the first multiplication. Another key `k ^ d` undoes the first at the index `i ^ d`; the sum then differs by a
     constant, which must still pass a shift and a multiplication. Two multiplications per element.
     """
-    h = (index & MASK_32) ^ key
-    h = h ^ (h >> 16)
-    h = h * _LOW_1 + (key * _WEYL & MASK_32) & MASK_32  # below 2^63: 2^32 * _LOW_1 leaves room for more than 2^32
-    h = h ^ (h >> 15)
-    h = h * _LOW_2 & MASK_32
-    return h ^ (h >> 16)
+    h = index ^ word(key)
+    h = h ^ _shift_right(h, 16)
+    h = h * _LOW_1 + word(key * _WEYL & MASK_32)
+    h = h ^ _shift_right(h, 15)
+    h = h * _LOW_2
+    return h ^ _shift_right(h, 16)
+
+
+def element_bits(key: Tensor, index: Tensor) -> Tensor:
+    """Return the `element_words` of int64 `index` as int64 in [0, 2^32)."""
+    return element_words(key, word(index)).to(torch.int64) & MASK_32
 
 
 def uniform_noise(key: Tensor, index: Tensor, bits: int) -> Tensor:
-    """Return fp32 uniform on {0, ..., 2^bits - 1} / 2^bits, one per `index`.
+    """Return fp32 uniform on {0, ..., 2^bits - 1} / 2^bits, one per element of `index` (int64, or int32 words).
 
     20 bits keep `steps + noise` exact for every format here (steps < 16), so values on the grid never move.
     """
-    return (element_bits(key, index) >> (32 - bits)).float() * 2.0**-bits
+    return _shift_right(element_words(key, word(index)), 32 - bits).float() * 2.0**-bits
+
+
+def _shift_right(words: Tensor, count: int) -> Tensor:
+    """Return int32 `words` shifted by `count` > 0 bits, zeros from the left: torch's shift repeats the sign there."""
+    return (words >> count) & ((1 << (32 - count)) - 1)
 
 
 def random_signs(key: Tensor, size: int) -> Tensor:

@@ -16,6 +16,8 @@ from lightning_llm.config.workspace import PACKAGE, checkout
 from lightning_llm.version import __version__
 
 RECORDED_PACKAGES = ("torch", "lightning", "mlflow", "transformer-engine")
+FINGERPRINT = "fingerprint"
+"""The key of summary.json that says what of the machine and its libraries has a part in the numbers."""
 
 
 def versions() -> dict[str, str]:
@@ -73,6 +75,7 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         name = summary["device"].rpartition(",")[0] or summary["device"]  # "2 x NVIDIA H100, 80 GiB"
         count, times, rest = name.partition(" x ")
         found["device"] = rest if times and count.isdigit() else name
+    found |= {f"{FINGERPRINT}.{key}": value for key, value in (summary.get(FINGERPRINT) or {}).items()}
     for key in ("data_hash", "validation_hash", "code_hash", "threads", "backend"):
         if summary.get(key) is not None:
             found[key] = summary[key]

@@ -38,7 +38,7 @@ from lightning_llm.record.files import SOURCE_HASHES
 from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.provenance import code_hash, versions
+from lightning_llm.record.provenance import FINGERPRINT, code_hash, versions
 from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
@@ -48,6 +48,7 @@ from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank
+from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.resume_history import resume_history
@@ -189,8 +190,11 @@ def fit(rank: Rank, start: Start) -> None:
     check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
-    facts |= branch_facts(config, start)
-    if is_first_rank() and (earlier := resume_history(config, start, origin_here(device) | facts)):
+    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)}
+    here = origin_here(device) | facts
+    for line in agree_on_fingerprint(config, start, here):
+        say(line)
+    if is_first_rank() and (earlier := resume_history(config, start, here)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
     module = build_module(rank.plan, corpus, initial)

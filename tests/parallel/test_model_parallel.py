@@ -49,13 +49,16 @@ WIDER = {
     ("gpt", "quartet"): Limits(1e-3, 4e-2, 2e-3, 0.5, 0.2),
     ("llama", "nvfp4", "cp"): Limits(1e-3, 1e-2, 1.5e-2, 0.5, 0.2),
     ("qwen", "nvfp4", "cp"): Limits(1e-3, 1e-2, 1.5e-2, 0.5, 0.2),
+    ("gpt", "mxfp8", "cp"): Limits(1e-4, 1e-3, 1.5e-2, 5e-2, 2e-2),
     ("gemma", "bf16"): Limits(4e-4, 5e-3, 5e-2, 5e-2, 1e-1),
 }
 """Those that exceed those of their kind: 5e-5, 3e-4, 9e-2, 4e-2 where scales start at 1, below which most of the
 gradient of queries and keys vanishes (a thousandth of the whole's); a norm 1.6e-2 off in one step of one case; and,
 under cp, one element of one query projection's dy that falls the other way: the norm's gradient before it, 1e-3 of the
-whole's, is 9.7e-3 off, the projection's 6e-4, all others 3e-7; Qwen's first gradient under cp 9.2e-3; a loss of Gemma's
-in bf16 2.6e-4. In fp32 both train as one rank does within `FP32`, under every layout here."""
+whole's, is 9.7e-3 off, the projection's 6e-4, all others 3e-7; Qwen's first gradient under cp 9.2e-3; GPT's in mxfp8
+under cp 1.1e-2, of a key projection with 2e-3 of the whole's, where a cast in the forward pass falls the other way and
+the loss is the same by chance (the last norm's gradient is 1e-4 off); a loss of Gemma's in bf16 2.6e-4. In fp32 both
+train as one rank does within `FP32`, under every layout here."""
 SHAPES = {
     "fp8_subchannel": ["model.num_kv_heads=4", "data.sequence_length=512"],  # blocks of 128
     "mxfp4_sr": ["data.sequence_length=256"],  # rotations of 64

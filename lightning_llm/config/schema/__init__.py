@@ -48,6 +48,10 @@ class Config(Group):
     resume: str | None = Field(
         None, description="auto: go on where run.dir's newest whole checkpoint is; a path: from that checkpoint or run"
     )
+    resume_strict: bool = Field(
+        False,
+        description="refuse to go on where versions, libraries, device, flags or environment are other than before",
+    )
     branch_from: str | None = Field(
         None, description="a run or one of its checkpoints/step=N: go on from there as a run of its own, keys changed"
     )

@@ -1,0 +1,72 @@
+"""Where a training step's time goes, part by part, against this machine's GEMM peak: our model and the plain loop's.
+
+A part's time is that of the operators that do its work, on one thread, as torch's profiler has it. All that has no part
+(norms, rotations, gates, residuals, casts, clipping) goes element by element, at the speed of memory.
+"""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.peer_models import PlainLlama
+from benchmarks.peers import DTYPES, Step, our_step, peer_step
+from benchmarks.rotation import Row
+from benchmarks.shape import Shape
+
+PARTS = {
+    "linears": ("aten::mm", "aten::addmm", "lightning_llm::wide"),
+    "attention": ("aten::bmm", "aten::_softmax", "aten::_scaled_dot_product", "lightning_llm::short_attention"),
+    "loss": ("aten::_log_softmax", "aten::nll_loss"),
+    "optimizer": ("aten::_fused_adamw",),
+}
+"""What the names of a part's operators begin with."""
+REST = "element by element"
+PEAK_SIZE, REPEATS = 1024, 10
+
+
+def gemm_peak() -> float:
+    """Return the most FLOP/s that fp32 products of 1,024 x 1,024 matrices reach here."""
+    a, seconds = torch.randn(PEAK_SIZE, PEAK_SIZE), float("inf")
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        seconds = min(seconds, time.perf_counter() - start)
+    return 2 * PEAK_SIZE**3 / seconds
+
+
+def seconds_by_part(step: Step) -> dict[str, float]:
+    """Return what each part of a step takes, of the fastest of several steps."""
+    found = []
+    for _ in range(REPEATS):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+        parts = dict.fromkeys([*PARTS, REST], 0.0)
+        for each in seen.key_averages():
+            part = next((name for name, begins in PARTS.items() if each.key.startswith(begins)), REST)
+            parts[part] += each.self_cpu_time_total / 1e6
+        found.append(parts)
+    return min(found, key=lambda parts: sum(parts.values()))
+
+
+def measure(shape: Shape) -> Iterator[Row]:
+    """Yield what share of a step each part takes, and at what share of the GEMM peak the whole runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        peak = gemm_peak()
+        yield "fp32 GEMM peak of one thread, GFLOP/s", peak / 1e9, ""
+        with FlopCounterMode(display=False) as counter:  # which sees into no operators of our own
+            peer_step(PlainLlama(shape), shape, False, torch.float32)()
+        for name, dtype in DTYPES.items():
+            steps = {"ours": our_step(shape, False, dtype), "plain": peer_step(PlainLlama(shape), shape, False, dtype)}
+            for whose, step in steps.items():
+                parts = seconds_by_part(step)
+                whole = sum(parts.values())
+                yield f"{whose}, {name}: products' share of the peak", counter.get_total_flops() / whole / peak, ""
+                for part, spent in parts.items():
+                    yield f"  {part}, share of {1e3 * whole:.0f} ms", spent / whole, ""
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,147 @@
+"""What has a part in a run's numbers beside config, code and data: libraries, processor, torch's flags, variables."""
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_llm.config.identity import below
+from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import AgreedError, Problem
+from lightning_llm.gemm import operand
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.provenance import FINGERPRINT, origin_of
+from lightning_llm.run.start import Start
+
+DRIVER = Path("/proc/driver/nvidia/version")
+VARIABLES = re.compile(
+    r"ATEN_CPU_CAPABILITY|(ONEDNN|DNNL|MKL|KMP)_(?!NUM_THREADS)\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
+    r"(CUBLAS|CUBLASLT|CUDNN|NVTE)_\w+|CUDA_DEVICE_MAX_CONNECTIONS|NCCL_(ALGO|PROTO|NVLS_ENABLE|COLLNET_ENABLE|\w+_NCHANNELS)|"
+    r"TORCHINDUCTOR_(?!CACHE_DIR)\w+"
+)
+"""Environment variables that change which kernels run, or how they round and sum; those of speed and places do not."""
+CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "backend", "code_hash")
+SHOWN = 8
+"""How many differences a line names."""
+
+
+def fingerprint(device: torch.device) -> dict[str, str]:
+    """Return it flat, as this process has it by now: what is not there (CUDA on a CPU) is left out."""
+    found = {
+        "kernel": f"{platform.system()} {platform.release()}",
+        "libc": " ".join(platform.libc_ver()),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu.bf16_products": str(operand(torch.empty(0, dtype=torch.bfloat16)).dtype).removeprefix("torch."),
+        "flags.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **_libraries(torch.__config__.show()),
+        **(_of_cuda() if device.type == "cuda" else {}),
+    }
+    variables = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
+    found |= {f"env.{name}": redact_uri(value) for name, value in sorted(variables.items())}
+    return {key: value for key, value in found.items() if value}
+
+
+def _libraries(built: str) -> dict[str, str]:
+    """Return the versions of MKL and oneDNN from what torch says of how it was built."""
+    patterns = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"(?:MKL-DNN|oneDNN) v(\S+)"}
+    found = {name: re.search(pattern, built) for name, pattern in patterns.items()}
+    return {name: match.group(1) for name, match in found.items() if match}
+
+
+def _of_cuda() -> dict[str, str]:
+    from torch.utils._triton import get_triton_version
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    return {
+        "cuda": torch.version.cuda or "",
+        "rocm": torch.version.hip or "",
+        "cudnn": str(torch.backends.cudnn.version() or ""),
+        "nccl": nccl,
+        "triton": ".".join(map(str, get_triton_version() or ())),
+        "driver": driver_version(DRIVER.read_text() if DRIVER.is_file() else ""),
+        "flags.cuda.matmul.fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+        "flags.cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+    }
+
+
+def driver_version(text: str) -> str:
+    """Return "570.124.06" of what an NVIDIA driver says in /proc/driver/nvidia/version, "" where it says nothing."""
+    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return found.group(1) if found else ""
+
+
+def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) -> list[str]:
+    """Return lines on what differs from the steps before `start`, and between ranks. Collective.
+
+    `here` is what the summary will say of this rank: versions, code, device and fingerprint.
+
+    Raises:
+        AgreedError: on every rank, where something differs and `resume_strict` is set.
+    """
+    own = _numbers(here)
+    ranks = [own]
+    if dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+    changed = _since(start, ranks[0])
+    others = {rank: _unequal(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
+    if config.resume_strict and (changed or (others and start.checkpoint is not None)):
+        raise AgreedError([*_refusals(start, changed), *_rank_refusals(others)])
+    lines = []
+    if changed:
+        lines.append(f"note   not as in the steps before: {_listed(changed)} (resume_strict=true refuses)")
+    for differing in {_listed(each): None for each in others.values()}:
+        alike = ", ".join(str(rank) for rank, each in others.items() if _listed(each) == differing)
+        lines.append(f"note   not the same on all ranks: {differing} on rank(s) {alike}")
+    return lines
+
+
+def _numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in origin_of(summary).items() if below(key, CHANGES_NUMBERS)}
+
+
+def _since(start: Start, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (in the steps before, now)}; of a run of an earlier release what it has recorded."""
+    if start.checkpoint is None or start.step == 0:
+        return {}
+    before = _numbers(summary_of(start.checkpoint.run_folder))
+    if not any(below(key, (f"{FINGERPRINT}.",)) for key in before):
+        now = {key: value for key, value in now.items() if not below(key, (f"{FINGERPRINT}.",))}
+    return _unequal(before, now)
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = sorted(one.keys() | other.keys())
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+
+
+def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    words = [f"{key} {_word(before)} -> {_word(now)}" for key, (before, now) in differing.items()]
+    return "; ".join([*words[:SHOWN], *([f"{len(words) - SHOWN} more"] if len(words) > SHOWN else [])])
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
+    where = start.checkpoint.run_folder if start.checkpoint else ""
+    text = (
+        "is {}, and {} in the steps of {}. Bring it back, or set resume_strict=false: the run then says what changed."
+    )
+    return [Problem(key, text.format(_word(now), _word(before), where)) for key, (before, now) in changed.items()]
+
+
+def _rank_refusals(others: Mapping[int, Mapping[str, tuple[Any, Any]]]) -> list[Problem]:
+    text = "is {} on rank {}, and {} on rank 0. Make the machines alike, or set resume_strict=false."
+    return [
+        Problem(key, text.format(_word(its), rank, _word(first)))
+        for rank, differing in others.items()
+        for key, (first, its) in differing.items()
+    ]

@@ -1,0 +1,169 @@
+"""A run that goes on with other software says so or refuses; machines that differ are named; known-bad settings."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_llm.__main__ import main
+from lightning_llm.compare.differences import all_differences, meaningful
+from lightning_llm.config.compose import compose_config
+from lightning_llm.errors import AgreedError
+from lightning_llm.plan.known_bad import RULES, known_bad
+from lightning_llm.precision.native.capability import HARDWARE
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.reading import read_run
+from lightning_llm.run import fingerprint as module
+from lightning_llm.run.fingerprint import agree_on_fingerprint, driver_version, fingerprint
+from lightning_llm.run.start import Start
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def begun(small_run, tmp_path_factory):
+    """The folder of a run of two steps, and its words."""
+    folder = tmp_path_factory.mktemp("fingerprint")
+    words = small_run(folder, "trainer.max_steps=2", "trainer.validate_every_steps=null")
+    assert main(["train", *words]) == 0
+    return folder / "run", words
+
+
+def go_on(begun, tmp_path, *more):
+    folder, words = begun
+    shutil.copytree(folder, tmp_path / "run")
+    moved = [word for word in words if not word.startswith("run.") and not word.startswith("trainer.max_steps")]
+    return main(["train", *moved, f"run.root={tmp_path}", f"run.dir={tmp_path / 'run'}", "resume=auto", *more])
+
+
+def changed(monkeypatch, **values):
+    """Have this machine say otherwise of itself."""
+    monkeypatch.setattr("lightning_llm.run.rank.fingerprint", lambda device: {**fingerprint(device), **values})
+
+
+def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
+    recorded = summary_of(begun[0])["fingerprint"]
+    assert recorded == fingerprint(CPU)
+    assert recorded["kernel"] == f"{os.uname().sysname} {os.uname().release}"
+    assert recorded["cpu"] in torch.__config__.show()
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    assert fingerprint(CPU).items() - recorded.items() == {("env.NCCL_ALGO", "Ring"), ("env.NVTE_FUSED_ATTN", "0")}
+
+
+def test_it_goes_on_elsewhere_with_a_line_and_keeps_both(begun, tmp_path, monkeypatch, capsys):
+    changed(monkeypatch, mkl="2099.1")
+    assert go_on(begun, tmp_path, "trainer.max_steps=3") == 0
+    was = fingerprint(CPU)["mkl"]
+    assert f"note   not as in the steps before: fingerprint.mkl {was} -> 2099.1 (resume_strict=true refuses)" in (
+        capsys.readouterr().out
+    )
+    assert summary_of(tmp_path / "run")["earlier"]["fingerprint.mkl"] == [was]
+
+
+@pytest.mark.parametrize("where", ["fingerprint", "versions"])
+def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, capsys, where):
+    if where == "fingerprint":
+        changed(monkeypatch, cpu="AVX2", kernel="Linux 1.0")
+    else:
+        monkeypatch.setattr(
+            "lightning_llm.run.rank.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
+        )
+    before = {path: path.read_bytes() for path in begun[0].rglob("*") if path.is_file()}
+    assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 2
+    said = capsys.readouterr().err
+    keys = re.findall(r"  - ([\w.]+): is ", said)
+    assert keys == (["fingerprint.cpu", "fingerprint.kernel"] if where == "fingerprint" else ["versions.torch"])
+    assert "set resume_strict=false" in said
+    after = {begun[0] / path.relative_to(tmp_path / "run"): path for path in (tmp_path / "run").rglob("*")}
+    assert all(after[path].read_bytes() == content for path, content in before.items())
+
+
+def test_strictly_it_goes_on_where_all_is_the_same(begun, tmp_path):
+    assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 0
+    assert summary_of(tmp_path / "run")["resumed_from_step"] == 2
+
+
+def test_a_run_of_an_earlier_release_has_none_to_differ_in(begun, tmp_path):
+    shutil.copytree(begun[0], tmp_path / "old")
+    file = tmp_path / "old" / "summary.json"
+    summary = json.loads(file.read_text())
+    del summary["fingerprint"]
+    file.write_text(json.dumps(summary))
+    ours, theirs = read_run(begun[0]), read_run(tmp_path / "old")
+    assert not [key for key in all_differences(ours, theirs) if key.startswith("fingerprint")]
+    summary["fingerprint"] = {**fingerprint(CPU), "kernel": "Linux 1.0", "onednn": "1.0"}
+    file.write_text(json.dumps(summary))
+    theirs = read_run(tmp_path / "old")
+    assert {"fingerprint.kernel", "fingerprint.onednn"} == {
+        key for key in all_differences(ours, theirs) if key.startswith("fingerprint")
+    }
+    assert "fingerprint.onednn" in meaningful(ours, theirs)
+    assert "fingerprint.kernel" not in meaningful(ours, theirs)
+
+
+def ranks_that_say(monkeypatch, *each):
+    """Have `agree_on_fingerprint` meet ranks with these fingerprints."""
+
+    def gather(into, own):
+        into[:] = [{f"fingerprint.{key}": value for key, value in its.items()} for its in each]
+
+    found = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: len(each), all_gather_object=gather)
+    monkeypatch.setattr(module, "dist", found)
+
+
+def test_ranks_whose_machines_differ_are_named(begun, monkeypatch, small_run, tmp_path):
+    ranks_that_say(monkeypatch, {"driver": "570.1"}, {"driver": "570.1"}, {"driver": "560.2"}, {"driver": "560.2"})
+    config = compose_config(small_run(tmp_path))
+    (line,) = agree_on_fingerprint(config, Start(), {"fingerprint": {"driver": "570.1"}})
+    assert line == "note   not the same on all ranks: fingerprint.driver 570.1 -> 560.2 on rank(s) 2, 3"
+    checkpoint = SimpleNamespace(step=2, run_folder=begun[0])
+    strict = config.model_copy(update={"resume_strict": True})
+    with pytest.raises(AgreedError, match=r"fingerprint.driver: is 560.2 on rank 3, and 570.1 on rank 0"):
+        agree_on_fingerprint(strict, Start(checkpoint=checkpoint), {"fingerprint": {"driver": "570.1"}})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build", "570.86.15"),
+        ("", ""),
+    ],
+)
+def test_the_driver_s_version(text, version):
+    assert driver_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("hardware", "environment", "said"),
+    [
+        ("h100", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 is for Megatron"),
+        ("h100", {"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE=1 makes TF32"),
+        ("cpu", {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"}, "ONEDNN_DEFAULT_FPMATH_MODE=bf16 lets oneDNN"),
+        ("h100", {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NVIDIA_TF32_OVERRIDE": "0"}, None),
+        ("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}, None),
+    ],
+)
+def test_settings_that_are_known_to_be_bad_are_said(hardware, environment, said):
+    plan = SimpleNamespace(capability=HARDWARE[hardware], degrees=SimpleNamespace(dp_shard=2))
+    lines = known_bad(plan, environment)  # type: ignore[arg-type]
+    assert [line.partition(said or "?")[1] for line in lines] == ([said] if said else [])
+
+
+def test_plan_says_them(small_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    assert main(["plan", *small_run(tmp_path)]) == 0
+    assert "note   ONEDNN_DEFAULT_FPMATH_MODE=BF16" in capsys.readouterr().out
+
+
+def test_every_rule_is_in_the_documentation():
+    table = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert [rule.__name__ for rule in RULES if (rule.__doc__ or "").partition("\n")[0].rstrip(".") not in table] == []
