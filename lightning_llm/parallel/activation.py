@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.gemm import PRODUCTS
+from lightning_llm.precision.linear_operator import OPERATOR
 from lightning_llm.precision.module import quantised_layers, recompute_contexts
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -28,33 +29,35 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], config: ParallelConfig) -
         mode = config.checkpointing_of(int(name.rpartition(".")[2]))
         if mode == "none":
             continue
+        keeps = partial(create_selective_checkpoint_contexts, expensive_ops(block)) if mode == "selective" else None
         keys = recompute_contexts(block) if quantised_layers(block) else None
-        contexts = _selective(keys, block) if mode == "selective" else keys
-        block.forward = _recomputed(block.forward, contexts)
+        block.forward = _recomputed(block.forward, in_graph=keeps, eagerly=_both_of(keeps, keys))
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Contexts | None) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], in_graph: Contexts | None, eagerly: Contexts | None) -> Callable[..., Any]:
+    """Return `forward` that is recomputed in the contexts `eagerly`, those `in_graph` where a compiler follows it."""
     # The model draws no torch random numbers, so there is no generator state to carry into the recomputation; the keys
-    # of stochastic rounding are, by the context.
+    # of stochastic rounding are: by the context, and in a graph, which takes them as inputs, by themselves.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if contexts is not None:
-        options["context_fn"] = contexts
+    eager = options if eagerly is None else options | {"context_fn": eagerly}
+    graph = options if in_graph is None else options | {"context_fn": in_graph}
 
     def recomputed(
         *arguments: Any, **named: Any
     ) -> Any:  # a function of ours: torch.compile skips a partial of torch's
-        return checkpoint(forward, *arguments, **options, **named)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *arguments, **graph, **named)
+        return checkpoint(forward, *arguments, **eager, **named)
 
     return recomputed
 
 
-def _selective(keys: Contexts | None, block: nn.Module) -> Contexts:
-    selective: Contexts = partial(create_selective_checkpoint_contexts, expensive_ops(block))
-    if keys is None:
-        return selective
+def _both_of(keeps: Contexts | None, keys: Contexts | None) -> Contexts | None:
+    if keeps is None or keys is None:
+        return keeps or keys
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        (keep, reuse), (first, again) = selective(), keys()
+        (keep, reuse), (first, again) = keeps(), keys()
         return _both(keep, first), _both(reuse, again)
 
     return contexts
@@ -67,7 +70,7 @@ def expensive_ops(block: nn.Module) -> list[Any]:
     """
     aten = torch.ops.aten
     kernels = dict.fromkeys(op for part in block.children() for op in getattr(part, "kernel_ops", ()))
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *PRODUCTS, *kernels]
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *PRODUCTS, OPERATOR, *kernels]
 
 
 @contextmanager

@@ -174,18 +174,9 @@ def _native_problems(found: Resolution) -> list[Problem]:
     """
     config = found.config
     recipe = config.precision
-    if not recipe.quantises or not (recipe.backend == "native" or config.parallel.compile):
+    if not (recipe.quantises and recipe.backend == "native" and found.to_train):
         return []
-    decision = found.decision
-    problems = decision.refusals() if found.to_train else []
-    if config.parallel.compile and decision.runs != "native":
-        text = (
-            "does not go with emulated casts, which are compiled by themselves. Set trainer.compile=false, "
-            "which it follows, or itself. "
-            f"They do not run natively: {decision.reason}."
-        )
-        problems.append(Problem("parallel.compile", text))
-    return problems
+    return found.decision.refusals()
 
 
 def _rotation_problems(config: Config) -> list[Problem]:

@@ -113,7 +113,7 @@ class LinearPlan:
         return any(c.stochastic or (c.hadamard and c.hadamard.signs == "random") for c in self.casts.values())
 
 
-class _Call(NamedTuple):
+class LinearCall(NamedTuple):
     """One call's plan with its tensors that are neither activations nor weights."""
 
     plan: LinearPlan
@@ -164,7 +164,7 @@ class _Call(NamedTuple):
             observe=None if observe is None else partial(_tell, observe, slot, given, cast, axis),
         )
 
-    def unobserved(self) -> "_Call":
+    def unobserved(self) -> "LinearCall":
         """Return the call without its observer: for casts that are made a second time."""
         return self if self.plan.observe is None else self._replace(plan=replace(self.plan, observe=None))
 
@@ -177,7 +177,7 @@ def _tell(observe: Observe, *seen: Any) -> None:
 class _Forward:
     """fprop's quantised operands, made again in the backward pass where a slot or a gradient needs them."""
 
-    call: _Call
+    call: LinearCall
     tensors: Mapping[str, Tensor]
     made: dict[str, Operand] = field(default_factory=dict)
 
@@ -204,8 +204,57 @@ class _Forward:
         return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
 
 
+def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, record: Record | None) -> Tensor:
+    """Return Y [M, N] = X W^T + b in the dtype of X [M, K], by the first two of six casts. W [N, K], b [N] or None."""
+    w = weight.to(x.dtype)
+    if record is not None:
+        record("x", x)
+        record("w", w)
+    operands = call.operand(x, "fprop.x", 1), call.operand(w, "fprop.w", 1)
+    return multiply(operands[0], operands[1].flipped, x.dtype, call.plan.backend, bias)
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward pass is to make: those of X and of W, and of b in which dtype, None for none."""
+
+    dx: bool
+    dw: bool
+    dbias: torch.dtype | None
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def backward(
+    call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, record: Record | None
+) -> Gradients:
+    """Return the gradients of X, W and b, in their dtypes, from `dy` [M, N], by the other four of six casts."""
+    plan = call.plan
+    dy = dy.to(x.dtype).contiguous()
+    if record is not None:
+        record("dy", dy)
+    made = _Forward(call.unobserved(), {"x": x, "w": weight.to(x.dtype)})
+    dx = dw = dbias = None
+    if wanted.dx:
+        w = made.source("dgrad.w", "w")
+        dx = multiply(call.operand(dy, "dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
+        # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
+        if plan.casts["dgrad.w"].source == "quantised":
+            dx = made.through(dx, "x")
+    if wanted.dw:
+        source = made.source("wgrad.x", "x")
+        left, right = call.operand(dy, "wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
+        dw = multiply(left, right, x.dtype, plan.backend)
+        if plan.casts["wgrad.x"].source == "quantised":
+            dw = made.through(dw, "w")
+        dw = dw.to(weight.dtype)
+    if wanted.dbias is not None:
+        dbias = dy.sum(0, dtype=torch.float32).to(wanted.dbias)
+    return dx, dw, dbias
+
+
 class _QuantisedLinear(torch.autograd.Function):
-    """Y = X W^T + b with six casts. X [M, K], W [N, K], b [N] or None; gradients in the dtypes of X, W and b."""
+    """`forward` and `backward` of one call. X [M, K], W [N, K], b [N] or None."""
 
     @staticmethod
     def forward(
@@ -218,46 +267,19 @@ class _QuantisedLinear(torch.autograd.Function):
         plan: LinearPlan,
         record: Record | None,
     ) -> Tensor:
-        call = _Call(plan, keys, scales)
-        w = weight.to(x.dtype)
         ctx.save_for_backward(x, weight, keys, scales)
         ctx.plan, ctx.record, ctx.bias_dtype = plan, record, None if bias is None else bias.dtype
-        if record is not None:
-            record("x", x)
-            record("w", w)
-        operands = call.operand(x, "fprop.x", 1), call.operand(w, "fprop.w", 1)
-        return multiply(operands[0], operands[1].flipped, x.dtype, plan.backend, bias)
+        return forward(LinearCall(plan, keys, scales), x, weight, bias, record)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, keys, scales = ctx.saved_tensors
-        plan: LinearPlan = ctx.plan
-        call = _Call(plan, keys, scales)
-        dy = dy.to(x.dtype).contiguous()
-        if ctx.record is not None:
-            ctx.record("dy", dy)
-        forward = _Forward(call.unobserved(), {"x": x, "w": weight.to(x.dtype)})
-        dx = dw = dbias = None
-        if ctx.needs_input_grad[0]:
-            w = forward.source("dgrad.w", "w")
-            dx = multiply(call.operand(dy, "dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
-            # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
-            if plan.casts["dgrad.w"].source == "quantised":
-                dx = forward.through(dx, "x")
-        if ctx.needs_input_grad[1]:
-            source = forward.source("wgrad.x", "x")
-            left, right = call.operand(dy, "wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
-            dw = multiply(left, right, x.dtype, plan.backend)
-            if plan.casts["wgrad.x"].source == "quantised":
-                dw = forward.through(dw, "w")
-            dw = dw.to(weight.dtype)
-        if ctx.bias_dtype is not None:
-            dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, dbias, None, None, None, None
+        wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias_dtype)
+        gradients = backward(LinearCall(ctx.plan, keys, scales), dy, x, weight, wanted, ctx.record)
+        return *gradients, None, None, None, None
 
 
-@torch.compiler.disable  # its kernels are compiled with OPTIONS; an outer compilation would not know to round
 def quantised_linear(
     x: Tensor,
     weight: Tensor,
@@ -269,6 +291,8 @@ def quantised_linear(
 ) -> Tensor:
     """Return x W^T + b, [..., N] in the dtype of `x` [..., K], through `plan`'s six casts, forward and backward.
 
+    Operator by operator: in a compiled block `linear_operator` stands for it.
+
     `keys`: int64 [KEY_COUNT], needed where a cast is stochastic or a rotation's signs are random. `scales`: fp32
     [len(ROLES)], needed for delayed scaling; `record(role, tensor)` is told what its amax is taken from. Raises
     ValueError where one is missing or a block or rotation does not fit.
@@ -276,36 +300,3 @@ def quantised_linear(
     flat = x.reshape(-1, x.shape[-1])  # [M, K]
     y = _QuantisedLinear.apply(flat, weight, bias, keys, scales, plan, record)  # [M, N]
     return y.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def observe_casts(
-    x: Tensor, weight: Tensor, y: Tensor, plan: LinearPlan, keys: Tensor | None, scales: Tensor | None
-) -> None:
-    """Tell `plan.observe` of the casts of y = x W^T where something else makes them: they are made here too, for it.
-
-    `x` [M, K] is in the dtype that is quantised, `weight` [N, K] in its own, and `y` [..., N] gives its gradient by a
-    hook. Nothing is multiplied and no tensor or generator changed. Operands have source high_precision: whatever
-    runs natively does.
-    """
-    call, needs_dx, needs_dw = _Call(plan, keys, scales), x.requires_grad, weight.requires_grad
-    outputs, dtype = weight.shape[0], x.dtype  # and neither tensor, which a checkpointed block is to let go
-
-    @torch.no_grad()
-    def look(dy: Tensor) -> None:
-        dy = dy.reshape(-1, outputs).to(dtype).contiguous()
-        if needs_dx:
-            call.operand(dy, "dgrad.dy", 1)
-        if needs_dw:
-            call.operand(dy, "wgrad.dy", 0)
-
-    with torch.no_grad():
-        w = weight.to(dtype)
-        call.operand(x, "fprop.x", 1)
-        call.operand(w, "fprop.w", 1)
-        if not y.requires_grad:
-            return
-        if needs_dx:
-            call.operand(w, "dgrad.w", 0)
-        if needs_dw:
-            call.operand(x, "wgrad.x", 0)
-    y.register_hook(look)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.gemm import linear
 from lightning_llm.keyed_hash import StepKey, name_word
-from lightning_llm.precision import delayed, inductor
+from lightning_llm.precision import delayed, inductor, linear_operator
 from lightning_llm.precision.formats import FORMATS
-from lightning_llm.precision.linear import KEY_COUNT, ROLES, LinearPlan, Observe, quantised_linear
+from lightning_llm.precision.linear import (
+    KEY_COUNT,
+    ROLES,
+    LinearCall,
+    LinearPlan,
+    Observe,
+    Record,
+    quantised_linear,
+)
 from lightning_llm.precision.random_bits import hash_words
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
@@ -40,6 +48,11 @@ class QuantisedLinear(nn.Linear):
         self.observe: Observe | None = None
         self.scale: Tensor | None = None
         self.amax_history: Tensor | None = None
+        self._number = linear_operator.number(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = linear_operator.number(self)  # a copy is another layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] in the dtype of `x` [..., in_features]."""
@@ -52,22 +65,43 @@ class QuantisedLinear(nn.Linear):
         casts does: so every layout has the same bits.
         """
         bias = None if bias is None else bias.to(x.dtype)
-        if self.bypass:
-            return self._without_casts(x, weight, bias)
-        plan = self.plan if self.observe is None else replace(self.plan, observe=self.observe)
-        record = None
-        if self.plan.delayed_casts():
-            self.materialise_state(x.device)
-            # A recomputation merges the same amax again, which changes nothing.
-            record = self._record if self.training and torch.is_grad_enabled() else None
-        return quantised_linear(x, weight, bias, plan, self.keys, self.scale, record)
+        return self._without_casts(x, weight, bias) if self.bypass else self._multiply(x, weight, bias)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, high: bool = False) -> Tensor:
+        records = self.training and torch.is_grad_enabled() and not high
+        if torch.compiler.is_compiling():
+            return linear_operator.operator(x, weight, bias, self.keys, self._number, high, records)
+        call = self.call_now(self.keys, x.device, high)
+        return quantised_linear(x, weight, bias, *call, self.recorder if records else None)
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.weight_casts is not None:
             self.plan.weight_casts.check_high()
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
-            return quantised_linear(x, weight, bias, replace(self.plan, casts=HIGH_CASTS))
+            return self._multiply(x, weight, bias, high=True)
         return linear(x, weight.to(x.dtype), bias)
+
+    def call_now(
+        self, keys: Tensor | None, device: torch.device, high: bool = False, observed: bool = True
+    ) -> LinearCall:
+        """Return the call by `keys` that the layer makes now; `high`: without casts.
+
+        Delayed scales start on `device` where there are none.
+        """
+        if high:
+            return LinearCall(replace(self.plan, casts=HIGH_CASTS), None, None)
+        if self.plan.delayed_casts():
+            self.materialise_state(device)
+        observe = self.observe if observed else None
+        return LinearCall(self.plan if observe is None else replace(self.plan, observe=observe), keys, self.scale)
+
+    @property
+    def recorder(self) -> Record | None:
+        """What merges the amaxes that delayed scales follow; None without such scales.
+
+        A recomputation merges the same amax again, which changes nothing.
+        """
+        return self._record if self.plan.delayed_casts() else None
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trajectory import HERE, RECIPES, first_difference, kernels, recorded, trajectory
 
-from lightning_llm.precision.linear import _Call
+from lightning_llm.precision.linear import LinearCall
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,14 @@ def test_the_first_steps_are_the_recorded_bits(recipe, same_kernels, tmp_path, c
 
 def test_a_wrong_weight_gradient_is_caught_where_it_is(tmp_path, cache, monkeypatch):
     """As where a GEMM starts before the last chunk of its operand has come. On any machine's kernels."""
-    right, then = _Call.operand, trajectory("mxfp8", tmp_path / "right", cache).splitlines()
+    right, then = LinearCall.operand, trajectory("mxfp8", tmp_path / "right", cache).splitlines()
 
     def without_the_last_tokens(self, x, slot, axis):
         if slot == "wgrad.x":
             x = torch.cat([x[:-4], torch.zeros_like(x[-4:])])
         return right(self, x, slot, axis)
 
-    monkeypatch.setattr(_Call, "operand", without_the_last_tokens)
+    monkeypatch.setattr(LinearCall, "operand", without_the_last_tokens)
     now = trajectory("mxfp8", tmp_path / "wrong", cache).splitlines()
     changed = [old.split() for old, new in zip(then, now, strict=True) if old != new]
     assert changed[0][0] == "1"  # its gradient norm

@@ -131,10 +131,3 @@ def test_the_plan_shows_what_this_machine_would_do(small_run, tmp_path, monkeypa
     assert "8.0" in seen["native"]["reason"]
     assert main(["plan", "--matrix", *words]) == 0
     assert "fp8_current_e4m3" in capsys.readouterr().out
-
-
-def test_native_linears_go_with_compiled_blocks_and_emulated_ones_do_not(small_run, tmp_path, hopper, capsys):
-    words = ["precision=fp8_current", "trainer.compile=true", "precision.backend=emulated"]
-    assert train(small_run, tmp_path, *words) == 2
-    assert "parallel.compile: does not go with emulated casts" in capsys.readouterr().err
-    assert main(["plan", *small_run(tmp_path, *SHAPE, *words[:2])]) == 0

@@ -15,7 +15,7 @@ from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear import LinearPlan, _Call
+from lightning_llm.precision.linear import LinearCall, LinearPlan
 from lightning_llm.precision.module import quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
 
@@ -69,7 +69,7 @@ def differing(
         casts = {slot: cast.model_copy(update={"amax_scope": scope}) for slot, cast in layer.plan.casts.items()}
         plan = replace(layer.plan, casts=casts)
         scales = torch.tensor([1.5, 0.75, 3.0])
-        shards, one = _Call(plan, layer.keys, scales), _Call(LinearPlan(casts, "eager"), layer.keys, scales)
+        shards, one = LinearCall(plan, layer.keys, scales), LinearCall(LinearPlan(casts, "eager"), layer.keys, scales)
         for slot in slots:
             operand = slot.rpartition(".")[2]
 

@@ -17,25 +17,31 @@ from torch._dynamo.utils import counters
 from traced_run import layout_here
 
 from lightning_llm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.apply import apply_parallel
 from lightning_llm.parallel.context import SequenceSharder
+from lightning_llm.precision.module import set_step_key
+from lightning_llm.precision.swap import swap_linears
+from tests.precision.recipes import load
 
 LAYERS, TOKENS = 12 if "LAYOUT_STEPS" in os.environ else 4, 32
 """In `make test-full` more blocks than the 8 recompilations that torch allows one function; of four blocks, too, each
 graph beside those of their kinds is seen."""
+BF16 = PrecisionConfig(name="bf16", compute_dtype="bf16")
 LLAMA: dict[str, Any] = {}
 GLA = {"layers": ("gla",)}
 GPT = {"norm": "layernorm", "bias": True, "position": "learned", "activation": "gelu", "tie_embeddings": True}
 
 
-def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str, int]:
+def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any], recipe: PrecisionConfig) -> dict[str, int]:
     """Return how many `graphs` and `breaks` all blocks make in a forward and backward pass, and how often one `ran`."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 64}
     config = ModelConfig(name="tiny", num_layers=LAYERS, max_sequence_length=TOKENS, **sizes, **shape)
     layout, device = layout_here(parallel), torch.device("cpu")
     with torch.device("meta"):
         model = Decoder(config, torch.bfloat16)
+        swap_linears(model, recipe, LAYERS, "cpu", "eager")
     graphs, runs = [], []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -52,7 +58,8 @@ def compiled_blocks(parallel: ParallelConfig, shape: dict[str, Any]) -> dict[str
     counters.clear()
     compile_module = nn.Module.compile
     with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
-        (sync,) = apply_parallel(model, layout, PrecisionConfig(name="bf16", compute_dtype="bf16"), 0, TOKENS, device)
+        (sync,) = apply_parallel(model, layout, recipe, 0, TOKENS, device)
+    set_step_key(model, StepKey(0, 0, 0))
     tokens = torch.arange(TOKENS)[None]
     own, _, positions, _ = SequenceSharder(layout)(tokens, tokens, None)
     sync.before_backward(0, last=True)
@@ -91,7 +98,7 @@ def one_of_two() -> Iterator[RankGroup]:
 @pytest.mark.parametrize(("world", "keys", "shape", "kinds"), CASES)
 def test_blocks_share_one_graph_per_kind(world, keys, shape, kinds, ranks):
     parallel = ParallelConfig(name="compiled", compile=True, **keys)
-    found = ranks(world).call(compiled_blocks, parallel, shape)
+    found = ranks(world).call(compiled_blocks, parallel, shape, BF16)
     assert found == {"graphs": kinds, "breaks": 0, "ran": LAYERS}
 
 
@@ -106,5 +113,30 @@ COVERING = [ALONE[number] for number in (0, 3, 4, 5)]
 def test_blocks_of_one_rank_share_one_graph_per_kind(keys, shape, kinds, one_of_two):
     """Graphs are made by each rank for itself: half the time without the other's."""
     parallel = ParallelConfig(name="compiled", compile=True, **keys)
-    found = one_of_two.call(compiled_blocks, parallel, shape)
+    found = one_of_two.call(compiled_blocks, parallel, shape, BF16)
     assert found == {"graphs": kinds, "breaks": 0, "ran": LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("keys", "recipe"),
+    [
+        ({"tp": 2, "activation_checkpoint": "full"}, "nvfp4_all_blocks"),
+        *(
+            pytest.param(keys, recipe, marks=pytest.mark.full)
+            for recipe in ("nvfp4_all_blocks", "fp8_delayed", "mxfp8", "fp8_subchannel")
+            for keys in (
+                {"tp": 2},
+                {"cp": 2},
+                {"cp": 2, "activation_checkpoint": "selective"},
+                {"dp_replicate": 2},
+                {"dp_shard": 2, "zero_stage": 3},
+                {"dp_shard": 2, "zero_stage": 3, "activation_checkpoint": "full"},
+            )
+        ),
+    ],
+)
+def test_emulated_casts_are_in_their_blocks_graph(keys, recipe, one_of_two):
+    """Tensors whose amax is the whole's, keyed by their place in it, included: the operator reduces it as it runs."""
+    parallel = ParallelConfig(name="compiled", compile=True, **keys)
+    found = one_of_two.call(compiled_blocks, parallel, LLAMA, load(recipe))
+    assert found == {"graphs": 1, "breaks": 0, "ran": LAYERS}

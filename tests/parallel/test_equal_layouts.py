@@ -62,6 +62,12 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_to_the_bits_of_one_rank
     to_the_bits(case, "model.num_layers=3", *layers, *length_of(case.precision))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("case", [Case("ddp", 2, 4, "fp8_delayed"), Case("pp", 2, 4, "mxfp4_sr")], ids=str)
+def test_compiled_blocks_with_emulated_casts_train_to_the_bits_of_one_rank(case: Case, to_the_bits):
+    to_the_bits(case, "parallel.compile=true", layers_of(case.precision), *length_of(case.precision))
+
+
 @pytest.mark.parametrize("layout", ["zero3", pytest.param("zero1", marks=pytest.mark.full)])
 def test_biases_of_quantised_linears_are_those_of_one_rank(layout, to_the_bits):
     """FSDP2 gathers them in the dtype of the computation, in which one rank adds them."""

@@ -25,7 +25,7 @@ from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear import LinearPlan, _Call
+from lightning_llm.precision.linear import LinearCall, LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.capability import Capability
 from tests.precision.recipes import RECIPES as ALL_RECIPES
@@ -83,13 +83,13 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
     """
     noted: Noted = {}
     names: dict[int, str] = {}  # plans by identity: a call does not know its layer
-    operand, place, table = _Call.operand, QuantisedLinear.multiply, dict(SHARD_AXES[unsharded or "column"])
+    operand, place, table = LinearCall.operand, QuantisedLinear.multiply, dict(SHARD_AXES[unsharded or "column"])
 
     def multiply(layer: QuantisedLinear, *tensors: Any) -> Tensor:
         names[id(layer.plan)] = layer.name
         return place(layer, *tensors)
 
-    def note(call: _Call, x: Tensor, slot: str, axis: int) -> Any:
+    def note(call: LinearCall, x: Tensor, slot: str, axis: int) -> Any:
         made = operand(call, x, slot, axis)
         name = names[id(call.plan)]
         if name in LAYERS and call.plan.casts[slot].quantises and (name, slot) not in noted:
@@ -97,13 +97,13 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
             noted[name, slot] = x.detach().clone(), made.dequantised(), casts, call.keys
         return made
 
-    _Call.operand, QuantisedLinear.multiply = note, multiply
+    LinearCall.operand, QuantisedLinear.multiply = note, multiply
     if unsharded is not None:
         SHARD_AXES[unsharded]["dy"] = None
     try:
         run_with(config, saves=False)
     finally:
-        _Call.operand, QuantisedLinear.multiply = operand, place
+        LinearCall.operand, QuantisedLinear.multiply = operand, place
         SHARD_AXES[unsharded or "column"].update(table)
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(of_ranks, noted)
@@ -121,7 +121,7 @@ def slots_unlike_the_whole(of_ranks: list[Noted]) -> set[tuple[str, str]]:
             )
             for part in (0, 1)
         )
-        whole = _Call(casts, keys, None).operand(given, slot, CONTRACTION[slot])
+        whole = LinearCall(casts, keys, None).operand(given, slot, CONTRACTION[slot])
         if not torch.equal(whole.dequantised(), made):
             found.add((role, slot))
     return found

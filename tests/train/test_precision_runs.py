@@ -309,7 +309,6 @@ def test_a_phase_takes_over_at_its_step(small_run, tmp_path):
         (["precision=mxfp8", "precision.dgrad.dy.format=e5m2"], "precision.dgrad.dy.format"),
         (["precision=mxfp4_sr", "model.ffn_hidden_size=200"], "precision.dgrad.dy.hadamard.size"),
         (["precision=mxfp8", "precision.backend=native"], "precision.backend"),
-        (["precision=mxfp8", "trainer.compile=true"], "parallel.compile"),
         (["precision=mxfp8", "precision.fprop.x.format=e4m4"], "precision.fprop.x.format"),
         (["precision=fp8_current", "precision.modules.last_blocks_high_precision=9"], "precision.modules"),
     ],

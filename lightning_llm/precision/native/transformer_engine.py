@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.linear import ROLES, LinearPlan, observe_casts
+from lightning_llm.precision.linear import ROLES, LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.decide import MULTIPLES
 from lightning_llm.precision.native.express import NativeRecipe, express
+from lightning_llm.precision.observed_casts import observe_casts
 
 ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 """Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""
