@@ -82,6 +82,7 @@ def _layout_rules(found: Resolution) -> list[Rule]:
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
         lambda: parameter_gather_problems(found),
+        lambda: _compiler_problems(config, found.likely_degrees),
     ]
 
 
@@ -177,6 +178,19 @@ def _native_problems(found: Resolution) -> list[Problem]:
     if not (recipe.quantises and recipe.backend == "native" and found.to_train):
         return []
     return found.decision.refusals()
+
+
+def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
+    """Return what torch's compiler fails at: where cp and tp share a block that is recomputed whole, it counts a mesh
+    among the tensors that the block keeps (torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors")."""
+    whole = any(config.parallel.checkpointing_of(index) == "full" for index in range(config.model.num_layers))
+    if not (config.parallel.compile and whole and degrees.cp > 1 and degrees.tp > 1):
+        return []
+    text = (
+        f"is true, and torch's compiler fails at blocks that are recomputed whole under cp={degrees.cp} and "
+        f"tp={degrees.tp} together. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
+    )
+    return [Problem("parallel.compile", text)]
 
 
 def _rotation_problems(config: Config) -> list[Problem]:

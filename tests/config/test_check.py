@@ -175,3 +175,11 @@ def test_a_floor_is_a_factor_or_a_rate_and_below_the_peak(capsys):
     assert compose_config([]).schedule.final_factor == 0.1
     none = [f"data.sources.{name}.weight=0" for name in ("code", "prose")]
     assert "data.sources.code.weight: is 0, as all are" in refused(*none)
+
+
+def test_blocks_recomputed_whole_under_cp_and_tp_are_not_compiled():
+    words = ["parallel=fsdp_cp_tp", "trainer.devices=8", "data.global_batch_size=16", "trainer.compile=true"]
+    with pytest.raises(ConfigError, match=r"parallel.compile: is true, and torch's compiler fails .* cp=2 and tp=2"):
+        check_config(compose_config([*words, "parallel.activation_checkpoint=full"]))
+    check_config(compose_config([*words, "parallel.activation_checkpoint=selective"]))
+    check_config(compose_config(["parallel=fsdp_tp", *words[1:], "parallel.activation_checkpoint=full"]))

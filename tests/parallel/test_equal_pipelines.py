@@ -21,6 +21,7 @@ from layout_matrix import (
     lasting,
     length_of,
 )
+from nudged_run import NUDGES, SENSITIVITY, nudged_run
 from traced_run import difference, unsaved_run
 
 LAYERS = 5
@@ -156,4 +157,9 @@ def test_pipelines_of_tensor_parallel_stages_are_close(layout, world, precision,
     model = [*(word for word in more if word.startswith("model.")), *SHARED, *casts]
     run = CLOSE if any("stages" in word for word in more) else [*CLOSE, "model.num_layers=3"]  # uneven over two stages
     ours = ranks(world).call(unsaved_run, matrix_run(layout, world, 4, precision, *run, *more, *SHARED, *casts))
-    assert exceeded(off(ours, alone(4, precision, *run, *model)), limits_of(precision)) == []
+    single, limits = alone(4, precision, *run, *model), limits_of(precision)
+    if exceeded(off(ours, single), limits) and casts:
+        words = ("single", 1, 4, precision, *run, *model)
+        nudged = [ranks(1).call(nudged_run, matrix_run(*words), seed) for seed in NUDGES]
+        limits = limits.widened(SENSITIVITY, [off(each, single) for each in nudged])
+    assert exceeded(off(ours, single), limits) == []

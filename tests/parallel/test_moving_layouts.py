@@ -113,15 +113,14 @@ class InfinityOn(pl.Callback):
         if trainer.global_rank != self.rank:
             return
         weight = dict(pl_module.model.named_parameters())["layers.1.feed_forward.down_proj.weight"]
-        sync = pl_module.parallel.syncs[-1]
-        finish = sync.finish
 
-        def overflowing() -> None:
+        def overflowing(grad: torch.Tensor) -> torch.Tensor:
             if pl_module.completed_steps == self.step:
-                local(weight.grad)[0, 0] = float("inf")
-            finish()
+                grad = grad.clone()
+                local(grad)[0, 0] = float("inf")
+            return grad
 
-        sync.finish = overflowing
+        weight.register_hook(overflowing)
 
 
 def overflowing_run(config: Any) -> dict[str, Any]:
