@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning_llm.errors import ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.record.files import (
+    RESTARTS,
     Record,
     Status,
     cut_back,
@@ -132,9 +133,10 @@ class RunFolder(pl.Callback):
             logger.open(self._summary, self.resumed_from_step)
 
     def _earlier_starts(self) -> dict[str, Any]:
-        """Return `starts`, this one included, and `first_started_at`, seconds since the epoch."""
+        """Return `starts`, this one included, `first_started_at`, seconds since the epoch, and `restarts`, if any."""
         earlier = summary_of(self.run_dir)
         return {
+            **({RESTARTS: earlier[RESTARTS]} if RESTARTS in earlier else {}),
             "starts": earlier.get("starts", 0) + 1,
             "first_started_at": earlier.get("first_started_at", round(self._started, 3)),
         }

@@ -19,6 +19,7 @@ NOT_IDENTITY = (
     "precision.backend",
     "precision.parameter_gather",
     "data.tokenize_processes",
+    "trainer.max_restarts",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",

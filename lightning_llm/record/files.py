@@ -17,6 +17,9 @@ SHOWN_STRETCHES = 3
 SOURCE_HASHES = "validation_hashes"
 """The key of summary.json with a hash of what a validation scores of each source, by its name."""
 
+RESTARTS = "restarts"
+"""The key of summary.json that lists when ranks were lost and started again, and who was."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -13,6 +13,7 @@ from lightning_llm.plan.checkpoints import disk_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.run.branch import branch_problems
 from lightning_llm.run.environment import adopt_world, rank_environment
+from lightning_llm.run.restarts import goes_on, is_started_again
 from lightning_llm.run.trunk import settled
 from lightning_llm.run.weights import init_problems
 
@@ -45,8 +46,9 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
 
 def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
     """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does."""
-    if to_train and rank_environment() is not None:
-        reading = Reading(adopt_world(reading.checked()))
+    if to_train and (rank_environment() is not None or is_started_again()):
+        config = adopt_world(reading.checked())
+        reading = Reading(goes_on(config) if is_started_again() else config)
     reading = settled(reading)
     if reading.config is None:
         raise ConfigError(reading.problems)

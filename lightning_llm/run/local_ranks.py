@@ -1,5 +1,6 @@
 """The ranks of a training run on this machine: starting them, and what is said of the run when one fails."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
 from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
+from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
 
+IS_SILENT = re.compile(r"rank \d+ \(.*has given no sign of life")
+"""What `say_silent` begins with."""
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
 
@@ -30,10 +34,18 @@ def crowd_note(config: Config, cores: int) -> str | None:
 
 
 def start_ranks(config: Config, quiet: bool = False) -> int:
-    """Run `trainer.devices` ranks on this machine by torch.distributed.run's agent; return the run's exit code.
+    """Run `trainer.devices` ranks on this machine, again where they are lost (`restarts`); return the run's exit code.
 
-    See `launch_ranks`. `quiet`: nobody sees what they print.
+    `quiet`: nobody sees what they print.
     """
+    restarts = Restarts(config)
+    while restarts.again(ended := _run_ranks(config, quiet)):
+        config = goes_on(config)
+    return ended.code
+
+
+def _run_ranks(config: Config, quiet: bool) -> Ended:
+    """Run them once, by torch.distributed.run's agent: see `launch_ranks`."""
     with slow_imports():
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -50,37 +62,38 @@ def start_ranks(config: Config, quiet: bool = False) -> int:
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
             mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
             print(how_to_go_on(folder), file=sys.stderr)
-            return 1
-        return 128 + int(stop.sigval)
+            return Ended(1)
+        return Ended(128 + int(stop.sigval))
     except ChildFailedError as error:
         return _first_failure(error, folder, config.parallel.timeout_seconds)
-    return 0
+    return Ended(0)
 
 
-def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> int:
-    """Say which rank failed first, and why, on stderr and in the run's summary; return the run's exit code."""
+def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
+    """Say which rank failed first, and why, on stderr and in the run's summary; return how the run ended."""
     rank, failure = first_failure(error)
     if say_refused(rank, failure):  # what is wrong with the data, say, is found by the rank that reads them first
-        return 2
-    if failure.exitcode in (130, 143) and summary_of(folder).get("status") == "failed":
-        return 1  # the agent ended it, of several that failed in the same second, and rank 0 has said why
+        return Ended(2)
+    known = summary_of(folder)
+    known_detail = str(known.get("detail", ""))
+    # A rank that waited in vain has said for whom.
+    silence = known_detail if known.get("status") == "failed" and IS_SILENT.match(known_detail) else None
+    if failure.exitcode in (130, 143) and known.get("status") == "failed":
+        return Ended(1, silence)  # the agent ended it, of several that failed in one second, and rank 0 has said why
     if failure.exitcode in (130, 143):
-        return int(failure.exitcode)  # rank 0 has said why otherwise
-    if not isinstance(failure.message, dict) and failure.exitcode > 0:
-        known = summary_of(folder)
-        if known.get("status") == "failed":  # a rank said why and ended in order: a loss that is not finite, say
-            return int(failure.exitcode)
-    known_detail = summary_of(folder).get("detail", "")
+        return Ended(int(failure.exitcode))  # rank 0 has said why otherwise
+    if not isinstance(failure.message, dict) and failure.exitcode > 0 and known.get("status") == "failed":
+        return Ended(int(failure.exitcode), silence)  # a rank said why and ended in order: a loss not finite, say
     if all(text.startswith(CallbackFailedError.__name__) for text in (message_of(failure), known_detail)):
-        return 1  # it failed on rank 0 too, which has said so
+        return Ended(1)  # it failed on rank 0 too, which has said so
     detail = failure_line(rank, failure)
     if silent := silent_ranks(folder, timeout_seconds):
         detail = str(summary_of(folder).get("detail", ""))
         if detail.startswith(f"rank {silent[0].rank} ("):
-            return 1  # a rank that waited has said so
+            return Ended(1, detail)  # a rank that waited has said so
         detail = f"{say_silent(silent, timeout_seconds)}; {detail}"  # NCCL's watchdog ends ranks before they can
     print(f"error: {detail}", file=sys.stderr)
     mark_failed(folder, detail)
     if hint := how_to_go_on(folder):
         print(hint, file=sys.stderr)
-    return 1
+    return Ended(1, None if message_of(failure).startswith(CallbackFailedError.__name__) else detail)

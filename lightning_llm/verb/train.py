@@ -22,6 +22,7 @@ from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.going_on import refuse_unnamed_resume
 from lightning_llm.run.local_ranks import crowd_note, start_ranks
 from lightning_llm.run.lock import lock_run
+from lightning_llm.run.restarts import is_started_again
 from lightning_llm.run.start import decide_start
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.sweep.run import sweep
@@ -40,11 +41,10 @@ def train(arguments: argparse.Namespace) -> int:
         _set_allocator()
         plan = checked_plan(arguments, to_train=True)
         set_missing(wanted(plan))
-        if rank_environment() is not None:
-            return _run_rank(plan)
-        if plan.config.resume == "auto" and arguments.config is None:
+        unnamed = arguments.config is None and plan.config.resume == "auto"
+        if unnamed and (rank_environment() is None or is_started_again()):
             refuse_unnamed_resume(plan.config, arguments.overrides)
-        return _start(plan)
+        return _start(plan) if rank_environment() is None else _run_rank(plan)
 
 
 def train_config(config: Config, *, quiet: bool = False) -> int:
@@ -135,7 +135,7 @@ def _start(plan: Plan, quiet: bool = False) -> int:
             "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
         )
         raise ConfigError(Problem("world", text))
-    if config.trainer.devices == 1:
+    if config.trainer.devices == 1 and config.trainer.max_restarts == 0:
         return _run_alone(plan)
     start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
     if start.finished and decide_start(config, content_damage).finished:

@@ -2,22 +2,43 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 
 class Fail(pl.Callback):
-    """Raises, or dies by SIGKILL, or is stopped by SIGSTOP, on `rank` after `step`."""
+    """Raises, or dies by SIGKILL, or is stopped by SIGSTOP, on `rank` after `step`.
 
-    def __init__(self, rank: int, step: int, kill: bool = False, stop: bool = False):
+    `marks`: a folder where it notes that it has done so, and does so `times` times; None: each time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        step: int,
+        kill: bool = False,
+        stop: bool = False,
+        marks: str | None = None,
+        times: int = 1,
+    ):
         self.rank, self.step, self.kill, self.stop = rank, step, kill, stop
+        self.marks, self.times = marks, times
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_rank == self.rank and pl_module.completed_steps == self.step:
+        if trainer.global_rank == self.rank and pl_module.completed_steps == self.step and self._is_due():
             if self.stop:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("planted failure")
+
+    def _is_due(self) -> bool:
+        if self.marks is None:
+            return True
+        made = len(list(Path(self.marks).glob("mark-*")))
+        if made < self.times:
+            (Path(self.marks) / f"mark-{made}").touch()
+        return made < self.times

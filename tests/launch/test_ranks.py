@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -16,8 +15,6 @@ from pathlib import Path
 import pytest
 from rank_group import forkserver
 from run_metrics import curve, read_metrics, same_weights, steps_saved
-from sweep.forked_jobs import ForkedJob
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lightning_llm.__main__ import main
 
@@ -49,37 +46,6 @@ def train_ranks(ranks: list[tuple[list[str], dict[str, str]]]) -> list[tuple[int
     with ProcessPoolExecutor(len(ranks), mp_context=forkserver, max_tasks_per_child=1) as pool:
         started = [pool.submit(as_a_rank, words, variables) for words, variables in ranks]
         return [each.result(timeout=120) for each in started]
-
-
-class ForkedRank(ForkedJob):
-    """What torch's agent takes of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.process.join(timeout)
-        return self.process.exitcode
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch) -> Iterator[None]:
-    """Ranks that torch's agent starts in this process are forked from one that has imported all."""
-
-    def popen(handler: SubprocessHandler, command: tuple[str, ...], environment: dict[str, str]) -> ForkedRank:
-        return ForkedRank(list(command), 0, environment, None, None)
-
-    monkeypatch.setattr(SubprocessHandler, "_popen", popen)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in before.items():  # the agent leaves its own
-        signal.signal(number, handler)
 
 
 def torchrun(rank: int, world: int, port: int) -> dict[str, str]:

@@ -75,6 +75,12 @@ class TrainerConfig(Group):
         description="of softmax attention; auto: torch's choice, short on CPU up to 512 tokens; refused if not had",
     )
     threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
+    max_restarts: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="how often ranks here that are lost are started again, from the newest checkpoint",
+    )
 
 
 class SpikesConfig(Group):
