@@ -20,6 +20,9 @@ from lightning_llm.terminal.text import escaped
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
 
+FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT)
+"""What ranks end by once another has failed: the agent's signals, and NCCL's watchdog."""
+
 LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited|DistNetworkError")
 """What gloo, NCCL and torch's store say on a rank whose peer is gone."""
 
@@ -117,8 +120,9 @@ def first_failure(error: Any) -> tuple[int, Any]:
     if not LOST_PEER.search(message_of(first)):
         return rank, first
     for each, other in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
-        own = isinstance(other.message, dict) and not LOST_PEER.search(message_of(other))
-        if own and other.timestamp <= first.timestamp + 1:
+        said = isinstance(other.message, dict) and not LOST_PEER.search(message_of(other))
+        killed = other.exitcode < 0 and -other.exitcode not in FOLLOWING
+        if (said or killed) and other.timestamp <= first.timestamp + 1:
             return each, other
     return rank, first
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from lightning_llm.errors import ConfigError
 from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
 from lightning_llm.run.launch import first_failure, launch_ranks
 from lightning_llm.run.local_ranks import _first_failure, crowd_note, start_ranks
+from lightning_llm.run.restarts import Ended
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -80,7 +82,7 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
     for rank, code, kind, said in (*found, (2, -15, "AgreedError", "")):  # ended by the agent as it was about to
         failure = SimpleNamespace(exitcode=code, message={"message": f"{kind}: data.sources: line 9 has no text"})
         error = SimpleNamespace(get_first_failure=lambda rank=rank, failure=failure: (rank, failure))
-        assert _first_failure(error, tmp_path, 600.0) == 2
+        assert _first_failure(error, tmp_path, 600.0) == Ended(2)
         assert capsys.readouterr().err == said
 
 
@@ -88,7 +90,7 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
 def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status, code, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"status": status, "detail": "NonFiniteError: step 2"}))
     failure = SimpleNamespace(exitcode=143, message="Signal 15")
-    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (0, failure)), tmp_path, 600.0) == code
+    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (0, failure)), tmp_path, 600.0).code == code
 
 
 @pytest.mark.parametrize("first_too", [True, False])
@@ -98,7 +100,7 @@ def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path,
     (tmp_path / "config.yaml").touch()  # a run's folder, where why is written down
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
     failure = SimpleNamespace(exitcode=1, message={"message": text})
-    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (1, failure)), tmp_path, 600.0) == 1
+    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (1, failure)), tmp_path, 600.0) == Ended(1)
     said = r"rank 1 failed first (exit code 1): CallbackFailedError: callbacks.own failed: \x1b[31m"
     printed = capsys.readouterr().err
     assert printed.splitlines()[:1] == ([] if first_too else [f"error: {said}"])
@@ -164,3 +166,11 @@ def test_of_failures_within_a_second_the_one_that_lost_no_peer_is_first(seen, le
     with pytest.raises(ChildFailedError) as caught:
         launch_ranks(2, ["train"], threads=1, shutdown_seconds=1)
     assert first_failure(caught.value)[0] == first
+
+
+@pytest.mark.parametrize(("code", "first"), [(-signal.SIGKILL, 1), (-signal.SIGSEGV, 1), (-signal.SIGTERM, 0)])
+def test_a_rank_that_was_killed_is_first_and_one_that_the_agent_ended_is_not(code, first):
+    lost = SimpleNamespace(exitcode=1, message={"message": LOST}, timestamp=7)
+    ended = SimpleNamespace(exitcode=code, message="Signal received", timestamp=8)
+    error = SimpleNamespace(failures={0: lost, 1: ended}, get_first_failure=lambda: (0, lost))
+    assert first_failure(error)[0] == first
