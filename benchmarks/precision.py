@@ -18,7 +18,7 @@ from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.train.quantisation import Quantisation
 
 BASELINE = "bf16"
-ROUNDS, WARMUP = 7, 2
+ROUNDS, WARMUP = 3, 1
 
 
 @dataclass(frozen=True)

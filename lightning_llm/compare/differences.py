@@ -6,7 +6,7 @@ from typing import Any
 from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.config.identity import NOT_IDENTITY, OBSERVERS, below, is_data_path
-from lightning_llm.record.provenance import FINGERPRINT, git_of
+from lightning_llm.record.provenance import FINGERPRINT, git_of, has_fingerprint
 from lightning_llm.record.reading import EARLIER, Run, facts, measured_on
 
 FREE = (
@@ -28,7 +28,7 @@ FREE = (
     "trainer.accelerator",
     "trainer.compile",
     "trainer.validate_every_steps",
-    f"{FINGERPRINT}.kernel",
+    f"{FINGERPRINT}.os",
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
 (`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
@@ -161,7 +161,7 @@ def _comparable_facts(run: Run, other: Run) -> dict[str, Any]:
     fingerprint where the other is of a release that recorded none.
     """
     found, others = dict(facts(run)), facts(other)
-    if not any(below(key, (f"{FINGERPRINT}.",)) for key in others):
+    if not has_fingerprint(others):
         recorded = {key for key in found if below(key.removeprefix(EARLIER), (f"{FINGERPRINT}.",))}
         found = {key: value for key, value in found.items() if key not in recorded}
     if "backend" not in others:

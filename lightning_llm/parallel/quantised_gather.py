@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.fully_shard import reshard, sharded_modules
 from lightning_llm.parallel.layout import Layout
@@ -53,13 +54,12 @@ class WeightShard:
         self._state, self._whole, self._bytes = state, torch.empty(0), True
         layer.plan = layer.plan.with_weight_casts(self.weight)
         state.reset_sharded_param()  # pads a shard of fewer rows, which makes a new tensor of it; it does so once
-        local: Any = state.sharded_param._local_tensor
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._before, self._after
+        shard: Any = state.sharded_param._local_tensor  # the object itself: `to_local` makes another
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self._before, self._after
 
     def cast(self) -> Tensor:
         """Return this rank's rows in the compute dtype, [n, K]."""
-        local: Tensor = self._state.sharded_param._local_tensor
-        return local.detach().to(self.compute_dtype)
+        return local(self._state.sharded_param).detach().to(self.compute_dtype)
 
     def _before(
         self, mesh: Any, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any

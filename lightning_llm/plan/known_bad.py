@@ -8,7 +8,9 @@ Engine 2.0 and 2.1, whose overlapped tensor parallelism gave wrong weight gradie
 
 from collections.abc import Callable, Iterator, Mapping
 
+from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.units import shard_ranks
 
 Rule = Callable[[Plan, Mapping[str, str]], Iterator[str]]
 SHORTENED = ("BF16", "F16", "TF32", "ANY")
@@ -19,7 +21,8 @@ def _one_queue(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
 
     Source: Megatron-FSDP's user guide (docs.nvidia.com/megatron-core, "CUDA_DEVICE_MAX_CONNECTIONS").
     """
-    if _on_cuda(plan) and plan.degrees.dp_shard > 1 and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    sharded = shard_ranks(plan.config.parallel, plan.degrees) > 1
+    if on_gpu(plan) and sharded and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield (
             "CUDA_DEVICE_MAX_CONNECTIONS=1 is for Megatron's tensor parallelism and keeps FSDP2's gathers behind the "
             "GEMMs: unset it"
@@ -32,7 +35,7 @@ def _tf32(plan: Plan, environment: Mapping[str, str]) -> Iterator[str]:
     Source: PyTorch's CUDA environment variables; cuBLAS's documentation of `NVIDIA_TF32_OVERRIDE`.
     """
     for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
-        if _on_cuda(plan) and environment.get(name) == "1":
+        if on_gpu(plan) and environment.get(name) == "1":
             yield f"{name}=1 makes TF32 of fp32 products, whatever the recipe says: unset it"
 
 
@@ -43,7 +46,7 @@ def _short_cpu_products(plan: Plan, environment: Mapping[str, str]) -> Iterator[
     """
     for name in ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"):
         mode = environment.get(name, "").upper()
-        if not _on_cuda(plan) and mode in SHORTENED:
+        if not on_gpu(plan) and mode in SHORTENED:
             yield f"{name}={environment[name]} lets oneDNN multiply fp32 numbers in fewer bits: unset it"
 
 
@@ -52,8 +55,4 @@ RULES: tuple[Rule, ...] = (_one_queue, _tf32, _short_cpu_products)
 
 def known_bad(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     """Return a line on each setting in `environment` that is known to spoil what is planned."""
-    return [f"note   {text}" for rule in RULES for text in rule(plan, environment)]
-
-
-def _on_cuda(plan: Plan) -> bool:
-    return plan.capability.compute_capability is not None
+    return [f"note   here {text}" for rule in RULES for text in rule(plan, environment)]

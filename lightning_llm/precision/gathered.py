@@ -89,4 +89,7 @@ class GatheredWeight:
     def check_high(self) -> None:
         """Raise RuntimeError where GEMMs in high precision would read codes."""
         if self.gathered is not None:
-            raise RuntimeError(f"the weight of {self.layer.name} was gathered as codes, and is read in high precision")
+            raise RuntimeError(
+                f"the weight of {self.layer.name} was gathered as codes, and is read in high precision: call the "
+                "model, which gathers anew, and not the layer; or set precision.parameter_gather=high"
+            )

@@ -86,6 +86,22 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     return found if "code_hash" in found else found | git_of(summary)
 
 
+def has_fingerprint(origin: Mapping[str, Any]) -> bool:
+    """Return whether what `origin_of` returned has a fingerprint: runs of earlier releases have none."""
+    return any(key.startswith(f"{FINGERPRINT}.") for key in origin)
+
+
+def origin_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (before, now)} of what differs between two `origin_of`, None where one has none.
+
+    Of the fingerprint, where both have one, all that either has; of the rest what both have recorded.
+    """
+    keys = before.keys() & now.keys()
+    if has_fingerprint(before) and has_fingerprint(now):
+        keys = keys | {key for key in before.keys() | now.keys() if key.startswith(f"{FINGERPRINT}.")}
+    return {key: (before.get(key), now.get(key)) for key in sorted(keys) if before.get(key) != now.get(key)}
+
+
 def git_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the commit that `summary.json` names and whether files were changed, flat; {} where it says nothing."""
     git = summary.get("git") or {}

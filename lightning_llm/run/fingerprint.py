@@ -16,16 +16,18 @@ from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, Problem
 from lightning_llm.gemm import operand
 from lightning_llm.record.files import summary_of
-from lightning_llm.record.provenance import FINGERPRINT, origin_of
+from lightning_llm.record.provenance import FINGERPRINT, has_fingerprint, origin_changes, origin_of
 from lightning_llm.run.start import Start
 
 DRIVER = Path("/proc/driver/nvidia/version")
 VARIABLES = re.compile(
-    r"ATEN_CPU_CAPABILITY|(ONEDNN|DNNL|MKL|KMP)_(?!NUM_THREADS)\w+|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
-    r"(CUBLAS|CUBLASLT|CUDNN|NVTE)_\w+|CUDA_DEVICE_MAX_CONNECTIONS|NCCL_(ALGO|PROTO|NVLS_ENABLE|COLLNET_ENABLE|\w+_NCHANNELS)|"
-    r"TORCHINDUCTOR_(?!CACHE_DIR)\w+"
+    r"(?!\w*(VERBOSE|LOG|DEBUG|_DBG|THREADS|AFFINITY|BLOCKTIME|SETTINGS|CACHE))("
+    r"ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|TORCH_BLAS_PREFER_CUBLASLT|"
+    r"CUDA_DEVICE_MAX_CONNECTIONS|NCCL_(ALGO|PROTO|NVLS_ENABLE|COLLNET_ENABLE|\w+_NCHANNELS)|"
+    r"(ONEDNN|DNNL|MKL|KMP|CUBLAS|CUBLASLT|CUDNN|NVTE|ROCBLAS|HIPBLASLT|PYTORCH_TUNABLEOP|TORCHINDUCTOR)_\w+)"
 )
-"""Environment variables that change which kernels run, or how they round and sum; those of speed and places do not."""
+"""Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
+do not."""
 CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "backend", "code_hash")
 SHOWN = 8
 """How many differences a line names."""
@@ -34,7 +36,7 @@ SHOWN = 8
 def fingerprint(device: torch.device) -> dict[str, str]:
     """Return it flat, as this process has it by now: what is not there (CUDA on a CPU) is left out."""
     found = {
-        "kernel": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {platform.release()}",
         "libc": " ".join(platform.libc_ver()),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cpu.bf16_products": str(operand(torch.empty(0, dtype=torch.bfloat16)).dtype).removeprefix("torch."),
@@ -82,7 +84,7 @@ def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) 
     `here` is what the summary will say of this rank: versions, code, device and fingerprint.
 
     Raises:
-        AgreedError: on every rank, where something differs and `resume_strict` is set.
+        AgreedError: on every rank, where a run goes on with `resume_strict` set and something differs.
     """
     own = _numbers(here)
     ranks = [own]
@@ -90,9 +92,10 @@ def agree_on_fingerprint(config: Config, start: Start, here: Mapping[str, Any]) 
         ranks *= dist.get_world_size()
         dist.all_gather_object(ranks, own)
     changed = _since(start, ranks[0])
-    others = {rank: _unequal(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
-    if config.resume_strict and (changed or (others and start.checkpoint is not None)):
-        raise AgreedError([*_refusals(start, changed), *_rank_refusals(others)])
+    others = {rank: origin_changes(ranks[0], each) for rank, each in enumerate(ranks) if each != ranks[0]}
+    strict = config.resume_strict and start.checkpoint is not None and start.trunk is None
+    if strict and (problems := [*_unknown(start), *_refusals(start, changed), *_rank_refusals(others)]):
+        raise AgreedError(problems)
     lines = []
     if changed:
         lines.append(f"note   not as in the steps before: {_listed(changed)} (resume_strict=true refuses)")
@@ -107,18 +110,10 @@ def _numbers(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _since(start: Start, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (in the steps before, now)}; of a run of an earlier release what it has recorded."""
-    if start.checkpoint is None or start.step == 0:
+    """Return {key: (in the steps before, now)}, as far as these have recorded it; a branch is a run of its own."""
+    if start.checkpoint is None or start.step == 0 or start.trunk is not None:
         return {}
-    before = _numbers(summary_of(start.checkpoint.run_folder))
-    if not any(below(key, (f"{FINGERPRINT}.",)) for key in before):
-        now = {key: value for key, value in now.items() if not below(key, (f"{FINGERPRINT}.",))}
-    return _unequal(before, now)
-
-
-def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = sorted(one.keys() | other.keys())
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+    return origin_changes(_numbers(summary_of(start.checkpoint.run_folder)), now)
 
 
 def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
@@ -128,6 +123,14 @@ def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
 
 def _word(value: Any) -> str:
     return "none" if value is None else str(value)
+
+
+def _unknown(start: Start) -> list[Problem]:
+    folder = start.checkpoint.run_folder if start.checkpoint else Path()
+    if has_fingerprint(origin_of(summary_of(folder))):
+        return []
+    text = f"is true, and {folder} has no fingerprint: an earlier release trained it. Set it to false to go on."
+    return [Problem("resume_strict", text)]
 
 
 def _refusals(start: Start, changed: Mapping[str, tuple[Any, Any]]) -> list[Problem]:

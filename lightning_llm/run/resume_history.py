@@ -9,7 +9,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.addressing import Mixture, MixturePhase
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.files import summary_of
-from lightning_llm.record.provenance import origin_of
+from lightning_llm.record.provenance import origin_changes, origin_of
 from lightning_llm.run.start import Start
 
 
@@ -35,10 +35,8 @@ def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dic
     found: dict[str, list[Any]] = {key: list(values) for key, values in before.get("earlier", {}).items()}
     for key in sorted(changed):
         found.setdefault(key, []).append(was.get(key))
-    old_origin, new_origin = origin_of(before), origin_of(summary)
-    for key in sorted(old_origin.keys() & new_origin.keys()):
-        if old_origin[key] != new_origin[key]:
-            found.setdefault(key, []).append(old_origin[key])
+    for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
+        found.setdefault(key, []).append(earlier)
     return {key: _distinct(values) for key, values in found.items()}
 
 

@@ -113,9 +113,12 @@ class Quantisation:
         if recipe != self._in_force:
             set_recipe(model, recipe)
             self._in_force = recipe
-        begin_weight_step(model)
         if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
+
+    def hold_weights(self, model: nn.Module) -> None:
+        """Take the weights for what they stay until `end_step`: amaxes that ranks agree on hold as long."""
+        begin_weight_step(model)
 
     def undo_step(self) -> None:
         """Put the delayed scales back that the step in progress began with: it is run again, or ends the run."""

@@ -95,6 +95,7 @@ class TrainStep:
         self.before_zero_grad()
         self.optimizer.zero_grad(set_to_none=True)
         quantisation.begin_step(model, state.completed_steps)
+        quantisation.hold_weights(model)
 
         losses = self._forward_backward(batch)
         self._reduce_gradients()

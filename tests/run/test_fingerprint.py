@@ -15,7 +15,7 @@ from lightning_llm.compare.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import AgreedError
 from lightning_llm.plan.known_bad import RULES, known_bad
-from lightning_llm.precision.native.capability import HARDWARE
+from lightning_llm.plan.resolve import plan_of
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.reading import read_run
 from lightning_llm.run import fingerprint as module
@@ -49,12 +49,19 @@ def changed(monkeypatch, **values):
 def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
     recorded = summary_of(begun[0])["fingerprint"]
     assert recorded == fingerprint(CPU)
-    assert recorded["kernel"] == f"{os.uname().sysname} {os.uname().release}"
+    assert recorded["os"] == f"{os.uname().sysname} {os.uname().release}"
     assert recorded["cpu"] in torch.__config__.show()
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    for name in (
+        "MKL_NUM_THREADS",
+        "KMP_BLOCKTIME",
+        "CUBLAS_LOGINFO_DBG",
+        "NVTE_DEBUG_LEVEL",
+        "TORCHINDUCTOR_CACHE_DIR",
+    ):
+        monkeypatch.setenv(name, "1")
     assert fingerprint(CPU).items() - recorded.items() == {("env.NCCL_ALGO", "Ring"), ("env.NVTE_FUSED_ATTN", "0")}
 
 
@@ -68,10 +75,36 @@ def test_it_goes_on_elsewhere_with_a_line_and_keeps_both(begun, tmp_path, monkey
     assert summary_of(tmp_path / "run")["earlier"]["fingerprint.mkl"] == [was]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_variable_that_only_one_part_had_is_kept_as_well(begun, tmp_path, monkeypatch, capsys, before):
+    if before:
+        monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert go_on(begun, tmp_path, "trainer.max_steps=3") == 0
+    again = [tmp_path / "run", begun[1]]
+    if before:
+        monkeypatch.delenv("NCCL_ALGO")
+        assert go_on(again, tmp_path / "second", "trainer.max_steps=4") == 0
+        assert "fingerprint.env.NCCL_ALGO Ring -> none" in capsys.readouterr().out
+        assert summary_of(tmp_path / "second" / "run")["earlier"]["fingerprint.env.NCCL_ALGO"] == [None, "Ring"]
+    else:
+        assert "NCCL_ALGO" not in capsys.readouterr().out
+
+
+def test_strictly_a_run_of_an_earlier_release_is_refused_with_the_reason(begun, tmp_path, capsys):
+    shutil.copytree(begun[0], tmp_path / "old")
+    summary = json.loads((tmp_path / "old" / "summary.json").read_text())
+    del summary["fingerprint"], summary["code_hash"]
+    (tmp_path / "old" / "summary.json").write_text(json.dumps(summary))
+    assert go_on([tmp_path / "old", begun[1]], tmp_path / "strict", "trainer.max_steps=3", "resume_strict=true") == 2
+    assert "resume_strict: is true, and " in capsys.readouterr().err
+    assert go_on([tmp_path / "old", begun[1]], tmp_path / "again", "trainer.max_steps=3") == 0
+    assert "not as in the steps before" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("where", ["fingerprint", "versions"])
 def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, capsys, where):
     if where == "fingerprint":
-        changed(monkeypatch, cpu="AVX2", kernel="Linux 1.0")
+        changed(monkeypatch, cpu="AVX2", os="Linux 1.0")
     else:
         monkeypatch.setattr(
             "lightning_llm.run.rank.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
@@ -80,7 +113,7 @@ def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, c
     assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 2
     said = capsys.readouterr().err
     keys = re.findall(r"  - ([\w.]+): is ", said)
-    assert keys == (["fingerprint.cpu", "fingerprint.kernel"] if where == "fingerprint" else ["versions.torch"])
+    assert keys == (["fingerprint.cpu", "fingerprint.os"] if where == "fingerprint" else ["versions.torch"])
     assert "set resume_strict=false" in said
     after = {begun[0] / path.relative_to(tmp_path / "run"): path for path in (tmp_path / "run").rglob("*")}
     assert all(after[path].read_bytes() == content for path, content in before.items())
@@ -99,14 +132,14 @@ def test_a_run_of_an_earlier_release_has_none_to_differ_in(begun, tmp_path):
     file.write_text(json.dumps(summary))
     ours, theirs = read_run(begun[0]), read_run(tmp_path / "old")
     assert not [key for key in all_differences(ours, theirs) if key.startswith("fingerprint")]
-    summary["fingerprint"] = {**fingerprint(CPU), "kernel": "Linux 1.0", "onednn": "1.0"}
+    summary["fingerprint"] = {**fingerprint(CPU), "os": "Linux 1.0", "onednn": "1.0"}
     file.write_text(json.dumps(summary))
     theirs = read_run(tmp_path / "old")
-    assert {"fingerprint.kernel", "fingerprint.onednn"} == {
+    assert {"fingerprint.os", "fingerprint.onednn"} == {
         key for key in all_differences(ours, theirs) if key.startswith("fingerprint")
     }
     assert "fingerprint.onednn" in meaningful(ours, theirs)
-    assert "fingerprint.kernel" not in meaningful(ours, theirs)
+    assert "fingerprint.os" not in meaningful(ours, theirs)
 
 
 def ranks_that_say(monkeypatch, *each):
@@ -124,7 +157,7 @@ def test_ranks_whose_machines_differ_are_named(begun, monkeypatch, small_run, tm
     config = compose_config(small_run(tmp_path))
     (line,) = agree_on_fingerprint(config, Start(), {"fingerprint": {"driver": "570.1"}})
     assert line == "note   not the same on all ranks: fingerprint.driver 570.1 -> 560.2 on rank(s) 2, 3"
-    checkpoint = SimpleNamespace(step=2, run_folder=begun[0])
+    checkpoint = SimpleNamespace(step=2, run_folder=begun[0])  # whose own fingerprint differs, too
     strict = config.model_copy(update={"resume_strict": True})
     with pytest.raises(AgreedError, match=r"fingerprint.driver: is 560.2 on rank 3, and 570.1 on rank 0"):
         agree_on_fingerprint(strict, Start(checkpoint=checkpoint), {"fingerprint": {"driver": "570.1"}})  # type: ignore[arg-type]
@@ -153,15 +186,16 @@ def test_the_driver_s_version(text, version):
     ],
 )
 def test_settings_that_are_known_to_be_bad_are_said(hardware, environment, said):
-    plan = SimpleNamespace(capability=HARDWARE[hardware], degrees=SimpleNamespace(dp_shard=2))
-    lines = known_bad(plan, environment)  # type: ignore[arg-type]
-    assert [line.partition(said or "?")[1] for line in lines] == ([said] if said else [])
+    for words in (["parallel=zero3"], ["parallel=fsdp_cp", "parallel.dp_shard=1"]):
+        config = compose_config([*words, "world=2", f"hardware={hardware}", "data.global_batch_size=8"])
+        lines = known_bad(plan_of(config), environment)
+        assert [line.partition(said or "?")[1] for line in lines] == ([said] if said else [])
 
 
 def test_plan_says_them(small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     assert main(["plan", *small_run(tmp_path)]) == 0
-    assert "note   ONEDNN_DEFAULT_FPMATH_MODE=BF16" in capsys.readouterr().out
+    assert "note   here ONEDNN_DEFAULT_FPMATH_MODE=BF16" in capsys.readouterr().out
 
 
 def test_every_rule_is_in_the_documentation():

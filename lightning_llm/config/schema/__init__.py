@@ -50,7 +50,7 @@ class Config(Group):
     )
     resume_strict: bool = Field(
         False,
-        description="refuse to go on where versions, libraries, device, flags or environment are other than before",
+        description="refuse to go on where code, versions, device, threads, libraries, flags or variables are others",
     )
     branch_from: str | None = Field(
         None, description="a run or one of its checkpoints/step=N: go on from there as a run of its own, keys changed"
