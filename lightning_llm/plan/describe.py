@@ -11,6 +11,7 @@ from lightning_llm.plan.nodes import nodes_are_assumed, ranks_per_node
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import bubble_fraction, split_layers
 from lightning_llm.plan.traffic import bytes_sent, traffic_bytes
+from lightning_llm.plan.units import uses_fsdp
 
 SHOWN_RANKS, SHOWN_GROUPS, SHOWN_STAGES = 64, 4, 8
 """Worlds up to so many ranks have all their groups listed; of larger ones so many groups, each up to so many ranks.
@@ -94,6 +95,10 @@ def difference_to_one_rank(config: Config, degrees: Degrees, micro_batches: int)
     for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1:
             return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
+    # Seen of zero3 in bf16: most likely norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype.
+    rounds = config.precision.compute_dtype != config.precision.master_dtype
+    if parallel.compile and rounds and uses_fsdp(parallel, degrees):
+        return f"compiled blocks round otherwise where FSDP2 gathers weights in {config.precision.compute_dtype}"
     if degrees.pp > 1 and config.model.tie_embeddings:
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
     if parallel.reduction == "native" and degrees.dp * micro_batches > 1:

@@ -184,7 +184,8 @@ def test_all_axes_at_once_are_planned_but_sequences_over_stages(capsys):
     [
         ("single", {}, 4, None), ("ddp", {}, 4, None), ("zero3", {}, 3, None), ("hsdp", {}, 4, None),
         ("ddp", {}, 3, "no power of two"), ("zero2", {"reduction": "native"}, 1, "reduction=native"),
-        ("zero1", {"tp": 2}, 1, "tp=2 changes the order"),
+        ("zero1", {"tp": 2}, 1, "tp=2 changes the order"), ("ddp", {"compile": True}, 4, None),
+        ("zero3", {"compile": True}, 4, "compiled blocks round otherwise"),
     ],
 )  # fmt: skip
 def test_whether_the_bits_are_one_ranks_is_said(layout, keys, micro_batches, reason):
