@@ -231,9 +231,13 @@ def open_layout(plan: Plan, device: torch.device) -> Layout:
 
 
 def quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal."""
+    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal; FSDP2's, too.
+
+    It warns of views that modules return, which nothing here writes to.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
