@@ -181,10 +181,14 @@ def _native_problems(found: Resolution) -> list[Problem]:
 
 
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return what torch's compiler fails at: where cp and tp share a block that is recomputed whole, it counts a mesh
-    among the tensors that the block keeps (torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors")."""
-    whole = any(config.parallel.checkpointing_of(index) == "full" for index in range(config.model.num_layers))
-    if not (config.parallel.compile and whole and degrees.cp > 1 and degrees.tp > 1):
+    """Return what torch's compiler fails at: blocks that cp and tp share and that are recomputed whole.
+
+    It counts a mesh among the tensors that such a block keeps (torch 2.13: "expected all tensors_saved_with_vc_check to
+    be Tensors").
+    """
+    parallel = config.parallel
+    modes = parallel.activation_checkpoint_layers or (parallel.activation_checkpoint,)
+    if not (parallel.compile and "full" in modes and degrees.cp > 1 and degrees.tp > 1):
         return []
     text = (
         f"is true, and torch's compiler fails at blocks that are recomputed whole under cp={degrees.cp} and "

@@ -177,6 +177,14 @@ def test_a_floor_is_a_factor_or_a_rate_and_below_the_peak(capsys):
     assert "data.sources.code.weight: is 0, as all are" in refused(*none)
 
 
+@pytest.mark.parametrize("modes", ["[none]", "[full]", "[selective, full]"])
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_a_list_of_another_length_is_named_whatever_else_is_wrong(modes, compiled):
+    words = ["parallel=fsdp_cp_tp", "trainer.devices=8", "data.global_batch_size=16", f"trainer.compile={compiled}"]
+    with pytest.raises(ConfigError, match=r"activation_checkpoint_layers: has \d words, and model.num_layers is 4"):
+        check_config(compose_config([*words, f"parallel.activation_checkpoint_layers={modes}"]))
+
+
 def test_blocks_recomputed_whole_under_cp_and_tp_are_not_compiled():
     words = ["parallel=fsdp_cp_tp", "trainer.devices=8", "data.global_batch_size=16", "trainer.compile=true"]
     with pytest.raises(ConfigError, match=r"parallel.compile: is true, and torch's compiler fails .* cp=2 and tp=2"):
