@@ -7,6 +7,7 @@ it goes on while the rank waits in a collective, and ends when the process is st
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -128,6 +129,11 @@ def say_silent(silent: list[Beat], timeout_seconds: float) -> str:
     more = f"; and {len(silent) - NAMED_RANKS} more" if len(silent) > NAMED_RANKS else ""
     named = "; ".join(map(str, silent[:NAMED_RANKS]))
     return f"{named}{more}. The others waited for it (parallel.timeout_seconds={timeout_seconds:g})"
+
+
+def says_silent(detail: str) -> bool:
+    """Return whether `detail`, of a run's summary, is what `say_silent` returned."""
+    return re.match(r"rank \d+ \(.* has given no sign of life for ", detail) is not None
 
 
 def _line_of_main_thread() -> str:

@@ -1,6 +1,5 @@
 """The ranks of a training run on this machine: starting them, and what is said of the run when one fails."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,12 @@ from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.rank_liveness import clear_beats, say_silent, silent_ranks
+from lightning_llm.record.rank_liveness import clear_beats, say_silent, says_silent, silent_ranks
 from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
 
-IS_SILENT = re.compile(r"rank \d+ \(.*has given no sign of life")
-"""What `say_silent` begins with."""
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
 
@@ -77,7 +74,7 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     known = summary_of(folder)
     known_detail = str(known.get("detail", ""))
     # A rank that waited in vain has said for whom.
-    silence = known_detail if known.get("status") == "failed" and IS_SILENT.match(known_detail) else None
+    silence = known_detail if known.get("status") == "failed" and says_silent(known_detail) else None
     if failure.exitcode in (130, 143) and known.get("status") == "failed":
         return Ended(1, silence)  # the agent ended it, of several that failed in one second, and rank 0 has said why
     if failure.exitcode in (130, 143):
