@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from benchmarks.rotation import Row
+from benchmarks.rotation import Row, interleaved_minima, stepping
+from benchmarks.shape import Shape, config, random_batch
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.recipes import option_files
-from lightning_llm.config.schema import Config
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.init import initialise
@@ -18,29 +17,13 @@ from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.train.quantisation import Quantisation
 
 BASELINE = "bf16"
-ROUNDS, WARMUP = 3, 1
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is trained on in a step: `micro_batches` of `batch` sequences of 256 tokens, by a model of these words."""
-
-    title: str
-    model: tuple[str, ...]
-    batch: int
-    micro_batches: int
-
-
-HIDDEN_512 = Step(
-    "hidden 512, 1 x 8 x 256 tokens",
-    (
-        "model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_hidden_size=1408",
-        "model.vocab_size=4096",
-    ),
-    batch=8,
-    micro_batches=1,
-)  # fmt: skip
-TINY = Step("llama_tiny, 4 x 2 x 256 tokens (the quickstart's)", (), batch=2, micro_batches=4)
+HIDDEN_512 = Shape(hidden=512, layers=4, heads=8, ffn=1408, vocab=4096, length=256, batch=8)
+TINY = Shape(hidden=192, layers=4, heads=6, ffn=512, vocab=1024, length=256, batch=8)
+STEPS = {
+    "hidden 512, 1 x 8 x 256 tokens": (HIDDEN_512, 1),
+    "llama_tiny, 4 x 2 x 256 tokens (the quickstart's)": (TINY, 4),
+}
+"""The model and batch of a step, and in how many micro-batches it is run."""
 TARGETS = {
     "fp8_current": (1.25, 1.5), "fp8_delayed": (1.25, 1.5), "mxfp8": (1.25, 1.5), "fp8_subchannel": (1.5, 2.0),
     "mxfp4_sr": (1.5, 2.0), "nvfp4": (1.8, 2.5), "fp8_subchannel_fp32scales": (2.5, 3.0), "fp16_mxfp8": (2.5, 3.0),
@@ -48,28 +31,26 @@ TARGETS = {
 }  # fmt: skip
 
 
-def training_step(recipe: str, step: Step) -> Callable[[], None]:
-    """Return a function that takes a training step of `step`'s model under `recipe`, with clipping and AdamW."""
-    config: Config = compose_config(["model=llama_tiny", f"precision={recipe}", *step.model])
+def training_step(recipe: str, shape: Shape, micro_batches: int) -> Callable[[], None]:
+    """Return a function that takes a training step at `shape` under `recipe`, with clipping and AdamW."""
+    run = config(f"precision={recipe}", shape=shape)
     with torch.device("meta"):
-        model = Decoder(config.model, DTYPES[config.precision.compute_dtype])
-    quantisation = Quantisation(config.precision, seed=0, max_steps=1000)
-    quantisation.swap(model, config.model.num_layers, "cpu")
+        model = Decoder(run.model, DTYPES[run.precision.compute_dtype])
+    quantisation = Quantisation(run.precision, seed=0, max_steps=1000)
+    quantisation.swap(model, run.model.num_layers, "cpu")
     model.to_empty(device="cpu")
     initialise(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    shape = (step.micro_batches, step.batch, 257)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
+    tokens, labels = (each.chunk(micro_batches) for each in random_batch(shape))
     made = 0
 
     def train() -> None:
         nonlocal made
         optimizer.zero_grad(set_to_none=True)
         quantisation.begin_step(model, made)
-        for index, micro_batch in enumerate(tokens):
+        for index in range(micro_batches):
             quantisation.begin_micro_batch(model, made, index)
-            loss = next_token_loss_sum(model(micro_batch[:, :-1]), micro_batch[:, 1:]) / tokens[..., 1:].numel()
+            loss = next_token_loss_sum(model(tokens[index]), labels[index]) / shape.tokens
             loss.backward()
             quantisation.end_micro_batch(model, lambda amax: amax)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,23 +61,13 @@ def training_step(recipe: str, step: Step) -> Callable[[], None]:
     return train
 
 
-def cpu_seconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Return each step's least CPU seconds of this process; they take turns, so that a slow spell hits all alike."""
-    best = dict.fromkeys(steps, float("inf"))
-    for turn in range(WARMUP + ROUNDS):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            best[name] = min(best[name], time.process_time() - start if turn >= WARMUP else float("inf"))
-    return best
-
-
 def measure() -> Iterator[Row]:
     """Yield each recipe's step over bf16's."""
     recipes = [name for name in option_files("precision") if compose_config([f"precision={name}"]).precision.quantises]
-    for column, step in enumerate((HIDDEN_512, TINY)):
-        best = cpu_seconds({name: training_step(name, step) for name in (BASELINE, *recipes)})
-        yield f"{step.title}: bf16, CPU ms per step", best[BASELINE] * 1e3, ""
+    for column, (title, (shape, micro_batches)) in enumerate(STEPS.items()):
+        contenders = {name: stepping(training_step(name, shape, micro_batches)) for name in (BASELINE, *recipes)}
+        best = interleaved_minima(contenders, rounds=3, steps=1, warmup=1, clock=time.process_time)
+        yield f"{title}: bf16, CPU ms per step", best[BASELINE] * 1e3, ""
         for name in recipes:
             target = f"<= {TARGETS[name][column]}" if name in TARGETS else ""
             yield f"  {name}, CPU time over bf16's", best[name] / best[BASELINE], target
