@@ -131,3 +131,12 @@ def test_the_plan_shows_what_this_machine_would_do(small_run, tmp_path, monkeypa
     assert "8.0" in seen["native"]["reason"]
     assert main(["plan", "--matrix", *words]) == 0
     assert "fp8_current_e4m3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("backend", "runs"), [("auto", "native"), ("emulated", "emulated")])
+def test_native_linears_and_emulated_ones_go_with_compiled_blocks(small_run, tmp_path, hopper, capsys, backend, runs):
+    words = ["precision=fp8_current", "trainer.compile=true", f"precision.backend={backend}"]
+    assert main(["plan", "--json", *small_run(tmp_path, *SHAPE, *words)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["layout"]["compile"]
+    assert {each["runs"] for each in facts["precision"]["slots"].values()} == {runs}

@@ -1,6 +1,9 @@
 """A dry run against the same step for real, on ranks of gloo, and against the plan's formulas. 25 seconds."""
 
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -44,6 +47,19 @@ def counted(config: Config) -> list[dict[str, Any]]:
     return gathered
 
 
+def lowest_peaks(steps: Iterator[list[dict[str, Any]]], expected: dict[int, int]) -> dict[int, int]:
+    """Return each rank's least peak bytes in real `steps`, of which no more are made than it takes to meet `expected`.
+
+    A real collective's thread lets go of its tensors when it comes to it: half a kilobyte more, once in two steps.
+    """
+    least: dict[int, int] = {}
+    for counts in steps:
+        least = {rank: min(counts[rank]["peak_bytes"], least.get(rank, sys.maxsize)) for rank in expected}
+        if least == expected:
+            break
+    return least
+
+
 @pytest.mark.parametrize(("layout", "world", "more"), LAYOUTS)
 def test_a_dry_run_counts_what_ranks_really_do(layout, world, more, ranks, small_run, tmp_path):
     words = [f"parallel={layout}", f"trainer.devices={world}", "precision=bf16", "data.micro_batch_size=1"]
@@ -56,8 +72,9 @@ def test_a_dry_run_counts_what_ranks_really_do(layout, world, more, ranks, small
         same = real[each["rank"]]
         kept = of_the_step(each)
         assert kept == {key: same[key] for key in kept}
-        # A real collective's thread lets go of its tensors when it comes to it: half a kilobyte, once in two runs.
-        assert each["peak_bytes"] <= same["peak_bytes"] <= 1.001 * each["peak_bytes"]
+    peaks = {each["rank"]: each["peak_bytes"] for each in dry["ranks"]}
+    again = (ranks(world).call(counted, config) for _ in range(7))
+    assert lowest_peaks(chain([real], again), peaks) == peaks
     assert dry["differences"] == []
     assert dry["memory_bytes"]["total"] == max(each["peak_bytes"] for each in dry["ranks"])
 
