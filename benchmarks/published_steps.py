@@ -27,13 +27,21 @@ class Published:
 GRAND_TETON = ("cluster=h100_dgx", "hardware=null", "cluster.memory_gb_per_second=2400")
 EVERY_BLOCK = ("precision.modules.first_blocks_high_precision=0", "precision.modules.last_blocks_high_precision=0")
 FLOAT8 = ("precision=fp8_current", *EVERY_BLOCK)
-COMPILE = ("parallel.compile=true",)
+COMPILE, UNCOMPILED = ("parallel.compile=true",), ("parallel.compile=false",)
 
 
 def _titan(model: str, world: int, micro_batch: int, batch: int, *more: str) -> tuple[str, ...]:
     recipe = {"8b": "llama3_8b_fsdp2", "70b": "llama3_70b_2d", "405b": "llama3_405b_3d"}[model]
     sizes = f"data.micro_batch_size={micro_batch}", f"data.global_batch_size={batch}"
-    return (f"recipe={recipe}", f"world={world}", *sizes, *(() if "cluster=h200_dgx" in more else GRAND_TETON), *more)
+    compiled = () if COMPILE[0] in more else UNCOMPILED
+    return (
+        f"recipe={recipe}",
+        f"world={world}",
+        *compiled,
+        *sizes,
+        *(() if "cluster=h200_dgx" in more else GRAND_TETON),
+        *more,
+    )
 
 
 def _long(tokens: int) -> tuple[str, ...]:
@@ -113,7 +121,7 @@ def megatron(
     reduction = "tree" if pp > 1 and tp >= 8 else "native"
     return (
         "recipe=megatron_gpt3_175b", "precision=bf16_true", "cluster=a100_dgx", f"world={world}",
-        "model.vocab_size=51200",
+        "model.vocab_size=51200", *UNCOMPILED,
         f"model.num_layers={layers}", f"model.hidden_size={hidden}", f"model.ffn_hidden_size={4 * hidden}",
         f"model.num_heads={heads}", f"model.num_kv_heads={heads}", f"parallel.tp={tp}", f"parallel.pp={pp}",
         f"parallel.reduction={reduction}", "parallel.activation_checkpoint=full",

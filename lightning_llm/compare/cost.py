@@ -14,7 +14,7 @@ from lightning_llm.record.reading import Run
 
 SPEED_KEYS = (
     *LAYOUT,
-    "parallel.compile",
+    "compiled",
     "precision.casts",
     "precision.backend",
     "precision.parameter_gather",

@@ -19,6 +19,7 @@ FREE = (
     "data.name",
     "model.name",
     "model.parameters_published",
+    "parallel.compile",
     "parallel.name",
     "parallel.timeout_seconds",
     "precision.name",
@@ -31,7 +32,7 @@ FREE = (
     f"{FINGERPRINT}.os",
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
-(`trainer.accelerator` in the device, `trainer.compile` in `parallel.compile`, `precision.backend` in the summary's)."""
+(`trainer.accelerator` in the device, `*.compile` in `compiled`, `precision.backend` in the summary's)."""
 
 LAYOUT = (
     "parallel.dp_replicate",
@@ -52,7 +53,7 @@ LAYOUT = (
 """Free, too, between two layouts that both train to the bits of a single rank (docs/parallel.md)."""
 
 ROUNDING = (
-    *LAYOUT, "parallel.compile", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"
+    *LAYOUT, "compiled", "data.micro_batch_size", "trainer.threads", "threads", "trainer.attention_kernel"
 )  # fmt: skip
 """These change the order of sums alone. Two runs of one recipe and seed that differ in nothing else are an A/A pair."""
 

@@ -28,7 +28,7 @@ NOT_IDENTITY = (
 weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of
 earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
 
-ONCE_WRITTEN = {"data.num_workers": 0}
+ONCE_WRITTEN = {"data.num_workers": 0, "parallel.compile": False, "trainer.compile": False}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""
 
 OBSERVERS = "lightning_llm.callbacks."
@@ -40,6 +40,7 @@ FREE_ON_RESUME = (
     "trainer.validate_every_steps",
     "trainer.devices",
     "trainer.attention_kernel",
+    "trainer.compile",
     "world",
     "parallel.",
     "data.micro_batch_size",

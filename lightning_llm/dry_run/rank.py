@@ -69,9 +69,10 @@ def dry_rank(plan: Plan, rank: int) -> RankCounts:
 
     gc.freeze()  # imports, which no collection needs to look through
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.degrees.world)
+    parallel = plan.config.parallel.model_copy(update={"compile": False})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")  # nobody is waited for
-        layout = Layout.of(plan.config.parallel, plan.degrees, CPU, ranks_per_node(plan.config))
+        layout = Layout.of(parallel, plan.degrees, CPU, ranks_per_node(plan.config))
     return count_step(plan, layout, FakeTensorMode(allow_non_fake_inputs=True))
 
 

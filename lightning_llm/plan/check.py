@@ -14,6 +14,7 @@ from lightning_llm.model.linear_names import linear_names, linears_of
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
 from lightning_llm.plan.checkpoints import retention_problems
 from lightning_llm.plan.cluster import cluster_rules
+from lightning_llm.plan.compiled_blocks import compiler_failure
 from lightning_llm.plan.degrees import Degrees, checkpointing_problems, layout_problems
 from lightning_llm.plan.divisibility import sharding_problems
 from lightning_llm.plan.nodes import tensor_parallel_problems
@@ -181,19 +182,10 @@ def _native_problems(found: Resolution) -> list[Problem]:
 
 
 def _compiler_problems(config: Config, degrees: Degrees) -> list[Problem]:
-    """Return what torch's compiler fails at: blocks that cp and tp share and that are recomputed whole.
-
-    It counts a mesh among the tensors that such a block keeps (torch 2.13: "expected all tensors_saved_with_vc_check to
-    be Tensors").
-    """
-    parallel = config.parallel
-    modes = parallel.activation_checkpoint_layers or (parallel.activation_checkpoint,)
-    if not (parallel.compile and "full" in modes and degrees.cp > 1 and degrees.tp > 1):
+    failure = compiler_failure(config.parallel, degrees) if config.parallel.compile else None
+    if failure is None:
         return []
-    text = (
-        f"is true, and torch's compiler fails at blocks that are recomputed whole under cp={degrees.cp} and "
-        f"tp={degrees.tp} together. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
-    )
+    text = f"is true, and {failure}. Set parallel.activation_checkpoint=selective or none, or trainer.compile=false."
     return [Problem("parallel.compile", text)]
 
 

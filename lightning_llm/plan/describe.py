@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from typing import Any
 
-from lightning_llm.config.schema import Config
 from lightning_llm.plan.accounting import OURS, Accounting
 from lightning_llm.plan.degrees import AXES, Degrees, bitwise_problem
 from lightning_llm.plan.memory import peak_memory, peak_memory_pp_rank
@@ -27,7 +26,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
     """
     config, degrees, micro_batches = plan.config, plan.degrees, plan.micro_batches
     parallel = config.parallel
-    problem = difference_to_one_rank(config, degrees, micro_batches)
+    problem = difference_to_one_rank(plan)
     return {
         "name": parallel.name,
         "world": degrees.world,
@@ -40,7 +39,7 @@ def layout_facts(plan: Plan) -> dict[str, Any]:
         "activation_checkpoint": parallel.activation_checkpoint,
         "activation_checkpoint_every": parallel.activation_checkpoint_every,
         "activation_checkpoint_layers": parallel.activation_checkpoint_layers,
-        "compile": parallel.compile,
+        "compile": plan.compiled,
         "pipeline": pipeline_facts(plan) if degrees.pp > 1 else None,
         "groups": {axis: _group_facts(degrees, axis) for axis in AXES if getattr(degrees, axis) > 1},
         "micro_batches_per_rank": micro_batches,
@@ -89,26 +88,26 @@ def pipeline_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def difference_to_one_rank(config: Config, degrees: Degrees, micro_batches: int) -> str | None:
+def difference_to_one_rank(plan: Plan) -> str | None:
     """Return why the layout does not train to the bits of a single rank whose gradients the tree sums; None if so."""
-    parallel = config.parallel
+    config, degrees, parallel = plan.config, plan.degrees, plan.config.parallel
     for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1:
             return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
     # Seen of zero3 in bf16: most likely norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype.
     rounds = config.precision.compute_dtype != config.precision.master_dtype
-    if parallel.compile and rounds and uses_fsdp(parallel, degrees):
+    if plan.compiled and rounds and uses_fsdp(parallel, degrees):
         return f"compiled blocks round otherwise where FSDP2 gathers weights in {config.precision.compute_dtype}"
     if degrees.pp > 1 and config.model.tie_embeddings:
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
-    if parallel.reduction == "native" and degrees.dp * micro_batches > 1:
+    if parallel.reduction == "native" and degrees.dp * plan.micro_batches > 1:
         return "parallel.reduction=native sums ranks in the library's order, and micro-batches in a row"
     if degrees.dp > 1 and config.precision.updates_every_micro_batch:
         return (
             f"delayed scales that move with every micro-batch (update: micro_batch) take the largest amax of the "
             f"{degrees.dp} that ranks run at once"
         )
-    return bitwise_problem(degrees, parallel.zero_stage, micro_batches)
+    return bitwise_problem(degrees, parallel.zero_stage, plan.micro_batches)
 
 
 def _group_facts(degrees: Degrees, axis: str) -> dict[str, Any]:

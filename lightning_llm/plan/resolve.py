@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_llm.config.identity import config_hash
-from lightning_llm.config.schema import Config
+from lightning_llm.config.schema import Config, ParallelConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.linear_names import linear_widths
+from lightning_llm.plan.compiled_blocks import compiles
 from lightning_llm.plan.degrees import Degrees, given_degrees, resolve_degrees
 from lightning_llm.plan.divisibility import part_widths
 from lightning_llm.plan.nodes import with_reduction
@@ -33,6 +34,16 @@ class Plan:
     def identity(self) -> str:
         """The config's hash."""
         return config_hash(self.config)
+
+    @cached_property
+    def compiled(self) -> bool:
+        """Whether blocks are compiled."""
+        return compiles(self.config.parallel, self.degrees, self.capability)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout's keys, `compile` as it is on the plan's device."""
+        return self.config.parallel.model_copy(update={"compile": self.compiled})
 
 
 class Resolution:

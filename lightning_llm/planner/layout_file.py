@@ -1,5 +1,6 @@
 """The layout that was found as a file of the group `parallel`, which `train parallel=NAME --config-dir DIR` takes."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -69,8 +70,8 @@ def layout_text(name: str, priced: Priced, planner: str, words: list[str]) -> st
     if priced.placement:
         comment.append(f"Machines in the order of ranks: {', '.join(priced.placement.order)}")
     body = "".join(_line(key, value) for key, value in _values(name, priced).items())
-    compiled = config.parallel.compile != config.trainer.compile
-    body += f"compile: {str(config.parallel.compile).lower() if compiled else '${trainer.compile}'}\n"
+    own = config.parallel.compile != config.trainer.compile
+    body += f"compile: {json.dumps(config.parallel.compile) if own else '${trainer.compile}'}\n"
     return "".join(f"# {line}\n" for line in comment) + body
 
 

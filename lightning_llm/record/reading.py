@@ -132,7 +132,9 @@ class Run:
         if self.typed is None:
             return False
         try:
-            return bool(layout_facts(plan_of(self.typed, DEVICES["cpu"]))["bitwise"])
+            ran = self.typed.parallel.model_copy(update={"compile": facts(self)["compiled"]})
+            plan = plan_of(self.typed.model_copy(update={"parallel": ran}), DEVICES["cpu"])
+            return bool(layout_facts(plan)["bitwise"])
         except ConfigError:
             return False
 
@@ -249,4 +251,5 @@ def facts(run: Run) -> Mapping[str, Any]:
     Of a resumed run also what earlier parts of it had otherwise.
     """
     earlier = run.summary.get("earlier") or {}
-    return origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}
+    asked = bool(run.config.get("parallel.compile"))  # which was all there was to know before it could be null
+    return {"compiled": asked} | origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}

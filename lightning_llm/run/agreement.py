@@ -18,11 +18,13 @@ from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, content_
 
 
 class RankReport(NamedTuple):
-    """What one rank says of itself. `runs`: how casts would run there; `problems`: what it refuses."""
+    """What one rank says of itself. `runs`: how casts would run there; `compiled`: whether blocks would be;
+    `problems`: what it refuses."""
 
     devices: int
     config_hash: str
     runs: str
+    compiled: bool
     problems: tuple[Problem, ...]
 
 
@@ -40,7 +42,7 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
             raise refusal
         return plan
     problems = () if refusal is None else tuple(refusal.problems)
-    here = RankReport(plan.config.trainer.devices, plan.identity, plan.decision.runs, problems)
+    here = RankReport(plan.config.trainer.devices, plan.identity, plan.decision.runs, plan.compiled, problems)
     found = [here] * dist.get_world_size()
     dist.all_gather_object(found, here)
     if refused := _of_ranks([each.problems for each in found]):
@@ -58,6 +60,10 @@ def agree_on_plan(plan: Plan, refusal: ConfigError | None = None) -> Plan:
             "emulated, or start all ranks on machines that are alike."
         )
         raise AgreedError(Problem("precision.backend", text))
+    if others := [rank for rank, each in enumerate(found) if each.compiled != found[0].compiled]:
+        compiled, not_compiled = ("rank 0", f"rank(s) {_listed(others)}")[:: 1 if found[0].compiled else -1]
+        text = f"blocks would be compiled on {compiled} and not on {not_compiled}. Set true or false."
+        raise AgreedError(Problem("parallel.compile", text))
     return replace(plan, config=_from_first(plan.config))
 
 

@@ -28,7 +28,7 @@ VARIABLES = re.compile(
 )
 """Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
 do not."""
-CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "backend", "code_hash")
+CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
 SHOWN = 8
 """How many differences a line names."""
 

@@ -19,7 +19,7 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
+from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
@@ -28,9 +28,11 @@ from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
+from lightning_llm.plan.compiled_blocks import compile_note
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.precision.inductor import no_compiler
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import choose_backend
@@ -150,6 +152,7 @@ def prepare_rank(plan: Plan) -> Rank:
     try:
         callbacks = build_callbacks(config)
         check_casts(config, plan.decision, device)
+        check_compiler(config, device)
         attention = attention_kernels(plan, device)
     except ConfigError as error:
         refusal = error
@@ -171,12 +174,21 @@ def check_casts(config: Config, decision: Decision, device: torch.device) -> Non
             say(unchecked)
 
 
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raise ConfigError where blocks are to be compiled and `device` has no compiler."""
+    reason = no_compiler(device.type) if config.parallel.compile else None
+    if reason is not None:
+        text = f"is true, and {reason}. Mend that, or set trainer.compile=false, which it follows."
+        raise ConfigError(Problem("parallel.compile", text))
+
+
 def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
     kernel = config.trainer.attention_kernel
-    for line in filter(None, (kernel_line(rank.attention, kernel), environment_line(device.type))):
+    uncompiled = compile_note(config.parallel, rank.plan.degrees, rank.plan.capability)
+    for line in filter(None, (kernel_line(rank.attention, kernel), uncompiled, environment_line(device.type))):
         say(line)
     started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
     for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *started]:
@@ -191,7 +203,7 @@ def fit(rank: Rank, start: Start) -> None:
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
     facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)}
-    here = origin_here(device) | facts
+    here = origin_here(rank.plan, device) | facts
     for line in agree_on_fingerprint(config, start, here):
         say(line)
     if is_first_rank() and (earlier := resume_history(config, start, here)):
@@ -227,7 +239,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    return Layout.joined(plan.config.parallel, plan.degrees, device, ranks_per_node(plan.config))
+    return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
 
 
 def quiet_lightning() -> None:
@@ -255,9 +267,14 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
     }
 
 
-def origin_here(device: torch.device) -> dict[str, Any]:
+def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Return what the summary will say of the code and the machine."""
-    return {"versions": versions(), "code_hash": code_hash(), "device": describe_device(device)}
+    return {
+        "versions": versions(),
+        "code_hash": code_hash(),
+        "device": describe_device(device),
+        "compiled": plan.compiled,
+    }
 
 
 def run_loggers(config: Config) -> list[RunLogger]:

@@ -46,7 +46,9 @@ class ParallelConfig(Group):
     activation_checkpoint_layers: Annotated[tuple[Checkpointing, ...], Field(strict=False)] | None = Field(
         None, description="what each block recomputes, a word per block; null: as the two keys above have it"
     )
-    compile: bool = Field(False, description="torch.compile, one graph per block")
+    compile: bool | None = Field(
+        None, description="torch.compile, one graph per kind of block; null: on CUDA, not on a CPU"
+    )
     timeout_seconds: float = Field(1800.0, gt=0, le=31_536_000, description="how long a rank waits for its peers")
 
     def checkpointing_of(self, index: int) -> Checkpointing:
@@ -66,7 +68,7 @@ class TrainerConfig(Group):
     validate_every_steps: PositiveInt | None = Field(
         description="optimizer steps between validations; null: at the end only"
     )
-    compile: bool = Field(False, description="what parallel.compile takes unless set itself")
+    compile: bool | None = Field(None, description="what parallel.compile takes unless set itself")
     deterministic: bool = Field(
         False, description="refuse kernels whose sums depend on timing: a run on CUDA repeats bit for bit, more slowly"
     )

@@ -29,11 +29,13 @@ SCORE_BYTES_ON_CPU = (22, 40)
 class Operations:
     """Costs of operations on a rank of a layout, all for one micro-batch."""
 
-    def __init__(self, config: Config, degrees: Degrees, device: Device, links: Links, formats: Formats):
+    def __init__(
+        self, config: Config, degrees: Degrees, device: Device, links: Links, formats: Formats, compiled: bool
+    ):
         self.config, self.degrees, self.device, self.links, self.formats = config, degrees, device, links, formats
         self.width = DTYPE_BYTES[config.precision.compute_dtype]
         self.tokens = tokens_of(config, degrees)
-        self.compiled = config.parallel.compile
+        self.compiled = compiled
         # Whole gradients are added up over micro-batches where no FSDP reduces them after each.
         self._adds_up = micro_batches_per_rank(config, degrees) > 1 and (
             not uses_fsdp(config.parallel, degrees) or reduces_once(config.parallel, degrees)

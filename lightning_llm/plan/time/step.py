@@ -79,7 +79,7 @@ class StepTimer:
         self.device = Device(cluster)
         self.links = links or Links(cluster, degrees, ranks_per_node(config))
         self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
-        self.operations = Operations(config, degrees, self.device, self.links, self.formats)
+        self.operations = Operations(config, degrees, self.device, self.links, self.formats, plan.compiled)
         self.parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
         sent: dict[Hashable, Sent] = {}
         self.sent: list[Sent] = []

@@ -15,7 +15,8 @@ LIBRARY = (2, 20)
 class Capability:
     """One device with its libraries. `device` is "cpu", or "sm_90" for CUDA compute capability 9.0.
 
-    `problem` says why there is no CUDA device, `library_problem` why Transformer Engine cannot be used beside it.
+    `problem` says why there is no CUDA device, `library_problem` why Transformer Engine cannot be used beside it,
+    `no_compiler` why nothing can be compiled for it.
     """
 
     device: str
@@ -24,6 +25,7 @@ class Capability:
     library: str | None = None
     problem: str | None = None
     library_problem: str | None = None
+    no_compiler: str | None = None
 
     @classmethod
     def none(cls, problem: str) -> "Capability":
@@ -92,7 +94,10 @@ def device_here(accelerator: str) -> Capability:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return Capability.none(f"no CUDA device: torch {torch.__version__}, {built}, finds none")
     major, minor = torch.cuda.get_device_capability()
-    return Capability(f"sm_{major}{minor}", (major, minor), version_tuple(torch.version.cuda or ""))
+    from lightning_llm.precision.inductor import no_compiler
+
+    cuda = version_tuple(torch.version.cuda or "")
+    return Capability(f"sm_{major}{minor}", (major, minor), cuda, no_compiler=no_compiler("cuda"))
 
 
 @functools.cache
