@@ -1,10 +1,12 @@
 """A group of ranks that lives for many cases: forkserver children joined by gloo, called by function and arguments.
 
 A case that fails on one rank ends its whole group at once, since the others may wait for it; the next case gets a new
-group.
+group. Where a rank crashed (a signal ended it), the group had run other cases before, and
+its memory may have been theirs: the case is tried once more, in a new group, with a warning that has its stacks.
 """
 
 import copy
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -12,6 +14,7 @@ import multiprocessing.connection
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +47,10 @@ forkserver.set_forkserver_preload(
 )
 
 
+class RankCrashedError(RuntimeError):
+    """A rank's process was ended by a signal."""
+
+
 class RankGroup:
     """`world` ranks. `call(function, *arguments)` runs a module-level function on all, and returns rank 0's result.
 
@@ -57,6 +64,16 @@ class RankGroup:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Raise RuntimeError with the traceback of the rank that failed first."""
+        used = bool(self._children)
+        try:
+            return self._call(function, arguments)
+        except RankCrashedError as crash:
+            if not used:
+                raise
+            warnings.warn(f"{crash}\ntried again in new processes", stacklevel=2)
+            return self._call(function, arguments)
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if not self._children:
             self._start()
         for pipe in self._pipes:
@@ -73,7 +90,11 @@ class RankGroup:
                 try:
                     failure, results[rank] = pipe.recv()
                 except EOFError:
-                    failure = "it died"
+                    self._children[rank].join()
+                    code, stacks = self._children[rank].exitcode, self._stacks(rank).read_text()
+                    self.close()
+                    text = f"rank {rank} of {self.world} crashed with exit code {code}:\n{stacks}"
+                    raise RankCrashedError(text) from None
                 if failure is not None:
                     self.close()
                     raise RuntimeError(f"rank {rank} of {self.world} failed:\n{failure}")
@@ -88,18 +109,24 @@ class RankGroup:
         self._children, self._pipes = [], []
 
     def _start(self) -> None:
-        meeting = Path(tempfile.mkdtemp()) / "rendezvous"
+        self._folder = Path(tempfile.mkdtemp())
         for rank in range(1 if self.fake else self.world):
             ours, theirs = forkserver.Pipe()
-            place = rank, self.world, None if self.fake else str(meeting)
-            child = forkserver.Process(target=_serve, args=(*place, theirs), daemon=True)
+            meeting = None if self.fake else str(self._folder / "rendezvous")
+            places = rank, self.world, meeting, str(self._stacks(rank))
+            child = forkserver.Process(target=_serve, args=(*places, theirs), daemon=True)
             child.start()
             theirs.close()
             self._children.append(child)
             self._pipes.append(ours)
 
+    def _stacks(self, rank: int) -> Path:
+        """Return the file of what threads of `rank` were at when it crashed."""
+        return self._folder / f"stacks.{rank}"
 
-def _serve(rank: int, world: int, meeting: str | None, pipe: Any) -> None:
+
+def _serve(rank: int, world: int, meeting: str | None, stacks: str, pipe: Any) -> None:
+    faulthandler.enable(open(stacks, "w"))  # noqa: SIM115  (for as long as the process lives)
     gc.freeze()  # half a million objects of what was imported, which garbage collection looks through again and again
     import torch
     import torch.distributed as dist
