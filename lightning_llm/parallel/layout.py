@@ -69,7 +69,7 @@ class Layout:
         Raises:
             ConfigError: the ranks do not come together, see `join_process_group`.
         """
-        if degrees.world > 1 or config.zero_stage > 0:
+        if degrees.world > 1:
             join_process_group(device, degrees.world, config.timeout_seconds)
         return cls.of(config, degrees, device, ranks_per_node)
 

@@ -123,8 +123,8 @@ def tree_buffers(micro_batches: int) -> int:
 
 
 def uses_fsdp(parallel: ParallelConfig, degrees: Degrees) -> bool:
-    """Return whether FSDP2 keeps the parameters: where anything is sharded, and wherever the library sums."""
-    return parallel.zero_stage > 0 or (not sums_in_tree(parallel) and degrees.dp > 1)
+    """Return whether FSDP2 keeps the parameters: where ranks share anything, and wherever the library sums."""
+    return (parallel.zero_stage > 0 and degrees.fsdp > 1) or (not sums_in_tree(parallel) and degrees.dp > 1)
 
 
 def shard_ranks(parallel: ParallelConfig, degrees: Degrees) -> int:

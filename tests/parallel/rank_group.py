@@ -1,7 +1,7 @@
 """A group of ranks that lives for many cases: forkserver children joined by gloo, called by function and arguments.
 
 A case that fails on one rank ends its whole group at once, since the others may wait for it; the next case gets a new
-group. Where a rank crashed (a signal ended it), the group had run other cases before, and
+group. Where a rank crashed (it wrote where it must not), the group had run other cases before, and
 its memory may have been theirs: the case is tried once more, in a new group, with a warning that has its stacks.
 """
 
@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 CASE_SECONDS = 240
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 forkserver = multiprocessing.get_context("forkserver")
 """Starts processes that have imported already what a run does: 9 CPU seconds of each new interpreter."""
 forkserver.set_forkserver_preload(
@@ -48,7 +50,7 @@ forkserver.set_forkserver_preload(
 
 
 class RankCrashedError(RuntimeError):
-    """A rank's process was ended by a signal."""
+    """A rank's process was ended by one of `CRASHES`."""
 
 
 class RankGroup:
@@ -93,8 +95,9 @@ class RankGroup:
                     self._children[rank].join()
                     code, stacks = self._children[rank].exitcode, self._stacks(rank).read_text()
                     self.close()
-                    text = f"rank {rank} of {self.world} crashed with exit code {code}:\n{stacks}"
-                    raise RankCrashedError(text) from None
+                    kind = RankCrashedError if -(code or 0) in CRASHES else RuntimeError
+                    text = f"rank {rank} of {self.world} failed:\nits exit code was {code}\n{stacks}"
+                    raise kind(text) from None
                 if failure is not None:
                     self.close()
                     raise RuntimeError(f"rank {rank} of {self.world} failed:\n{failure}")
