@@ -32,3 +32,19 @@ def infinite_gradient(forward: Callable, when: Callable[[int], bool]) -> Callabl
         return logits
 
     return poisoned
+
+
+def corrupted_samples(first: int, last: int) -> Callable[..., Batch]:
+    """Return a `Corpus.micro_batches` that asks for what no text holds in training samples `first` to `last`."""
+    whole = Corpus.micro_batches
+
+    def micro_batches(self: Corpus, step: int, indices=None) -> Batch:
+        batch = whole(self, step, indices)
+        size, width = self.config.global_batch_size, self.config.micro_batch_size
+        for place, each in enumerate(range(size // width) if indices is None else indices):
+            for row in range(width):
+                if first <= self.index_of(step * size + each * width + row) <= last:
+                    batch.labels[place, row] = 298
+        return batch
+
+    return micro_batches

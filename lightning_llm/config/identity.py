@@ -46,6 +46,7 @@ FREE_ON_RESUME = (
     "data.micro_batch_size",
     "data.cache_dir",
     "data.num_workers",
+    "data.skip_samples",
     "checkpoint.",
     "callbacks.",
 )

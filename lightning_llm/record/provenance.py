@@ -76,7 +76,7 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         count, times, rest = name.partition(" x ")
         found["device"] = rest if times and count.isdigit() else name
     found |= {f"{FINGERPRINT}.{key}": value for key, value in (summary.get(FINGERPRINT) or {}).items()}
-    for key in ("data_hash", "validation_hash", "code_hash", "threads", "compiled", "backend"):
+    for key in ("data_hash", "validation_hash", "code_hash", "threads", "compiled", "backend", "skipped_samples"):
         if summary.get(key) is not None:
             found[key] = summary[key]
     if (summary.get("init") or {}).get("digest"):

@@ -107,7 +107,7 @@ def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, c
         changed(monkeypatch, cpu="AVX2", os="Linux 1.0")
     else:
         monkeypatch.setattr(
-            "lightning_llm.run.rank.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
+            "lightning_llm.run.facts.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
         )
     before = {path: path.read_bytes() for path in begun[0].rglob("*") if path.is_file()}
     assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 2

@@ -89,8 +89,10 @@ class SpikesConfig(Group):
     """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
 
     name: str = Field("default", description="the file it was composed from, or your own name")
-    policy: Literal["log", "skip", "stop"] = Field(
-        "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
+    policy: Literal["log", "skip", "rollback", "stop"] = Field(
+        "log",
+        description="log: say so; skip: leave the update of a spike or non-finite step out; rollback: go back to the "
+        "checkpoint before it and leave its samples out; stop: save and end",
     )
     window_steps: int = Field(128, ge=32, description="steps that the usual loss and its noise are taken from")
     level_steps: int = Field(16, ge=8, description="steps that the present level is taken from")
@@ -102,6 +104,10 @@ class SpikesConfig(Group):
     shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
     divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
     max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
+    max_rollbacks: PositiveInt = Field(3, description="policy=rollback: how often a run may go back before it ends")
+    rollback_skip_steps: PositiveInt = Field(
+        2, description="policy=rollback: steps whose samples are left out, the one it goes back for and those before it"
+    )
 
     @model_validator(mode="after")
     def _window_holds_levels(self) -> Self:
