@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "lazy_torchmetrics",
         "local_part",
         "slow_imports",
+        "stopping",
         "terminal",
         "user_cache",
         "version",

@@ -20,6 +20,7 @@ NOT_IDENTITY = (
     "precision.parameter_gather",
     "data.tokenize_processes",
     "trainer.max_restarts",
+    "trainer.max_time",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",

@@ -139,6 +139,17 @@ def has_ended(fingerprint: str) -> bool:
         return True
 
 
+def send_signal(fingerprint: str, number: int) -> bool:
+    """Send a signal to the process of `fingerprint`; return whether there is one on this machine."""
+    if not is_of_this_machine(fingerprint) or has_ended(fingerprint):
+        return False
+    try:
+        os.kill(int(fingerprint.split()[1]), number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _git(root: Any, *arguments: str) -> str | None:
     try:
         done = subprocess.run(

@@ -49,24 +49,23 @@ from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
+from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.rollback import go_back, rollback_line
 from lightning_llm.run.rollbacks import rollback_facts, skipped_samples
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
+from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
 from lightning_llm.train.health.spike_policy import SpikeRollback
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""The signals that a run is asked to stop by."""
-
 
 def run(plan: Plan, start: Start | None = None) -> int:
-    """Train from `start`, or as all ranks decide together; return 0, 128 + the signal that ended the run, or 1.
+    """Train from `start`, or as all ranks decide together; return 0, `exit_code` of the signal that ended it, or 1.
 
     1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
     more, or a rank hangs.
@@ -90,7 +89,8 @@ def run(plan: Plan, start: Start | None = None) -> int:
         if start.finished:
             say(start.nothing_left(rank.plan.config))
         else:
-            fit_and_go_back(rank, start)
+            with alarm_after(plan.config.trainer.max_time):
+                fit_and_go_back(rank, start)
     except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
         if isinstance(error, CallbackFailedError) and not is_first_rank():
             raise
@@ -114,7 +114,9 @@ def report_end(error: BaseException, folder: str) -> int:
         if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier start
             error = StoppedBySignal(error.number, step_of(saved[0]))
         say("; ".join(filter(None, (str(error), further))), sys.stderr)
-        return 128 + error.number
+        if error.number in GOES_ON and is_first_rank() and (line := requeue()):
+            say(line, sys.stderr)
+        return exit_code(error.number)
     if isinstance(error, StorageError):
         text = f"what was saved before is whole, and once the folder can be written again, {further}"
         say(f"error: {error}; {text}", sys.stderr)

@@ -16,7 +16,7 @@ WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
 OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
 EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
-    "130/143 stopped by a signal with state saved"
+    "75 stopped by trainer.max_time or SIGUSR1, to go on, 130/143 stopped by SIGINT or SIGTERM, all with state saved"
 )
 
 

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
+from lightning_llm.stopping import seconds_of
 
 Hardware = Literal[
     "cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200", "gh200", "b200", "gb200", "rtx5090", "mi250x"
@@ -77,12 +78,22 @@ class TrainerConfig(Group):
         description="of softmax attention; auto: torch's choice, short on CPU up to 512 tokens; refused if not had",
     )
     threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
+    max_time: str | None = Field(
+        None, description="how long one start may take, HH:MM:SS or DD:HH:MM:SS: it then saves, and ends with 75"
+    )
     max_restarts: int = Field(
         0,
         ge=0,
         le=1000,
         description="how often ranks here that are lost are started again, from the newest checkpoint",
     )
+
+    @field_validator("max_time")
+    @classmethod
+    def _is_time(cls, max_time: str | None) -> str | None:
+        if max_time is not None:
+            seconds_of(max_time)
+        return max_time
 
 
 class SpikesConfig(Group):
