@@ -8,14 +8,17 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from lightning_llm.errors import AgreedError
+from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated
+from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.terminal.text import escaped
+
+Result = TypeVar("Result")
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
@@ -78,6 +81,59 @@ def launch_ranks(
         raise
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def launch_reported(
+    count: int,
+    words: Sequence[str],
+    *,
+    threads: int | None,
+    shutdown_seconds: int,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run `lightning-llm WORDS` as `launch_ranks` does, the first rank alone heard; say which failed first, and why.
+
+    Raises:
+        RanksFailedError: a rank failed.
+        KeyboardInterrupt: this process was asked to stop; Terminated by SIGTERM.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    seconds = shutdown_seconds
+    try:
+        launch_ranks(count, words, threads=threads, shutdown_seconds=seconds, first_alone=True, environment=environment)
+    except SignalException as stop:
+        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
+    except ChildFailedError as error:
+        rank, failure = first_failure(error)
+        refused = say_refused(rank, failure)
+        if not refused:
+            if isinstance(failure.message, dict):
+                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
+        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
+
+
+def as_rank(work: Callable[[], Result]) -> Result:
+    """Return what `work` does on one of the ranks of `launch_reported`, or of torchrun or srun.
+
+    Raises:
+        ConfigError: what `work` refuses.
+        RanksFailedError: it failed, and the launcher says which rank did first, and why. Where nobody gathers what
+            ranks say, what it raised comes through.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+    die_with_launcher()
+    try:
+        return cast(Result, record(work)())
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        raise RanksFailedError(130 if isinstance(error, KeyboardInterrupt) else 1, str(error)) from error
 
 
 @contextmanager
