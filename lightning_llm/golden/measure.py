@@ -5,14 +5,14 @@ import tempfile
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from lightning_llm.callbacks.run_folder import RunFolder
 from lightning_llm.config.identity import is_observer
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.golden.trajectory import StepFigures, Trajectory
+from lightning_llm.golden.figures import Measured
+from lightning_llm.golden.trajectory import Trajectory
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.plan.report import plan_line
@@ -30,13 +30,6 @@ from lightning_llm.train.datamodule import CorpusDataModule
 
 WRITERS = (RunFolder, Checkpointing, Superseding)
 """The callbacks that leave files."""
-
-
-class Measured(NamedTuple):
-    """The first steps, and where their numbers come from (`record.provenance.origin_of`); the same on every rank."""
-
-    figures: list[StepFigures]
-    origin: dict[str, Any]
 
 
 def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:

@@ -1,32 +1,16 @@
-"""The first steps of a run as numbers: loss, learning rate, and the gradient norm of every parameter."""
+"""Measuring the first steps of a run: loss, learning rate, and the gradient norm of every parameter."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.golden.figures import StepFigures
 from lightning_llm.keyed_hash import MASK_32, hash_words
 from lightning_llm.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.precision.random_bits import mix
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What one step gave, the same on every rank. Norms are those before clipping.
-
-    `loss`, `grad_norm`: fp32 numbers. `gradient_norms`: fp64, by parameter names that no layout changes, in the order
-    of the forward pass, the loss scale divided out.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    gradient_norms: dict[str, float]
-    loss_scale: float = 1.0
 
 
 class Trajectory(pl.Callback):

@@ -169,6 +169,40 @@ def _diff(parser: ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also where the runs are kept and tracked")
 
 
+def _golden(parser: ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="record|check")
+    for name, text in (
+        ("record", "make a recipe's first steps and write them, with what made them, to a golden file"),
+        ("check", "make them anew; exit 1 with the first step and parameter that are not as recorded"),
+    ):
+        child = actions.add_parser(
+            name, help=text, description=text, epilog=parser.epilog, formatter_class=parser.formatter_class
+        )
+        _add_composition(child)
+        _add_config_dir(child)
+        child.add_argument("--file", type=Path, metavar="FILE", help="the golden file (golden/RECIPE.json)")
+        child.add_argument("--json", action="store_true", help="print data instead of text")
+        (_golden_record if name == "record" else _golden_check)(child)
+
+
+def _golden_record(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--steps", type=int, default=10, metavar="N", help="how many steps (10)")
+    add("--repeats", type=int, default=0, metavar="N", help="further runs, whose scatter makes a band (0: bits alone)")
+    add("--nudge", action="store_true", help="begin repeats with weights moved by their last bit: other machines' band")
+    add("--force", action="store_true", help="replace the golden file")
+    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
+    add("--nudged-by", type=int, help=SUPPRESS)
+
+
+def _golden_check(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--band", action="store_true", help="allow the measured band also where bits could be compared")
+    share = "the share of checks of an unchanged program that may fail, which sets the band's width (0.01)"
+    add("--false-alarms", type=float, default=0.01, metavar="P", help=share)
+    add("--allow-differences", action="store_true", help="compare another recipe, too, and say what differs")
+
+
 def _conformance(parser: ArgumentParser) -> None:
     vectors = "vectors: manifest.json and the .npz files it names"
     parser.add_argument("folder", type=Path, metavar="DIR", help=vectors)
@@ -275,6 +309,12 @@ VERBS = {
         "what two runs' configs, versions and data differ in",
         _diff,
         prints_data=True,
+    ),
+    "golden": Verb(
+        "lightning_llm.golden.verb:golden",
+        "record a recipe's first steps, or check that it still makes them",
+        _golden,
+        composes=True,
     ),
     "conformance": Verb(
         "lightning_llm.verb.conformance:conformance", "check the quantisers against recorded vectors", _conformance
