@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus
 
@@ -48,3 +50,21 @@ def corrupted_samples(first: int, last: int) -> Callable[..., Batch]:
         return batch
 
     return micro_batches
+
+
+def wgrad_of_wrong_tensor(multiply: Callable, when: Callable[[int], bool]) -> Callable:
+    """Return a `Linear.multiply` whose weight gradient, in the calls from 0 that `when` names, is of another input.
+
+    Of the tokens in another order, as where a kernel reads a buffer that was meant for another: forward pass, loss and
+    the gradient of the input are right.
+    """
+    calls = iter(range(10**6))
+
+    def multiplied(self, x, weight, bias):
+        if not torch.is_grad_enabled() or not when(next(calls)):
+            return multiply(self, x, weight, bias)
+        right = multiply(self, x, weight.detach(), bias)
+        wrong = multiply(self, x.detach().roll(1, dims=-2), weight, None)
+        return right + (wrong - wrong.detach())
+
+    return multiplied

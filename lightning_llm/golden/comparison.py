@@ -15,7 +15,9 @@ from lightning_llm.record.provenance import FINGERPRINT, origin_changes
 Outcome = Literal["equal", "within_band", "different"]
 Changes = dict[str, tuple[Any, Any]]
 """{key: (recorded, now)}, None where one has none."""
-CHANGES_BITS = ("versions.torch", "versions.transformer-engine", "device", "threads", "backend", f"{FINGERPRINT}.")
+CHANGES_BITS = (
+    "versions.torch", "versions.transformer-engine", "device", "threads", "compiled", "backend", f"{FINGERPRINT}."
+)  # fmt: skip
 """Of where numbers come from: what may round otherwise without being wrong."""
 CHANGES_NO_BITS = (f"{FINGERPRINT}.os",)
 INPUTS = ("data_hash", "init_digest")

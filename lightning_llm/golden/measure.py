@@ -74,4 +74,4 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     trainer.limit_val_batches = 0  # validations have no part in the steps
     with attention_by(config.trainer.attention_kernel):
         trainer.fit(module, CorpusDataModule(corpus, config))
-    return Measured(trajectory.figures, origin_of(origin_here(rank.device) | facts))
+    return Measured(trajectory.figures, origin_of(origin_here(rank.plan, rank.device) | facts))

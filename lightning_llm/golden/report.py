@@ -37,11 +37,11 @@ def band_lines(band: Band) -> list[str]:
     facts = band_facts(band)
     nudged = ", all but the first begun with weights moved by their last bit" if band.noise.nudged else ""
     median, largest = _share(facts["gradient_norm_median"]), _share(facts["gradient_norm_largest"])
+    share, count = f"{facts['false_alarms']:.2g}", f"{facts['compared']:,}"
     return [
         f"band    of {facts['runs']} runs{nudged}: mean +- {facts['standard_deviations']:.3g} standard deviations",
-        f"        relative: gradient norms {median} (median) to {largest} (largest), losses up to {_share(facts['loss'])}",
-        f"        at most {facts['false_alarms']:.2g} of checks of an unchanged program find one of {facts['compared']:,} "
-        "numbers outside",
+        f"        relative: gradient norms {median} (median) to {largest}, losses up to {_share(facts['loss'])}",
+        f"        at most {share} of checks of an unchanged program find one of {count} numbers outside",
     ]
 
 

@@ -60,6 +60,8 @@ def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
         "CUBLAS_LOGINFO_DBG",
         "NVTE_DEBUG_LEVEL",
         "TORCHINDUCTOR_CACHE_DIR",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
     ):
         monkeypatch.setenv(name, "1")
     assert fingerprint(CPU).items() - recorded.items() == {("env.NCCL_ALGO", "Ring"), ("env.NVTE_FUSED_ATTN", "0")}
