@@ -35,7 +35,7 @@ def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
 def band_lines(band: Band) -> list[str]:
     """Return of what a band is made, and how wide it is."""
     facts = band_facts(band)
-    nudged = ", all but the first begun with weights moved by their last bit" if band.noise.nudged else ""
+    nudged = ", all but the first with weights moved as far as sums round" if band.noise.nudged else ""
     median, largest = _share(facts["gradient_norm_median"]), _share(facts["gradient_norm_largest"])
     share, count = f"{facts['false_alarms']:.2g}", f"{facts['compared']:,}"
     return [

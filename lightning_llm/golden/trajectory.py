@@ -1,5 +1,6 @@
 """Measuring the first steps of a run: loss, learning rate, and the gradient norm of every parameter."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,9 @@ from lightning_llm.keyed_hash import MASK_32, hash_words
 from lightning_llm.local_part import local
 from lightning_llm.parallel.grad_norm import parameter_gradient_norms
 from lightning_llm.precision.random_bits import mix
+
+FP32_ROUNDING = 2.0**-24
+"""Half a unit in the last place: the largest relative error of rounding to fp32."""
 
 
 class Trajectory(pl.Callback):
@@ -55,12 +59,20 @@ def _depth(name: str) -> float:
 
 @torch.no_grad()
 def nudge_weights(model: nn.Module, number: int) -> None:
-    """Move every weight to one of its two neighbours in its dtype: as far off as other roundings of it are.
+    """Move every weight up or down as far as sums round: by sqrt(K) 2^-24 of it, or to its neighbour in its dtype.
 
-    Which one follows from its own bits and `number`, so that ranks that hold the same weight move it alike.
+    K is how many products a sum over its last axis has. A sum of K products in fp32 is off by about sqrt(K) 2^-24,
+    whatever the order (N. J. Higham and T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
+    Sci. Comput. 41 (2019) A2815-A2835): so far apart lie kernels that sum in other orders. That rounding errors are
+    stood for by such a change at the start, and a port is judged by how it grows: J. M. Rosinski and D. L. Williamson,
+    "The accumulation of rounding errors and port validation for global atmospheric models", SIAM J. Sci. Comput. 18
+    (1997) 552-564. Up or down follows from a weight's own bits and `number`: ranks that hold it move it alike.
     """
     for parameter in model.parameters():
         shard: Tensor = local(parameter)
         bits = shard.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.element_size()])
         up = mix((bits.to(torch.int64) + hash_words(number)) & MASK_32) & 1
-        shard.copy_(torch.nextafter(shard, torch.where(up == 1, torch.inf, -torch.inf).to(shard.dtype)))
+        sign = up * 2.0 - 1  # of +-1, fp32
+        moved = (shard.double() * (1 + sign * math.sqrt(parameter.shape[-1]) * FP32_ROUNDING)).to(shard.dtype)
+        neighbour = torch.nextafter(shard, (sign * torch.inf).to(shard.dtype))
+        shard.copy_(torch.where(moved == shard, neighbour, moved))

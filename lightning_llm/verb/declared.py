@@ -189,7 +189,11 @@ def _golden_record(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=10, metavar="N", help="how many steps (10)")
     add("--repeats", type=int, default=0, metavar="N", help="further runs, whose scatter makes a band (0: bits alone)")
-    add("--nudge", action="store_true", help="begin repeats with weights moved by their last bit: other machines' band")
+    add(
+        "--nudge",
+        action="store_true",
+        help="move the weights of repeats as far as sums round: a band for other machines",
+    )
     add("--force", action="store_true", help="replace the golden file")
     add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
     add("--nudged-by", type=int, help=SUPPRESS)
