@@ -19,8 +19,8 @@ QUANTITIES = {
 def recorded_lines(golden: Golden, file: Path, band: Band | None) -> list[str]:
     """Return what was recorded, and what a check will be able to say."""
     curve = golden.curve
-    first, last = curve.loss[0], curve.loss[-1]
-    lines = [f"golden  {file}: {_size(curve)}, loss {first:.4f} at step 1, {last:.4f} at step {curve.steps}"]
+    losses = f"loss {curve.loss[0]:.4f}" + (f" to {curve.loss[-1]:.4f}" if curve.steps > 1 else "")
+    lines = [f"golden  {file}: {_size(curve)}, {losses}"]
     if golden.noise is None or band is None:
         return [
             *lines,

@@ -5,13 +5,16 @@ import math
 from pathlib import Path
 
 import pytest
-from planted import wgrad_of_wrong_tensor
+import torch
+from planted import infinite_gradient, wgrad_of_wrong_tensor
 from run_metrics import read_metrics
 
 from lightning_llm.__main__ import main
 from lightning_llm.golden import ranks
 from lightning_llm.golden.curve import as_fp32
 from lightning_llm.golden.file import read_golden
+from lightning_llm.golden.trajectory import nudge_weights
+from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.linear import Linear
 
 STEPS = 3
@@ -156,6 +159,51 @@ def test_a_band_lets_other_roundings_pass_and_no_fault(nudged, words, capsys, mo
     assert (code, first["step"], first["parameter"]) == (1, 1, "layers.1.feed_forward.up_proj.weight")
     assert not first["allowed_from"] <= first["now"] <= first["allowed_to"]
     assert first["allowed_from"] < first["recorded"] < first["allowed_to"]
+
+
+def test_nudged_weights_are_off_as_far_as_sums_round():
+    generator = torch.Generator().manual_seed(0)
+    weights = {"wide": torch.randn(64, 1024, generator=generator), "vector": torch.ones(96), "zero": torch.zeros(8)}
+    weights["low"] = torch.randn(32, 64, generator=generator).bfloat16()
+
+    def moved(number):
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(its.clone()) for name, its in weights.items()})
+        nudge_weights(model, number)
+        return {name: its.detach() for name, its in model.items()}
+
+    one, again, other = moved(1), moved(1), moved(2)
+    for name, its in weights.items():
+        assert torch.equal(one[name], again[name])
+        assert (one[name] != its).all()
+    off = ((one["wide"].double() - weights["wide"].double()) / weights["wide"].double()).abs() * 2**24
+    assert off.mean() == pytest.approx(32, rel=1e-3)  # the root of 1024 sums' terms
+    assert 0.48 < (one["wide"] > weights["wide"]).double().mean() < 0.52
+    assert 0.48 < ((one["wide"] > weights["wide"]) == (other["wide"] > weights["wide"])).double().mean() < 0.52
+    assert set(one["low"].view(torch.int16).sub(weights["low"].view(torch.int16)).unique().tolist()) == {-1, 1}
+
+
+def test_a_callback_of_ones_own_acts_and_no_observer_does(words, recorded, capsys, tmp_path):
+    own = ["+callbacks.halved._target_=own_callbacks.Halved", "callbacks=default"]
+    file = tmp_path / "halved.json"
+    assert main(["golden", "record", *words, *own, "--steps", "1", "--file", str(file)]) == 0
+    plain, halved = read_golden(recorded).curve, read_golden(file).curve
+    assert halved.loss[0] == plain.loss[0]
+    assert {name: as_fp32(its[0] * 2) for name, its in halved.gradient_norms.items()} == {
+        name: its[0] for name, its in plain.gradient_norms.items()
+    }
+    capsys.readouterr()
+    assert check(words, file) == 2
+    assert "callbacks.halved._target_: is none, and own_callbacks.Halved in" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_said_to(words, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(Decoder, "forward", infinite_gradient(Decoder.forward, lambda call: call == 2))
+    capsys.readouterr()
+    file = tmp_path / "failed.json"
+    assert main(["golden", "record", *words, "--steps", "3", "--file", str(file)]) == 1
+    assert "error: " in (told := capsys.readouterr().err)
+    assert "step 2" in told
+    assert not file.exists()
 
 
 def test_another_recipe_is_refused_or_compared_on_demand(recorded, words, capsys):
