@@ -123,8 +123,8 @@ def read_golden(file: Path) -> Golden:
             text = f"has format {data.get('format')!r}, and this release reads {FORMAT}. Record it anew: --force."
             raise ConfigError(Problem(str(file), text))
         noise = Noise.from_data(data["noise"]) if data["noise"] else None
-        keys = ("recipe", "hashes", "config", "layout", "bitwise", "origin")
-        return Golden(*(data[key] for key in keys), Curve.from_data(data["curve"]), noise)
+        keys = {key: data[key] for key in ("recipe", "hashes", "config", "layout", "bitwise", "origin")}
+        return Golden(**keys, curve=Curve.from_data(data["curve"]), noise=noise)
     except FileNotFoundError as error:
         text = "is not there. Record it first: lightning-llm golden record, with the same words; or name it by --file."
         raise ConfigError(Problem(str(file), text)) from error

@@ -65,8 +65,9 @@ def check_lines(check: Check, file: Path) -> list[str]:
 def _outcome(check: Check, file: Path) -> list[str]:
     size = f"{check.steps} steps, {check.parameters} parameters"
     if check.first is None:
-        what = "the same bits as" if check.outcome == "equal" else "not the same bits as, but within the band of,"
-        return [f"equal   {size}: {what} {file}"]
+        if check.outcome == "equal":
+            return [f"equal   {size}: the same bits as {file}"]
+        return [f"within  {size}: not the same bits as {file}, and within its band"]
     return [f"DIFFERENT from {file} at step {check.first.step}: {_told(check.first)}", *_context(check)]
 
 

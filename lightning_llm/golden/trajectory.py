@@ -73,6 +73,7 @@ def nudge_weights(model: nn.Module, number: int) -> None:
         bits = shard.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[shard.element_size()])
         up = mix((bits.to(torch.int64) + hash_words(number)) & MASK_32) & 1
         sign = up * 2.0 - 1  # of +-1, fp32
-        moved = (shard.double() * (1 + sign * math.sqrt(parameter.shape[-1]) * FP32_ROUNDING)).to(shard.dtype)
+        terms = parameter.shape[-1] if parameter.dim() else 1
+        moved = (shard.double() * (1 + sign * math.sqrt(terms) * FP32_ROUNDING)).to(shard.dtype)
         neighbour = torch.nextafter(shard, (sign * torch.inf).to(shard.dtype))
         shard.copy_(torch.where(moved == shard, neighbour, moved))

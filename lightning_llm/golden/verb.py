@@ -8,6 +8,7 @@ from lightning_llm.errors import ConfigError, Problem, RanksFailedError, gathere
 from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
 from lightning_llm.golden.comparison import band_facts, compare, input_changes, recipe_changes, recipe_problems
 from lightning_llm.golden.curve import Curve
+from lightning_llm.golden.defaults import FALSE_ALARMS
 from lightning_llm.golden.file import Golden, default_file, read_golden, recipe_keys, write_golden
 from lightning_llm.golden.ranks import leave_for_launcher, measured_runs
 from lightning_llm.golden.report import check_lines, recorded_lines
@@ -16,10 +17,6 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
 from lightning_llm.run.environment import is_first_rank, rank_environment
 from lightning_llm.train.health.nonfinite import StepNotMadeError
-
-FALSE_ALARMS = 0.01
-"""The share of checks of an unchanged program that may fail, unless told otherwise: one in a hundred is seldom enough
-for a reader of a CI to look at each, and doubling or halving it moves a band by some 15 % (6 runs, 3,000 numbers)."""
 
 
 def golden(arguments: argparse.Namespace) -> int:

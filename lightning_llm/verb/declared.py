@@ -11,6 +11,8 @@ from typing import Any
 
 from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.verb import completion
+from lightning_llm.verb.golden_options import golden_actions
+from lightning_llm.verb.search_options import add_search_options
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
 OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
@@ -62,21 +64,8 @@ def _plan(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help=text)
     whose = "whose way of training memory is counted for, to hold another's published figures against"
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
-    _add_search(parser)
+    add_search_options(parser)
     _add_multirun(parser)
-
-
-def _add_search(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
-    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
-    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
-    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
-    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
-    add("--force", action="store_true", help="replace the file of --write")
-    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
-    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
-    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
 
 
 def _config(parser: ArgumentParser) -> None:
@@ -170,41 +159,9 @@ def _diff(parser: ArgumentParser) -> None:
 
 
 def _golden(parser: ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="record|check")
-    for name, text in (
-        ("record", "make a recipe's first steps and write them, with what made them, to a golden file"),
-        ("check", "make them anew; exit 1 with the first step and parameter that are not as recorded"),
-    ):
-        child = actions.add_parser(
-            name, help=text, description=text, epilog=parser.epilog, formatter_class=parser.formatter_class
-        )
+    for child in golden_actions(parser, OVERRIDES):
         _add_composition(child)
         _add_config_dir(child)
-        child.add_argument("--file", type=Path, metavar="FILE", help="the golden file (golden/RECIPE.json)")
-        child.add_argument("--json", action="store_true", help="print data instead of text")
-        (_golden_record if name == "record" else _golden_check)(child)
-
-
-def _golden_record(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--steps", type=int, default=10, metavar="N", help="how many steps (10)")
-    add("--repeats", type=int, default=0, metavar="N", help="further runs, whose scatter makes a band (0: bits alone)")
-    add(
-        "--nudge",
-        action="store_true",
-        help="move the weights of repeats as far as sums round: a band for other machines",
-    )
-    add("--force", action="store_true", help="replace the golden file")
-    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
-    add("--nudged-by", type=int, help=SUPPRESS)
-
-
-def _golden_check(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--band", action="store_true", help="allow the measured band also where bits could be compared")
-    share = "the share of checks of an unchanged program that may fail, which sets the band's width (0.01)"
-    add("--false-alarms", type=float, default=0.01, metavar="P", help=share)
-    add("--allow-differences", action="store_true", help="compare another recipe, too, and say what differs")
 
 
 def _conformance(parser: ArgumentParser) -> None:
