@@ -22,7 +22,7 @@ CHANGES_BITS = (
 CHANGES_NO_BITS = (f"{FINGERPRINT}.os",)
 INPUTS = ("data_hash", "init_digest")
 """Of where numbers come from: with others it is another recipe."""
-NOT_TOLD = ("validation_hash",)
+CODE, NOT_TOLD = "code_hash", ("validation_hash",)
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,11 @@ def compare(recorded: Golden, now: Golden, band: Band | None, *, prefer_band: bo
     anyhow.
     """
     changes = origin_changes(recorded.origin, now.origin)
-    told = {key: pair for key, pair in changes.items() if key not in (*NOT_TOLD, *INPUTS, "code_hash")}
-    told = {key: pair for key, pair in told.items() if not key.startswith("git.")}
+    told = {key: pair for key, pair in changes.items() if key not in (*NOT_TOLD, *INPUTS, CODE)}
     layout = _unequal(recorded.layout, now.layout)
     found: dict[str, Any] = {
         "machine": told,
-        "code": {key: pair for key, pair in changes.items() if key == "code_hash" or key.startswith("git.")},
+        "code": {key: pair for key, pair in changes.items() if key == CODE},
         "layout": layout,
         "recipe": _unequal(recorded.config, now.config) | input_changes(recorded, now),
         "may_round_otherwise": any(map(_changes_bits, told)) or _other_sums(recorded, now, layout),

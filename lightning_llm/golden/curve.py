@@ -51,6 +51,10 @@ class Curve:
         norms = {f"{GRADIENT_NORMS}.{name}": its for name, its in reversed(self.gradient_norms.items())}
         return {LEARNING_RATE: self.lr, LOSS: self.loss, **norms, GRAD_NORM: self.grad_norm}
 
+    def is_like(self, other: "Curve") -> bool:
+        """Return whether it has as many steps, and the same parameters."""
+        return self.steps == other.steps and self.gradient_norms.keys() == other.gradient_norms.keys()
+
     def numbers(self) -> Iterator[tuple[int, str, float]]:
         """Yield (step, counted from 0; name; number), step by step."""
         for step in range(self.steps):

@@ -96,6 +96,16 @@ def is_bitwise_key(key: str) -> bool:
     return below(key, LAYOUT)
 
 
+def place_problems(file: Path, *, replace: bool) -> list[Problem]:
+    """Return why no golden file can be written to `file`, before there is one to write."""
+    if file.exists() and not replace:
+        return [Problem("--file", f"{file} is there already. Check against it, name another, or --force.")]
+    folder = next(each for each in file.absolute().parents if each.exists())
+    if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        return [Problem("--file", f"{file} cannot be written. Name a file in a folder that takes one.")]
+    return []
+
+
 def write_golden(golden: Golden, file: Path) -> None:
     """Write the file in one move; its folder is made.
 
@@ -124,7 +134,10 @@ def read_golden(file: Path) -> Golden:
             raise ConfigError(Problem(str(file), text))
         noise = Noise.from_data(data["noise"]) if data["noise"] else None
         keys = {key: data[key] for key in ("recipe", "hashes", "config", "layout", "bitwise", "origin")}
-        return Golden(**keys, curve=Curve.from_data(data["curve"]), noise=noise)
+        golden = Golden(**keys, curve=Curve.from_data(data["curve"]), noise=noise)
+        if noise and not all(each is None or each.is_like(golden.curve) for each in (noise.mean, noise.sd)):
+            raise ValueError("its noise is of other numbers than its curve")
+        return golden
     except FileNotFoundError as error:
         text = "is not there. Record it first: lightning-llm golden record, with the same words; or name it by --file."
         raise ConfigError(Problem(str(file), text)) from error

@@ -27,6 +27,7 @@ from lightning_llm.run.rank import Rank, origin_here, prepare_rank, quiet_lightn
 from lightning_llm.run.start import Start
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
+from lightning_llm.train.health.nonfinite import StepNotMadeError
 
 WRITERS = (RunFolder, Checkpointing, Superseding)
 """The callbacks that leave files."""
@@ -40,7 +41,8 @@ def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:
 
     Raises:
         ConfigError: what `train` refuses.
-        StepNotMadeError: the loss or the gradient norm is not finite, or spikes.policy ends the run.
+        StepNotMadeError: the loss or the gradient norm is not finite, spikes.policy ends the run, or a callback before
+            its first step.
     """
     threads = torch.get_num_threads()
     try:
@@ -74,4 +76,6 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     trainer.limit_val_batches = 0  # validations have no part in the steps
     with attention_by(config.trainer.attention_kernel):
         trainer.fit(module, CorpusDataModule(corpus, config))
+    if not trajectory.figures:
+        raise StepNotMadeError("a callback ended the run before its first step, and there is nothing to record", {})
     return Measured(trajectory.figures, origin_of(origin_here(rank.plan, rank.device) | facts))

@@ -83,7 +83,7 @@ def _context(check: Check) -> list[str]:
         before = "the forward pass, or an update before it, is another"
     else:
         before = "nothing before it in that step differs"
-    return [f"        {before}; {first.others} other numbers of that step differ"]
+    return [f"        {before}; other numbers of that step that differ: {first.others}"]
 
 
 def _told(first: Difference) -> str:

@@ -9,7 +9,7 @@ from lightning_llm.golden.band import FEWEST_REPEATS, Band, Noise
 from lightning_llm.golden.comparison import band_facts, compare, input_changes, recipe_changes, recipe_problems
 from lightning_llm.golden.curve import Curve
 from lightning_llm.golden.defaults import FALSE_ALARMS
-from lightning_llm.golden.file import Golden, default_file, read_golden, recipe_keys, write_golden
+from lightning_llm.golden.file import Golden, default_file, place_problems, read_golden, recipe_keys, write_golden
 from lightning_llm.golden.ranks import leave_for_launcher, measured_runs
 from lightning_llm.golden.report import check_lines, recorded_lines
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
@@ -40,8 +40,7 @@ def _record(arguments: argparse.Namespace) -> int:
     with gathered(problems):
         plan = _plan(arguments)
         file = arguments.file or default_file(plan.config)
-        if arguments.result is None and file.exists() and not arguments.force:
-            problems.append(Problem("--file", f"{file} is there already. Check against it, name another, or --force."))
+        problems += [] if arguments.result else place_problems(file, replace=arguments.force)
     if problems:
         raise ConfigError(problems)
     if arguments.result is not None:

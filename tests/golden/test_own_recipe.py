@@ -231,10 +231,16 @@ def test_other_data_are_another_recipe(recorded, words, capsys, tmp_path):
     [
         ("check", ["--file", "NOWHERE"], "is not there. Record it first: lightning-llm golden record"),
         ("check", ["--file", "BROKEN"], "is no golden file, or a damaged one"),
+        ("check", ["--file", "UNLIKE"], "its noise is of other numbers than its curve"),
         ("check", ["--file", "LATER"], "has format 2, and this release reads 1"),
         ("check", ["--band"], "--band: needs repeats that differed"),
         ("check", ["--false-alarms", "0"], "--false-alarms: is 0, must be above 0"),
         ("record", [], "is there already. Check against it, name another, or --force"),
+        (
+            "record",
+            ["--file", "BROKEN/mine.json"],
+            "mine.json cannot be written. Name a file in a folder that takes one",
+        ),
         ("record", ["--steps", "0", "--force"], "--steps: is 0, must be at least 1"),
         ("record", ["--repeats", "1", "--force"], "--repeats: is 1, must be 0, or at least 2"),
         ("record", ["--nudge", "--force"], "--nudge: is of repeats, and there are none"),
@@ -245,7 +251,11 @@ def test_other_data_are_another_recipe(recorded, words, capsys, tmp_path):
 def test_wrong_words_are_refused_before_anything_runs(action, options, said, recorded, words, capsys, tmp_path):
     (tmp_path / "BROKEN").write_text('{"format": 1')
     (tmp_path / "LATER").write_text('{"format": 2}')
-    names = [str(tmp_path / each) if each in ("NOWHERE", "BROKEN", "LATER") else each for each in options]
+    data = json.loads(recorded.read_text())
+    one_step = {**{key: its[:1] for key, its in data["curve"].items() if key != "gradient_norms"}, "gradient_norms": {}}
+    data["noise"] = {"runs": 3, "nudged": False, "mean": one_step, "sd": one_step}
+    (tmp_path / "UNLIKE").write_text(json.dumps(data))
+    names = [str(tmp_path / each) if each.split("/")[0].isupper() else each for each in options]
     before = recorded.read_bytes()
     file = [] if "--file" in names else ["--file", str(recorded)]
     capsys.readouterr()
