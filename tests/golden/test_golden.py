@@ -1,4 +1,4 @@
-"""Every shipped precision recipe takes its first steps to the recorded bits. 30 seconds at one thread."""
+"""Every shipped precision recipe takes its first steps to the recorded bits. 20 seconds at one thread."""
 
 import re
 from pathlib import Path
