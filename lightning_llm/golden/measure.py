@@ -21,9 +21,10 @@ from lightning_llm.record.provenance import FINGERPRINT, origin_of
 from lightning_llm.run.agreement import agree_on_data
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import fingerprint
 from lightning_llm.run.initial import open_initial
-from lightning_llm.run.rank import Rank, origin_here, prepare_rank, quiet_lightning, run_facts, say
+from lightning_llm.run.rank import Rank, prepare_rank, quiet_lightning, say
 from lightning_llm.run.start import Start
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
