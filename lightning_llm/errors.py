@@ -81,6 +81,17 @@ class RanksFailedError(Exception):
         return type(self), (self.code, self.detail)
 
 
+class UnhealthyError(Exception):
+    """Ranks, or the machines under them, are not fit to train: numbers that are wrong, a rank that is slow or away.
+
+    `speaks`: whether this rank tells it, of all that raise it. Exit code 1.
+    """
+
+    def __init__(self, text: str, speaks: bool):
+        self.speaks = speaks
+        super().__init__(text)
+
+
 class StorageError(Exception):
     """What a run leaves cannot be written any more: a full disk, a folder that became read-only. Exit code 1."""
 
