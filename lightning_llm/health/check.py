@@ -73,6 +73,7 @@ def check_health(
         rank=ranks.rank,
         host=ranks.hosts[ranks.rank],
         device=device_name(device),
+        device_type=device.type,
         tflops={name: 2 * extent.product_side**3 / mine[gemm(name)] / 1e12 for name in formats},
         peaks={name: peak_tflops(device, name) for name in formats},
         copy_gb_per_second=2 * extent.copy_bytes / mine[COPY] / 1e9,  # read and written

@@ -50,7 +50,7 @@ def measure_disk(folder: Path, size_bytes: int) -> DiskReport:
     there = nearest_folder(folder)
     usage = shutil.disk_usage(there)
     blocks = max(1, min(size_bytes, usage.free // 10) // BLOCK_BYTES)
-    with tempfile.NamedTemporaryFile(dir=there, prefix=".lightning-llm-health-", buffering=0) as file:
+    with tempfile.TemporaryFile(dir=there, buffering=0) as file:
         number, given, taken = file.fileno(), blake2b(), blake2b()
         contents = list(_blocks(blocks))
         start = time.perf_counter()

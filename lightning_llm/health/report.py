@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.health.collectives import BUS_FACTORS, CollectiveTime
 from lightning_llm.health.disk import DiskReport
 from lightning_llm.health.links import LinkReport
@@ -18,6 +19,7 @@ class RankFigures:
     rank: int
     host: str
     device: str
+    device_type: str
     tflops: dict[str, float]
     peaks: dict[str, float | None]
     copy_gb_per_second: float
@@ -62,25 +64,32 @@ class HealthReport:
             for each in self.slow
         ]
 
-    def figures(self) -> list[Figure]:
-        """Return every figure that thresholds go by; of collectives the largest size's, of a pair of ranks each way."""
+    def figures(self, cluster: ClusterConfig | None = None) -> list[Figure]:
+        """Return every figure that thresholds go by; of collectives the largest size's, of a pair of ranks each way.
+
+        `cluster`: whose figures are the peaks of memory and links.
+        """
         found = []
+        memory = cluster and cluster.memory_gb_per_second
         for each in self.ranks:
             gemms = each.tflops.items()
             found += [Figure(f"gemm.{name}.tflops", tflops, each.where, each.peaks[name]) for name, tflops in gemms]
-            found.append(Figure("memory.gb_per_second", each.copy_gb_per_second, each.where))
+            found.append(Figure("memory.gb_per_second", each.copy_gb_per_second, each.where, memory))
             found.append(Figure("memory.free_bytes", each.free_bytes, each.where))
         for name in BUS_FACTORS:
             sizes = [each for each in self.collectives if each.collective == name]
             if sizes:
                 last = max(sizes, key=lambda each: each.size_bytes)
                 where = f"{len(self.ranks)} ranks, {last.size_bytes:,} bytes"
-                found.append(Figure(f"{name}.bus_gb_per_second", last.bus_gb_per_second, where))
+                peak = _link_peak(cluster, {each.host for each in self.ranks})
+                found.append(Figure(f"{name}.bus_gb_per_second", last.bus_gb_per_second, where, peak))
         if self.links is not None:
             rates = self.links.gb_per_second
             pairs = [(a, b) for a in range(len(rates)) for b in range(len(rates)) if a != b]
-            name = f"{P2P}.gb_per_second"
-            found += [Figure(name, rates[a][b], f"{self.ranks[a].where} to {self.ranks[b].where}") for a, b in pairs]
+            for a, b in pairs:
+                one, other = self.ranks[a], self.ranks[b]
+                peak = _link_peak(cluster, {one.host, other.host})
+                found.append(Figure(f"{P2P}.gb_per_second", rates[a][b], f"{one.where} to {other.where}", peak))
         for host, disk in self.disks.items():
             where = f"{disk.folder} of {host}"
             names = "write_gb_per_second", "read_gb_per_second", "fsyncs_per_second", "free_bytes"
@@ -105,3 +114,10 @@ class HealthReport:
             "slow": [asdict(each) for each in self.slow],
             "rule": {"least_slowdown": self.least_slowdown, "false_alarm_rate": ALPHA},
         }
+
+
+def _link_peak(cluster: ClusterConfig | None, hosts: set[str]) -> float | None:
+    """Return what a device sends to others on `hosts` together, 10^9 bytes per second, as `cluster` has it."""
+    if cluster is None:
+        return None
+    return (cluster.within_node if len(hosts) == 1 else cluster.between_nodes).gb_per_second

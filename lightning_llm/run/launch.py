@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.errors import AgreedError
+from lightning_llm.errors import AgreedError, RanksFailedError, Terminated
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.terminal.text import escaped
 
@@ -22,6 +22,9 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT)
 """What ranks end by once another has failed: the agent's signals, and NCCL's watchdog."""
+
+STOP_SECONDS = 10
+"""How long ranks that have nothing to save may take to end after a signal."""
 
 LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited|DistNetworkError")
 """What gloo, NCCL and torch's store say on a rank whose peer is gone."""
@@ -78,6 +81,34 @@ def launch_ranks(
         raise
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+@contextmanager
+def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
+    """Say which rank failed first, and why, where `launch_ranks` in the block fails; signals are this process's again.
+
+    `by_ranks`: one that ends with 1 and hands nothing on has said why.
+
+    Raises:
+        RanksFailedError: a rank failed, which is said.
+        KeyboardInterrupt: or Terminated, for the signal that asked this process to stop.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        yield
+    except SignalException as stop:
+        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
+    except ChildFailedError as error:
+        rank, failure = first_failure(error)
+        refused, handed_on = say_refused(rank, failure), isinstance(failure.message, dict)
+        if not refused and not (by_ranks and failure.exitcode == 1 and not handed_on):
+            if handed_on:
+                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
+        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
 
 @contextmanager

@@ -132,6 +132,17 @@ def _evaluate(parser: ArgumentParser) -> None:
     add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
 
 
+def _health(parser: ArgumentParser) -> None:
+    _add_composition(parser)
+    _add_config_dir(parser)
+    add = parser.add_argument
+    least = "the least that figures may be: gemm.bf16.tflops: 60%%, all_reduce.bus_gb_per_second: 300, ..."
+    add("--fail-below", type=Path, metavar="FILE", help=least)
+    share = "a rank is named that is slower than the others by more than this share (0.1)"
+    add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
+    add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
+
+
 def _generate(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("path", type=Path, metavar="PATH", help=WEIGHTS)
@@ -263,6 +274,13 @@ VERBS = {
         "text from a run, a checkpoint or a Hugging Face folder",
         _generate,
         prints_data=True,
+    ),
+    "health": Verb(
+        "lightning_llm.verb.health:health",
+        "measure the ranks and machines of a run: links, devices, memory, disk; are numbers right, who is slow",
+        _health,
+        prints_data=True,
+        composes=True,
     ),
     "compare": Verb(
         "lightning_llm.compare.command:compare",

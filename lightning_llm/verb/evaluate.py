@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_llm.errors import ConfigError, Problem, RanksFailedError, Terminated
+from lightning_llm.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
-from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, say_refused
+from lightning_llm.run.launch import STOP_SECONDS, failure_said, launch_ranks
 
-STOP_SECONDS = 10
-"""How long ranks may take to end after a signal: they have nothing to save."""
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
 
@@ -86,11 +83,8 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
 
 def _start_ranks(request: Request, words: Sequence[str]) -> None:
     """Run the command as this machine's ranks; where one fails, say which did first and raise RanksFailedError."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     trainer = request.subjects[0].config.trainer
-    try:
+    with failure_said():
         launch_ranks(
             trainer.devices,
             words,
@@ -99,16 +93,6 @@ def _start_ranks(request: Request, words: Sequence[str]) -> None:
             first_alone=True,
             environment=GIVE_MEMORY_BACK,
         )
-    except SignalException as stop:
-        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
-    except ChildFailedError as error:
-        rank, failure = first_failure(error)
-        refused = say_refused(rank, failure)
-        if not refused:
-            if isinstance(failure.message, dict):
-                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
-            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
-        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
 
 def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
