@@ -1,6 +1,7 @@
 """Whose numbers are wrong: by who sent what, and of sums by leaving ranks out."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 
 from lightning_llm.health.collectives import WrongValues
 
@@ -24,43 +25,35 @@ def blamed_pairs(found: Iterable[WrongValues], hosts: Sequence[str]) -> str:
     return f"wrong is {', '.join(named)}"
 
 
-def blamed_ranks(
-    rank: int, world: int, is_right: Callable[[Sequence[int]], bool], share: Callable[[bool], list[bool]]
-) -> tuple[list[int], list[int]]:
+def blamed_ranks(world: int, are_right: Callable[[Sequence[Sequence[int]]], list[bool]]) -> tuple[list[int], list[int]]:
     """Return the ranks whose part of a sum is wrong, and those of which one has it that cannot be told from another.
 
     Groups of ranks sum without the others: a group whose sum is right clears its ranks, any other is halved; what is
-    left is paired with a cleared rank. Both lists are empty where every smaller group is right. Collective.
+    left is paired with a cleared rank. Both lists are empty where every smaller group is right.
 
     Args:
-        rank: this one.
-        world: how many there are.
-        is_right: sums among the ranks that it is given, which call it together, and says whether that came out right.
-        share: gives every rank's answer.
+        world: how many ranks there are.
+        are_right: has groups without a common rank sum each by itself, and says which sums came out right.
     """
     cleared: set[int] = set()
     suspects: list[int] = []
     groups = [list(range(world))]
     while groups:
-        mine = next((group for group in groups if rank in group), None)
-        right = share(is_right(mine) if mine else True)
         halves = []
-        for group in groups:
-            if all(right[each] for each in group):
+        for group, right in zip(groups, are_right(groups), strict=True):
+            middle = (len(group) + 1) // 2
+            if right:
                 cleared |= set(group)
             elif len(group) == 2:
                 suspects += group
             else:
-                middle = len(group) // 2 + len(group) % 2
                 halves += [group[:middle], group[middle:]]
         suspects += [group[0] for group in halves if len(group) == 1]
         groups = [group for group in halves if len(group) > 1]
+    suspects.sort()
+    if not cleared and len(suspects) > 2:  # of three ranks, one of them wrong, there is a pair that is right
+        cleared = set(next((pair for pair in combinations(suspects[:3], 2) if are_right([pair])[0]), ()))
     if not cleared:
-        return [], sorted(suspects)
-    reference, named = min(cleared), []
-    for suspect in sorted(suspects):
-        pair = [reference, suspect]
-        right = share(is_right(pair) if rank in pair else True)
-        if not all(right[each] for each in pair):
-            named.append(suspect)
-    return named, []
+        return [], suspects
+    reference = min(cleared)
+    return [each for each in suspects if each not in cleared and not are_right([sorted((reference, each))])[0]], []

@@ -93,7 +93,7 @@ def _collectives(
         for size in extent.sizes_bytes:
             what = f"{name} of {size:,} bytes"
             with ranks.part(what):
-                exchange = Exchange(name, size, ranks, range(ranks.world), device)
+                exchange = Exchange(name, size, ranks, range(ranks.world), ranks.group, device)
                 found = [exchange.wrong_after_run(SALTS[0])]
                 timed = time_collective(exchange, timer, extent.size_seconds)
                 found.append(exchange.wrong_after_run(SALTS[1]))
@@ -106,12 +106,17 @@ def _collectives(
 def _contributors(ranks: Ranks, name: str, size: int, device: torch.device) -> str:
     """Return whose part of a sum is wrong, where that can be told. Collective."""
 
-    def is_right(members: Sequence[int]) -> bool:
-        exchange = Exchange(name, size, ranks, members, device)
-        found = [exchange.wrong_after_run(salt) for salt in SALTS]  # both, whatever the first finds: others wait
-        return found == [None] * len(SALTS)
+    def are_right(groups: Sequence[Sequence[int]]) -> list[bool]:
+        found: list[WrongValues | None] = []
+        with ranks.groups(groups) as made:
+            for members, group in zip(groups, made, strict=True):
+                if ranks.rank in members:
+                    exchange = Exchange(name, size, ranks, members, group, device)
+                    found = [exchange.wrong_after_run(salt) for salt in SALTS]
+            right = ranks.share(not any(found))
+        return [all(right[each] for each in members) for members in groups]
 
-    named, suspects = blamed_ranks(ranks.rank, ranks.world, is_right, ranks.share)
+    named, suspects = blamed_ranks(ranks.world, are_right)
     if named:
         return "wrong by what " + " and ".join(ranks.name(each) for each in named) + " adds"
     if suspects:
@@ -121,10 +126,9 @@ def _contributors(ranks: Ranks, name: str, size: int, device: torch.device) -> s
 
 def _example(faults: Sequence[WrongValues]) -> str:
     first = min(faults, key=lambda each: each.receiver)
-    return (
-        f"{first.elements} elements on rank {first.receiver}: the first, {first.index}, is {first.got:.9g} and must be "
-        f"{first.expected:.9g}"
-    )
+    count = f"{first.elements} element{'s' if first.elements > 1 else ''}"
+    values = f"{first.got:.9g} and must be {first.expected:.9g}"
+    return f"{count} on rank {first.receiver}: the first, {first.index}, is {values}"
 
 
 def _links(ranks: Ranks, timer: Timer, size_bytes: int, rounds: int, wrong: list[str]) -> LinkReport:

@@ -67,9 +67,17 @@ class CollectiveTime:
 class Exchange:
     """One collective among `members` of `ranks`, with buffers for `size_bytes`, rounded to as much for each member."""
 
-    def __init__(self, collective: str, size_bytes: int, ranks: Ranks, members: Sequence[int], device: torch.device):
-        self.collective, self.members, self.ranks = collective, list(members), ranks
-        self.group = ranks.among(self.members)
+    def __init__(
+        self,
+        collective: str,
+        size_bytes: int,
+        ranks: Ranks,
+        members: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ):
+        """`group`: that of `members`, in their order."""
+        self.collective, self.members, self.ranks, self.group = collective, list(members), ranks, group
         count = len(self.members)
         self.block = max(1, size_bytes // ELEMENT_BYTES // count)
         self.size_bytes = self.block * count * ELEMENT_BYTES
@@ -113,10 +121,10 @@ class Exchange:
             return self._base(0, len(self.received), salt) * pattern.total_weight(self.members)
         if self.collective == "reduce_scatter":
             return self._base(own * self.block, self.block, salt) * pattern.total_weight(self.members)
-        # What each member has sent here: its own part of the numbers, or the part for this rank.
-        starts = [own if self.collective == "all_to_all" else place for place in range(len(self.members))]
-        parts = zip(starts, self.members, strict=True)
-        return torch.cat([self._base(s * self.block, self.block, salt) * pattern.weight(each) for s, each in parts])
+        each = pattern.weights(self.members, self.sent.device)  # by whom it was sent, one block below the other
+        if self.collective == "all_to_all":  # what each has for this rank
+            return (self._base(own * self.block, self.block, salt) * each).flatten()
+        return (self._base(0, len(self.received), salt).view(-1, self.block) * each).flatten()
 
     def _base(self, first: int, count: int, salt: int) -> Tensor:
         return pattern.base(first, count, self.ranks.world, salt, self.sent.device)

@@ -58,13 +58,21 @@ class Ranks:
         if self.world > 1:
             dist.all_reduce(torch.zeros(1), group=self.group)
 
-    def among(self, members: Sequence[int]) -> dist.ProcessGroup | None:
-        """Return a group of `members`, which alone call this."""
-        if len(members) == self.world:
-            return self.group
+    @contextmanager
+    def groups(self, several: Sequence[Sequence[int]]) -> Iterator[list[dist.ProcessGroup | None]]:
+        """Yield a group for each of `several` sets of ranks, for its members, while the block runs. Collective.
+
+        Torch names a group that its members alone make by how many they have made (2.13), which may not be as many on
+        each; so all ranks make all.
+        """
         timeout = timedelta(seconds=self.timeout_seconds)
-        made: dist.ProcessGroup = dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
-        return made
+        made = [dist.new_group(list(members), timeout=timeout) for members in several]
+        try:
+            yield made
+        finally:
+            for members, group in zip(several, made, strict=True):
+                if self.rank in members:
+                    dist.destroy_process_group(group)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -9,15 +9,17 @@ from lightning_llm.health.report import HealthReport
 
 MOST_ROWS = 16
 """Of ranks: above, the matrix of pairs is left to its file."""
+WIDEST = 1000
 
 
-def print_report(report: HealthReport, console: Console | None = None) -> None:
+def print_report(report: HealthReport) -> None:
     """Print all tables that have rows, a line between them."""
-    console = console or Console()
-    for table in (_ranks(report), _collectives(report), _links(report), _disks(report)):
-        if table.row_count:
-            console.print(table, width=max(console.width, console.measure(table).maximum))
-            console.print()
+    tables = [each for each in (_ranks(report), _collectives(report), _links(report), _disks(report)) if each.row_count]
+    width = max(Console(width=WIDEST).measure(each).maximum for each in tables)
+    console = Console(width=max(width, Console().width))  # nothing is cut off where no terminal says how wide it is
+    for table in tables:
+        console.print(table)
+        console.print()
 
 
 def verdict_lines(report: HealthReport, failing: Sequence[str]) -> Iterator[str]:

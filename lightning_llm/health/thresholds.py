@@ -29,6 +29,7 @@ WITHOUT_PEAK = (
 )
 NAMES = (*GEMMS, *LINKS, MEMORY, *WITHOUT_PEAK)
 """Figures that have a threshold."""
+NOT_IN_SHORT = tuple(each for each in NAMES if each.startswith((f"{P2P}.", "disk.")))
 
 
 @dataclass(frozen=True)

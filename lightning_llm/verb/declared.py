@@ -140,6 +140,7 @@ def _health(parser: ArgumentParser) -> None:
     add("--fail-below", type=Path, metavar="FILE", help=least)
     share = "a rank is named that is slower than the others by more than this share (0.1)"
     add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
+    add("--short", action="store_true", help="what trainer.health=true looks at: neither pairs of ranks nor the disk")
     add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
 
 

@@ -15,11 +15,19 @@ from lightning_llm.errors import AgreedError, ConfigError, Problem, RanksFailedE
 from lightning_llm.hardware import device_name
 from lightning_llm.health.check import check_health
 from lightning_llm.health.cluster_file import write_measured
-from lightning_llm.health.extent import FULL
+from lightning_llm.health.extent import FULL, SHORT
 from lightning_llm.health.products import formats_of, peak_tflops
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.table import print_report, verdict_lines
-from lightning_llm.health.thresholds import Threshold, config_problems, device_problems, failing_lines, read_thresholds
+from lightning_llm.health.thresholds import (
+    NOT_IN_SHORT,
+    OPTION,
+    Threshold,
+    config_problems,
+    device_problems,
+    failing_lines,
+    read_thresholds,
+)
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.environment import adopt_world, die_with_launcher, rank_environment, world_problems
@@ -62,14 +70,21 @@ def _asked(arguments: argparse.Namespace) -> tuple[Config, list[Threshold]]:
         if rank_environment() is None:
             problems += world_problems(config)
         problems += config_problems(thresholds, config.world or config.trainer.devices, config.cluster)
+        problems += _short_problems(thresholds) if arguments.short else []
     if problems or config is None:
         raise ConfigError(problems)
     return config, thresholds
 
 
+def _short_problems(thresholds: list[Threshold]) -> list[Problem]:
+    text = "is not measured with --short. Leave one of the two out."
+    return [Problem(OPTION, f"{each.name} {text}") for each in thresholds if each.name in NOT_IN_SHORT]
+
+
 def _options(arguments: argparse.Namespace) -> list[str]:
     """Return the options of the command for its ranks."""
-    words = ["--slower-than", str(arguments.slower_than), *(["--json"] if arguments.json else [])]
+    words = ["--slower-than", str(arguments.slower_than)]
+    words += [f"--{name}" for name in ("short", "json") if getattr(arguments, name)]
     given = {"--fail-below": arguments.fail_below, "--output": arguments.output}
     return [*words, *(word for option, path in given.items() if path is not None for word in (option, str(path)))]
 
@@ -101,7 +116,8 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
         ranks = Ranks(*((here.local_rank, here.local_world) if here else (0, 1)), config.parallel.timeout_seconds)
         _agree_on_thresholds(ranks, device, thresholds)
         folder = Path(config.run.dir)
-        report = check_health(ranks, device, FULL[device.type], folder, arguments.slower_than)
+        extent = (SHORT if arguments.short else FULL)[device.type]
+        report = check_health(ranks, device, extent, folder, arguments.slower_than)
         failing = failing_lines(report, thresholds, config.cluster)
         if ranks.rank == 0:
             output = arguments.output or Path(config.run.root, "health")
