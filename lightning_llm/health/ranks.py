@@ -3,9 +3,11 @@
 import json
 import platform
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,9 +16,15 @@ import torch.distributed as dist
 from lightning_llm.errors import UnhealthyError
 from lightning_llm.health.timer import PeerTimeoutError
 from lightning_llm.parallel.torch_private import ranks_store
+from lightning_llm.record.provenance import process_mark
+from lightning_llm.record.rank_liveness import Beat
 
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""
+CHECKS = count()
+"""Numbers of this process's checks: all ranks make as many."""
+NOTICE_SECONDS = 1.0
+"""How long after the first rank that has waited in vain the others notice it, too."""
 STORE_SECONDS = 10.0
 """How long the ranks' store may take to say where they are: it lies in the launcher's process, or in rank 0's."""
 
@@ -37,8 +45,7 @@ class Ranks:
         self.group, self.timeout_seconds = group, timeout_seconds
         self.local_rank, self.local_world = local_rank, local_world
         self._parts, self._store = 0, ranks_store() if self.world > 1 else None
-        name = (group or dist.group.WORLD).group_name if self.world > 1 else ""
-        self._prefix = f"lightning_llm/health/{name}"
+        self._prefix = f"lightning_llm/health/{next(CHECKS)}"
         with self.part("the first meeting"):
             self.hosts: list[str] = self.share(platform.node())
 
@@ -83,7 +90,7 @@ class Ranks:
         """
         self._parts += 1
         if self._store is not None:
-            here = {"part": self._parts, "name": name, "host": platform.node()}
+            here = {"part": self._parts, "name": name, "host": platform.node(), "process": process_mark()}
             self._store.set(self._key(self.rank), json.dumps(here))
         try:
             yield
@@ -93,35 +100,59 @@ class Ranks:
             raise self._late(name) from error
 
     def _late(self, name: str) -> UnhealthyError:
-        """Return the error that names the ranks which are not here. The first rank that looks speaks for all."""
+        """Return the error that names the ranks which are not here, or are silent. The first that looks speaks."""
         found: dict[int, dict[str, Any]] = {}
-        first: list[bool] = []
-
-        def look() -> None:
-            store: Any = self._store
-            for rank in range(self.world):
-                if store.check([self._key(rank)]):
-                    found[rank] = json.loads(store.get(self._key(rank)))
-            first.append(store.add(f"{self._prefix}/{self._parts}/told", 1) == 1)
-
-        looking = threading.Thread(target=look, daemon=True)
+        waiting: set[int] = set()
+        told: list[int] = []
+        looking = threading.Thread(target=self._look, args=(found, waiting, told), daemon=True)
         looking.start()
-        looking.join(STORE_SECONDS)
+        looking.join(NOTICE_SECONDS + STORE_SECONDS)
         waited = f"the others waited (parallel.timeout_seconds={self.timeout_seconds:g})"
-        if not first:
+        if not told:
             text = f"the store of the ranks, in rank 0's process or its launcher's, does not answer; {waited} in {name}"
-            return UnhealthyError(text, speaks=self.rank == min(1, self.world - 1))
-        late = [rank for rank in range(self.world) if found.get(rank, {"part": 0})["part"] < self._parts]
-        if not late:
-            text = f"{name}: all ranks came, and it did not end within {self.timeout_seconds:g} s; look at the links"
-            return UnhealthyError(text, speaks=first[0])
-        listed = []
-        for rank in late[:NAMED_RANKS]:
-            its = found.get(rank)
-            at = f"({its['host']}) did not come: it was last in {its['name']}" if its else "never began"
-            listed.append(f"rank {rank} {at}")
-        more = f"; and {len(late) - NAMED_RANKS} more" if len(late) > NAMED_RANKS else ""
-        return UnhealthyError(f"{name}: {'; '.join(listed)}{more}; {waited}", speaks=first[0])
+            return UnhealthyError(text, speaks=self.rank == 1)
+        silent = [rank for rank in range(self.world) if self._is_late(found.get(rank))]
+        silent = silent or [rank for rank in range(self.world) if rank not in waiting]
+        if not silent:
+            text = f"all ranks came, and it did not end within {self.timeout_seconds:g} s; look at the links"
+            return UnhealthyError(f"{name}: {text}", speaks=told == [1])
+        beats = {rank: self._last_beat(rank, its) for rank, its in found.items()}
+        listed = "; ".join(self._silence(rank, beats.get(rank), found.get(rank)) for rank in silent[:NAMED_RANKS])
+        more = f"; and {len(silent) - NAMED_RANKS} more" if len(silent) > NAMED_RANKS else ""
+        stopped = tuple(beats[rank].number for rank in silent if rank in beats and beats[rank].is_stopped)
+        if told != [1]:
+            time.sleep(NOTICE_SECONDS)  # its end would end, by a launcher, the one that speaks
+        return UnhealthyError(f"{name}: {listed}{more}; {waited}", told == [1], stopped if told == [1] else ())
+
+    def _look(self, found: dict[int, dict[str, Any]], waiting: set[int], told: list[int]) -> None:
+        """Read from the store what each rank has come to, and, a moment later, which have waited in vain, as this one.
+
+        Fills the arguments, as far as the store answers; `told` at last: how many ranks have come here, itself too.
+        """
+        store: Any = self._store
+        place = f"{self._prefix}/{self._parts}"
+        store.set(f"{place}/waits/{self.rank}", "")
+        for rank in range(self.world):
+            if store.check([self._key(rank)]):
+                found[rank] = json.loads(store.get(self._key(rank)))
+        if not any(self._is_late(found.get(rank)) for rank in range(self.world)):
+            time.sleep(NOTICE_SECONDS)
+            waiting |= {rank for rank in range(self.world) if store.check([f"{place}/waits/{rank}"])}
+        told.append(store.add(f"{place}/told", 1))
+
+    def _is_late(self, its: dict[str, Any] | None) -> bool:
+        return its is None or its["part"] < self._parts
+
+    def _last_beat(self, rank: int, its: dict[str, Any]) -> Beat:
+        return Beat(rank, its["process"], step=0, at=its["name"], age_seconds=self.timeout_seconds)
+
+    def _silence(self, rank: int, beat: Beat | None, its: dict[str, Any] | None) -> str:
+        """Return what is known of a rank that others wait for."""
+        if beat is None or its is None:
+            return f"rank {rank} never began"
+        state = ", which is stopped" if beat.is_stopped else ""
+        what = f"did not come: it was last in {beat.at}" if self._is_late(its) else "came, and has been silent since"
+        return f"rank {rank} ({its['host']}{state}) {what}"
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

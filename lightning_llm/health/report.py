@@ -70,7 +70,7 @@ class HealthReport:
         `cluster`: whose figures are the peaks of memory and links.
         """
         found = []
-        memory = cluster and cluster.memory_gb_per_second
+        memory = None if cluster is None else cluster.memory_gb_per_second
         for each in self.ranks:
             gemms = each.tflops.items()
             found += [Figure(f"gemm.{name}.tflops", tflops, each.where, each.peaks[name]) for name, tflops in gemms]

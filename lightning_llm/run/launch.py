@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.errors import AgreedError, RanksFailedError, Terminated
+from lightning_llm.errors import AgreedError, RanksFailedError, Terminated, UnhealthyError
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.terminal.text import escaped
 
@@ -104,7 +104,8 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
     except ChildFailedError as error:
         rank, failure = first_failure(error)
         refused, handed_on = say_refused(rank, failure), isinstance(failure.message, dict)
-        if not refused and not (by_ranks and failure.exitcode == 1 and not handed_on):
+        said = by_ranks and failure.exitcode == 1 and not handed_on
+        if not refused and not said and not found_unhealthy(error):
             if handed_on:
                 print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
             print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
@@ -169,6 +170,11 @@ def say_refused(rank: int, failure: Any) -> bool:
     if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
         print(f"error: rank {rank}: {text}", file=sys.stderr)
     return bool(failure.exitcode == 2)
+
+
+def found_unhealthy(error: Any) -> bool:
+    """Return whether a rank of a ChildFailedError found others unfit, which it has said, whoever failed first."""
+    return any(message_of(each).startswith(UnhealthyError.__name__) for each in error.failures.values())
 
 
 def message_of(failure: Any) -> str:

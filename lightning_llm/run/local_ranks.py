@@ -8,10 +8,10 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
-from lightning_llm.errors import CallbackFailedError, UnhealthyError
+from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.rank_liveness import clear_beats, say_silent, says_silent, silent_ranks
-from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, message_of, say_refused
+from lightning_llm.run.launch import failure_line, first_failure, found_unhealthy, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
@@ -71,7 +71,7 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     rank, failure = first_failure(error)
     if say_refused(rank, failure):  # what is wrong with the data, say, is found by the rank that reads them first
         return Ended(2)
-    if message_of(failure).startswith(UnhealthyError.__name__):
+    if found_unhealthy(error):
         return Ended(1)  # said, and what was in the folder stays as it was
     known = summary_of(folder)
     known_detail = str(known.get("detail", ""))

@@ -21,8 +21,6 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
 from lightning_llm.hardware import describe_device
-from lightning_llm.health.gate import refuse_unhealthy
-from lightning_llm.health.ranks import Ranks
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import has_bias
@@ -54,6 +52,7 @@ from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
+from lightning_llm.run.health import joined_ranks, refuse_unhealthy
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.start import Start
@@ -251,13 +250,6 @@ def say(text: str, stream: TextIO | None = None) -> None:
 def open_layout(plan: Plan, device: torch.device) -> Layout:
     """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
     return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
-
-
-def joined_ranks(config: Config) -> Ranks:
-    """Return the ranks that have joined, as a check of them meets them. Collective."""
-    here = rank_environment()
-    local_rank, local_world = (here.local_rank, here.local_world) if here else (0, 1)
-    return Ranks(local_rank, local_world, config.parallel.timeout_seconds)
 
 
 def quiet_lightning() -> None:

@@ -18,6 +18,7 @@ from lightning_llm.health.cluster_file import write_measured
 from lightning_llm.health.extent import FULL, SHORT
 from lightning_llm.health.products import formats_of, peak_tflops
 from lightning_llm.health.ranks import Ranks
+from lightning_llm.health.report import HealthReport
 from lightning_llm.health.table import print_report, verdict_lines
 from lightning_llm.health.thresholds import (
     NOT_IN_SHORT,
@@ -31,6 +32,7 @@ from lightning_llm.health.thresholds import (
 from lightning_llm.parallel.process_group import join_process_group, leave_process_group
 from lightning_llm.run.checked_plan import read_arguments
 from lightning_llm.run.environment import adopt_world, die_with_launcher, rank_environment, world_problems
+from lightning_llm.run.health import joined_ranks
 from lightning_llm.run.launch import STOP_SECONDS, failure_said, launch_ranks
 from lightning_llm.slow_imports import slow_imports
 
@@ -96,6 +98,9 @@ def _rank(config: Config, thresholds: list[Threshold], arguments: argparse.Names
     die_with_launcher()
     try:
         return int(record(_measure)(config, thresholds, arguments) or 0)
+    except UnhealthyError as error:
+        error.end_stopped()
+        return 1
     except (KeyboardInterrupt, Exception) as error:
         if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
@@ -113,7 +118,7 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
     if (here := rank_environment()) is not None:
         join_process_group(device, here.world, config.parallel.timeout_seconds)
     try:
-        ranks = Ranks(*((here.local_rank, here.local_world) if here else (0, 1)), config.parallel.timeout_seconds)
+        ranks = joined_ranks(config)
         _agree_on_thresholds(ranks, device, thresholds)
         folder = Path(config.run.dir)
         extent = (SHORT if arguments.short else FULL)[device.type]
@@ -121,7 +126,7 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
         failing = failing_lines(report, thresholds, config.cluster)
         if ranks.rank == 0:
             output = arguments.output or Path(config.run.root, "health")
-            lines = [*write_measured(report, ranks.local_world, output), *verdict_lines(report, failing)]
+            lines = [*_written(report, ranks.local_world, output), *verdict_lines(report, failing)]
             if arguments.json:
                 print(json.dumps({**report.as_data(), "below": failing}, indent=1), flush=True)
             else:
@@ -132,9 +137,17 @@ def _measure(config: Config, thresholds: list[Threshold], arguments: argparse.Na
     except UnhealthyError as error:
         if error.speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        raise  # for the launcher to know that it is said
     finally:
         leave_process_group()
+
+
+def _written(report: HealthReport, devices_per_node: int, output: Path) -> list[str]:
+    """Write what `plan` takes; return what to say of it, or why it could not be written."""
+    try:
+        return write_measured(report, devices_per_node, output)
+    except OSError as error:
+        return [f"note       nothing for plan: {output} cannot be written: {error.strerror or error}"]
 
 
 def _agree_on_thresholds(ranks: Ranks, device: torch.device, thresholds: list[Threshold]) -> None:

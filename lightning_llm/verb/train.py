@@ -171,8 +171,9 @@ def _run_rank(plan: Plan) -> int:
 
     try:
         return int(record(run)(plan) or 0)
-    except UnhealthyError:
-        return 1  # said by one of those that raise it
+    except UnhealthyError as error:  # said by one of those that raise it
+        error.end_stopped()
+        return 1
     except CallbackFailedError as error:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # srun has started the ranks, and nobody gathers what they say
             print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)

@@ -20,12 +20,12 @@ from lightning_llm.health import collectives, links, speeds
 from lightning_llm.health.check import check_health
 from lightning_llm.health.cluster_file import write_measured
 from lightning_llm.health.extent import Extent
-from lightning_llm.health.gate import refuse_unhealthy
 from lightning_llm.health.ranks import Ranks
 from lightning_llm.health.table import print_report, verdict_lines
 from lightning_llm.health.thresholds import Threshold, failing_lines
 from lightning_llm.plan.check import check_config
 from lightning_llm.planner.link_matrix import read_links
+from lightning_llm.run.health import refuse_unhealthy
 
 TINY = Extent((1 << 10, 1 << 14), 0.002, 64, 1 << 14, 1 << 14, link_bytes=1 << 12, disk_bytes=1 << 22)
 WRONG_ONLY = replace(TINY, link_bytes=None, disk_bytes=None, sizes_bytes=(1 << 10,))

@@ -4,10 +4,19 @@ import time
 
 import torch
 
+from lightning_llm.config.schema import Config
 from lightning_llm.errors import UnhealthyError
 from lightning_llm.health.check import check_health
 from lightning_llm.health.extent import SHORT
 from lightning_llm.health.ranks import Ranks
+from lightning_llm.run.environment import rank_environment
+
+
+def joined_ranks(config: Config) -> Ranks:
+    """Return the ranks that have joined, as a check of them meets them. Collective."""
+    here = rank_environment()
+    local_rank, local_world = (here.local_rank, here.local_world) if here else (0, 1)
+    return Ranks(local_rank, local_world, config.parallel.timeout_seconds)
 
 
 def refuse_unhealthy(ranks: Ranks, device: torch.device) -> str:
