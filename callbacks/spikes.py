@@ -18,7 +18,7 @@ from lightning_llm.train.health.spike_policy import describe_event
 log = logging.getLogger(__name__)
 
 EVENTS_FOLDER = "events"
-DONE = {"log": "", "skip": "; its update was left out", "stop": "; the run ends"}
+DONE = {"log": "", "skip": "; its update was left out", "stop": "; the run ends", "rollback": "; the run goes back"}
 
 
 class Spikes(pl.Callback):
@@ -26,7 +26,7 @@ class Spikes(pl.Callback):
 
     - `update_norm`: 2-norm of the change of all weights, 0 where the update was left out
     - `event_worst_micro_batch`: the micro-batch with the highest loss, and `event_worst_loss`, its mean loss
-    - `event_samples`: [first, last] global sample index of the batch
+    - `event_samples`: [first, last] training sample of the batch, as `data.skip_samples` takes them
     - `event_documents`: source, epoch, first token and first and last training document of each sample, those of the
       worst micro-batch first, `max_samples` at most
 
@@ -87,18 +87,21 @@ class Spikes(pl.Callback):
         width, first = data.micro_batch_size, (record["step"] - 1) * data.global_batch_size
         record["event_worst_micro_batch"] = worst
         record["event_worst_loss"] = shares[worst].item() * len(shares)
-        record["event_samples"] = [first, first + data.global_batch_size - 1]
+        record["event_samples"] = [corpus.index_of(first), corpus.index_of(first + data.global_batch_size - 1)]
         rows = sorted(range(data.global_batch_size), key=lambda row: row // width != worst)[: self.max_samples]
-        record["event_documents"] = [{"sample": first + row, **vars(corpus.origin(first + row))} for row in rows]
+        record["event_documents"] = [
+            {"sample": corpus.index_of(first + row), **vars(corpus.origin(first + row))} for row in rows
+        ]
         log.warning("step %d: %s%s", record["step"], describe_event(record), DONE[record["event_action"]])
-        self._write_text(Path(pl_module.config.run.dir), corpus, record)
+        texts = [corpus.tokenizer.decode(corpus.sample(first + row).tokens.tolist()) for row in rows]
+        self._write_text(Path(pl_module.config.run.dir), texts, record)
 
-    def _write_text(self, run_dir: Path, corpus: Any, record: dict[str, Any]) -> None:
+    def _write_text(self, run_dir: Path, texts: list[str], record: dict[str, Any]) -> None:
         file = run_dir / EVENTS_FOLDER / f"step={record['step']}.txt"
         parts = [f"step {record['step']}: {describe_event(record)}"]
-        for each in record["event_documents"]:
+        for text, each in zip(texts, record["event_documents"], strict=True):
             where = ", ".join(f"{key} {value}" for key, value in each.items())
-            parts.append(f"=== {where}\n{corpus.tokenizer.decode(corpus.sample(each['sample']).tokens.tolist())}")
+            parts.append(f"=== {where}\n{text}")
         try:
             file.parent.mkdir(exist_ok=True)
             file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

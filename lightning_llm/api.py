@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.errors import ConfigError, Problem, RunFailedError, Terminated
+from lightning_llm.stopping import EXIT_GOES_ON
 
 if TYPE_CHECKING:
     from lightning_llm.compare.comparison import Comparison
@@ -62,7 +63,7 @@ def compose(*overrides: str, config: StrPath | None = None, config_dir: StrPath 
 
 
 def train(config: "Config", *, quiet: bool = False) -> TrainResult:
-    """Train one run, as `lightning-llm train` does, and return what it left.
+    """Train one run, as `lightning-llm train` does, and return what it left; "stopped" if trainer.max_time was over.
 
     With trainer.devices=1 it runs in this process; more ranks are processes of their own on this machine. Interrupting
     it saves the run's state; `resume=auto` goes on.
@@ -94,7 +95,7 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
     if code > 128:
         raise Terminated if code == EXIT_SIGTERM else KeyboardInterrupt
     summary = summary_of(folder)
-    if code:
+    if code not in (0, EXIT_GOES_ON):
         raise RunFailedError(folder, str(summary.get("detail") or "it left no word of why; see stderr"))
     return TrainResult(folder, summary, list(read_records(folder / "metrics.jsonl")))
 

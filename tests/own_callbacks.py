@@ -103,3 +103,12 @@ for _name in (
     "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
 ):  # fmt: skip
     setattr(HookOrder, _name, _kept(_name))
+
+
+class Halved(pl.Callback):
+    """Halves every gradient before the update."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)

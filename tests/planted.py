@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from lightning_llm.data.batch import Batch
 from lightning_llm.data.corpus import Corpus
 
@@ -32,3 +34,37 @@ def infinite_gradient(forward: Callable, when: Callable[[int], bool]) -> Callabl
         return logits
 
     return poisoned
+
+
+def corrupted_samples(first: int, last: int) -> Callable[..., Batch]:
+    """Return a `Corpus.micro_batches` that asks for what no text holds in training samples `first` to `last`."""
+    whole = Corpus.micro_batches
+
+    def micro_batches(self: Corpus, step: int, indices=None) -> Batch:
+        batch = whole(self, step, indices)
+        size, width = self.config.global_batch_size, self.config.micro_batch_size
+        for place, each in enumerate(range(size // width) if indices is None else indices):
+            for row in range(width):
+                if first <= self.index_of(step * size + each * width + row) <= last:
+                    batch.labels[place, row] = 298
+        return batch
+
+    return micro_batches
+
+
+def wgrad_of_wrong_tensor(multiply: Callable, when: Callable[[int], bool]) -> Callable:
+    """Return a `Linear.multiply` whose weight gradient, in the calls from 0 that `when` names, is of another input.
+
+    Of the tokens in another order, as where a kernel reads a buffer that was meant for another: forward pass, loss and
+    the gradient of the input are right.
+    """
+    calls = iter(range(10**6))
+
+    def multiplied(self, x, weight, bias):
+        if not torch.is_grad_enabled() or not when(next(calls)):
+            return multiply(self, x, weight, bias)
+        right = multiply(self, x, weight.detach(), bias)
+        wrong = multiply(self, x.detach().roll(1, dims=-2), weight, None)
+        return right + (wrong - wrong.detach())
+
+    return multiplied

@@ -17,6 +17,7 @@ FREE = (
     "data.cache_dir",
     "data.num_workers",
     "data.name",
+    "data.skip_samples",
     "model.name",
     "model.parameters_published",
     "parallel.compile",
@@ -32,7 +33,8 @@ FREE = (
     f"{FINGERPRINT}.os",
 )
 """No difference in these changes what is learned: names, places, observers, and what other keys hold resolved
-(`trainer.accelerator` in the device, `*.compile` in `compiled`, `precision.backend` in the summary's)."""
+(`trainer.accelerator` in the device, `*.compile` in `compiled`, `precision.backend` in the summary's,
+`data.skip_samples` in `skipped_samples`)."""
 
 LAYOUT = (
     "parallel.dp_replicate",

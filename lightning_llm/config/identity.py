@@ -21,6 +21,7 @@ NOT_IDENTITY = (
     "data.tokenize_processes",
     "trainer.max_restarts",
     "trainer.health",
+    "trainer.max_time",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",
@@ -47,6 +48,7 @@ FREE_ON_RESUME = (
     "data.micro_batch_size",
     "data.cache_dir",
     "data.num_workers",
+    "data.skip_samples",
     "checkpoint.",
     "callbacks.",
 )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from lightning_llm.data.skipped import Range, before, index_of
 from lightning_llm.keyed_hash import hash_words, mix, name_word
 
 BLOCK = 1_000
@@ -157,29 +158,46 @@ class Shares:
 
 
 class SampleOrder:
-    """Global sample index -> `Address`, as a function of (mixture, windows, seed, shuffle) alone.
+    """Position in a run's training -> `Address`, as a function of (mixture, windows, seed, shuffle, skipped) alone.
+
+    `skipped`: merged ranges of the samples that are left out (`data.skipped`).
 
     `windows` (how many windows a source holds, at least 1 of one that is drawn) is keyed by source name; the key of a
     source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
     the windows in their order.
     """
 
-    def __init__(self, mixture: Mixture, windows: Mapping[str, int], seed: int, shuffle: bool = True):
+    def __init__(
+        self,
+        mixture: Mixture,
+        windows: Mapping[str, int],
+        seed: int,
+        shuffle: bool = True,
+        skipped: Sequence[Range] = (),
+    ):
         self.mixture = mixture
         self.names = mixture.names
         self.seed = seed
         self.shuffle = shuffle
+        self.skipped = skipped
         self.windows = [windows[name] for name in self.names]
         self._name_words = [name_word(name) for name in self.names]
 
-    def locate(self, index: int) -> Address:
-        """Return where global sample `index` (from 0) lies."""
-        source, ordinal = self.mixture.ordinal(index)
+    def locate(self, position: int) -> Address:
+        """Return where the sample at `position` (from 0) lies."""
+        source, ordinal = self.mixture.ordinal(index_of(position, self.skipped))
         epoch, i = divmod(ordinal, self.windows[source])
         if self.shuffle:
             i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
         return Address(source, i, epoch)
 
     def drawn(self, total: int) -> list[int]:
-        """Return how many of the samples [0, total) each source gives."""
-        return self.mixture.drawn(total)
+        """Return how many of the samples at positions [0, total) each source gives."""
+        if total == 0:
+            return self.mixture.drawn(0)
+        end = index_of(total - 1, self.skipped) + 1
+        counts = self.mixture.drawn(end)
+        for first, last in before(end, self.skipped):
+            left_out = zip(self.mixture.drawn(last + 1), self.mixture.drawn(first), strict=True)
+            counts = [count - (more - less) for count, (more, less) in zip(counts, left_out, strict=True)]
+        return counts

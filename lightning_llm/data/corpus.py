@@ -18,6 +18,7 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.cache import digest_of
+from lightning_llm.data.skipped import index_of, merged
 from lightning_llm.data.token_files import TokenStream
 from lightning_llm.data.tokenizer import Tokenizer
 
@@ -81,7 +82,8 @@ class Corpus:
         length = config.sequence_length
         windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.trained, self.train, strict=True)}
         mixture: Mixture = config.chosen_mixture.build(weights, config.global_batch_size, max_steps)
-        self.order = SampleOrder(mixture, windows, seed, config.shuffle)
+        self.skipped = merged(config.skip_samples or ())
+        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
 
     @cached_property
@@ -125,18 +127,22 @@ class Corpus:
         settings = [self.config.sequence_length, self.config.document_mask]
         return digest_of([self.tokenizer.fingerprint, streams, windows, settings])
 
-    def sample(self, index: int) -> Sample:
-        """Return global training sample `index` (from 0, without end); row r of step s is s * global_batch_size + r."""
-        address = self.order.locate(index)
+    def sample(self, position: int) -> Sample:
+        """Return the training sample at `position` (from 0, without end): row r of step s is at s * batch + r."""
+        address = self.order.locate(position)
         length = self.config.sequence_length
         stream, start = self.train[address.source], address.window * length
         tokens = stream.tokens[start : start + length + 1].astype(np.int64)  # [T+1]
         ids = stream.document_ids(start, length) if self.config.document_mask else None  # [T]
         return Sample(address.source, address.window, address.epoch, tokens, ids)
 
-    def origin(self, index: int) -> Origin:
-        """Return where global training sample `index` comes from."""
-        address = self.order.locate(index)
+    def index_of(self, position: int) -> int:
+        """Return the number by which `data.skip_samples` knows the sample at `position`: with none left out, that."""
+        return index_of(position, self.skipped)
+
+    def origin(self, position: int) -> Origin:
+        """Return where the training sample at `position` comes from."""
+        address = self.order.locate(position)
         start, stream = address.window * self.config.sequence_length, self.train[address.source]
         ends = start, start + self.config.sequence_length
         first, last = (int(index) - 1 for index in np.searchsorted(stream.starts, ends, side="right"))
@@ -145,8 +151,8 @@ class Corpus:
     def micro_batches(self, step: int, indices: Sequence[int] | None = None) -> Batch:
         """Return the micro-batches `indices` of optimizer step `step` (from 0), in that order; all of them for None.
 
-        Micro-batch m is rows m*B .. (m+1)*B of the global batch; row r of step s is global sample s * global_batch_size
-        + r. So every layout cuts the same batch.
+        Micro-batch m is rows m*B .. (m+1)*B of the global batch; row r of step s is at position
+        s * global_batch_size + r of the order. So every layout cuts the same batch.
         """
         size, length, width = self.config.global_batch_size, self.config.sequence_length, self.config.micro_batch_size
         rows = [range(m * width, (m + 1) * width) for m in (range(size // width) if indices is None else indices)]

@@ -12,8 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.precision.native.capability import DRIVER_FILES
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Segments that grow: less memory is lost between blocks of other sizes. As torchtitan's run_train.sh; torch reads
@@ -49,6 +51,12 @@ def wanted(plan: Plan) -> dict[str, str]:
     degrees = plan.degrees
     sharded = SHARDED_TENSOR_PARALLEL if degrees.tp > 1 and degrees.dp_shard > 1 else {}
     return {**ALLOCATOR, **(NCCL if degrees.world > 1 else {}), **sharded}
+
+
+def set_allocator() -> None:
+    """Set what torch reads when it first uses CUDA, which checking a plan for this machine may do."""
+    if any(Path(file).exists() for file in DRIVER_FILES):
+        set_missing(ALLOCATOR)
 
 
 def set_missing(variables: Mapping[str, str]) -> None:

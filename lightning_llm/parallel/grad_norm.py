@@ -1,6 +1,6 @@
 """The global gradient norm, and clipping to it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,17 +40,48 @@ def global_norm(
     Each is cut as its parameter is; those of `copies` are counted by another stage. Collective; equal on every rank.
     """
     elsewhere = {id(parameter) for parameter in copies}
-    # What every rank of a tensor-parallel group holds whole is counted by its first: a sum over the group, and with it
-    # the norm, is one number on all, whatever each has.
-    first = layout.coordinates.tp == 0
     counted = [
         shard
         for parameter, shard in zip(parameters, shards, strict=True)
-        if id(parameter) not in elsewhere and (first or is_tp_shard(parameter))
+        if id(parameter) not in elsewhere and _is_counted(parameter, layout)
     ]
     total = shards[0].new_zeros((), dtype=torch.float64)
     if counted:
-        norms: list[Tensor] = list(torch._foreach_norm(counted, 2, dtype=torch.float64))
-        total = torch.stack(norms).square().sum()
-    layout.reduce(total, dist.ReduceOp.SUM, "tp", *(["fsdp"] if layout.shards else []), "pp")
+        total = torch.stack(_norms(counted)).square().sum()
+    layout.reduce(total, dist.ReduceOp.SUM, *_sharing_axes(layout), "pp")
     return total.sqrt().float()
+
+
+def parameter_gradient_norms(named: Mapping[str, nn.Parameter], layout: Layout) -> dict[str, float]:
+    """Return the 2-norm of each parameter's gradient by name, of all pipeline stages, the same on every rank.
+
+    In fp64, summed over shards: rounded to fp32 they show how gradients are cut as little as `gradient_norm` does.
+    Parameters without a gradient are left out. Collective; the host waits for the device.
+    """
+    trained = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
+    norms = torch.stack(_norms(_gradients(trained.values()))) if trained else torch.zeros(0, dtype=torch.float64)
+    counted = [_is_counted(parameter, layout) for parameter in trained.values()]
+    squares = norms.square() * torch.tensor(counted, dtype=torch.float64, device=norms.device)
+    if len(squares):
+        layout.reduce(squares, dist.ReduceOp.SUM, *_sharing_axes(layout))
+    own = dict(zip(trained, squares.sqrt().tolist(), strict=True))
+    return {name: norm for stage in layout.gather_over_stages(own) for name, norm in stage.items()}
+
+
+def _norms(shards: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of each, scalars in fp64."""
+    return list(torch._foreach_norm(list(shards), 2, dtype=torch.float64))
+
+
+def _is_counted(parameter: nn.Parameter, layout: Layout) -> bool:
+    """Return whether this rank counts its part of `parameter` in a sum over ranks.
+
+    What every rank of a tensor-parallel group holds whole is counted by its first: a sum over the group, and with it
+    the norm, is one number on all, whatever each has.
+    """
+    return layout.coordinates.tp == 0 or is_tp_shard(parameter)
+
+
+def _sharing_axes(layout: Layout) -> list[str]:
+    """Return the axes whose ranks hold parts of the same parameters."""
+    return ["tp", *(["fsdp"] if layout.shards else [])]

@@ -76,7 +76,7 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
         count, times, rest = name.partition(" x ")
         found["device"] = rest if times and count.isdigit() else name
     found |= {f"{FINGERPRINT}.{key}": value for key, value in (summary.get(FINGERPRINT) or {}).items()}
-    for key in ("data_hash", "validation_hash", "code_hash", "threads", "compiled", "backend"):
+    for key in ("data_hash", "validation_hash", "code_hash", "threads", "compiled", "backend", "skipped_samples"):
         if summary.get(key) is not None:
             found[key] = summary[key]
     if (summary.get("init") or {}).get("digest"):
@@ -137,6 +137,17 @@ def has_ended(fingerprint: str) -> bool:
         return abs(process.create_time() - float(started)) > 2 or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def send_signal(fingerprint: str, number: int) -> bool:
+    """Send a signal to the process of `fingerprint`; return whether there is one on this machine."""
+    if not is_of_this_machine(fingerprint) or has_ended(fingerprint):
+        return False
+    try:
+        os.kill(int(fingerprint.split()[1]), number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _git(root: Any, *arguments: str) -> str | None:

@@ -14,6 +14,7 @@ from lightning_llm.config.identity import flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.model import ModelConfig
+from lightning_llm.data.skipped import SKIPPED_SAMPLES
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.plan.describe import layout_facts
@@ -251,5 +252,7 @@ def facts(run: Run) -> Mapping[str, Any]:
     Of a resumed run also what earlier parts of it had otherwise.
     """
     earlier = run.summary.get("earlier") or {}
-    asked = bool(run.config.get("parallel.compile"))  # which was all there was to know before it could be null
-    return {"compiled": asked} | origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}
+    asked: dict[str, Any] = {"compiled": bool(run.config.get("parallel.compile"))}  # all that earlier summaries leave
+    if skipped := run.config.get("data.skip_samples"):
+        asked[SKIPPED_SAMPLES] = skipped
+    return asked | origin_of(run.summary) | {f"{EARLIER}{key}": values for key, values in earlier.items()}

@@ -1,6 +1,6 @@
 """Agreement of ranks before they train: one config, one way to run its casts, one start."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,20 +126,28 @@ def _listed(ranks: list[int]) -> str:
 
 
 def decide_together(config: Config, locks: list[FileLock]) -> Start:
+    """Return how the run starts, see `decide_with_ranks`, in a folder that is locked before it is looked at.
+
+    Rank 0 adds its lock to `locks`, to be released when the run has ended.
+    """
+    return decide_with_ranks(config, lambda: locks.append(lock_run(Path(config.run.dir))))
+
+
+def decide_with_ranks(config: Config, before: Callable[[], None] = lambda: None) -> Start:
     """Return how the run starts, as rank 0 finds its folder. Each rank verifies its share of a checkpoint's files.
 
-    Rank 0 adds its lock on the folder to `locks`, to be released when the run has ended.
+    `before`: called first, on rank 0.
 
     Raises:
         ConfigError: on every rank, what rank 0 found wrong.
     """
     if not dist.is_initialized():
-        locks.append(lock_run(Path(config.run.dir)))
+        before()
         return decide_start(config, content_damage)
     decision: Start | ConfigError
     if is_first_rank():
         try:
-            locks.append(lock_run(Path(config.run.dir)))
+            before()
             decision = decide_start(config, _verify_on_all_ranks)
         except ConfigError as error:
             decision = error

@@ -145,7 +145,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
     return [
         *chosen.values(),
         EarlyEnd(chosen),
-        Superseding(checkpoints, {each.folder for each in start.passed_over}),
+        Superseding(checkpoints, {each.folder for each in start.passed_over if not each.outdated}),
         folder,
         Checkpointing(
             checkpoints,

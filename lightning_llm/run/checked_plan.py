@@ -44,8 +44,11 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
     return checked_resolution(read_arguments(arguments), to_train=to_train).plan()
 
 
-def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
-    """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does."""
+def checked_resolution(reading: Reading, *, to_train: bool, saves: bool = True) -> Resolution:
+    """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does.
+
+    `saves`: whether checkpoints will be written, for which the disk needs room.
+    """
     if to_train and (rank_environment() is not None or is_started_again()):
         config = adopt_world(reading.checked())
         reading = Reading(goes_on(config) if is_started_again() else config)
@@ -53,13 +56,13 @@ def checked_resolution(reading: Reading, *, to_train: bool) -> Resolution:
     if reading.config is None:
         raise ConfigError(reading.problems)
     found = Resolution(reading.config, to_train=to_train)
-    if problems := dict.fromkeys([*reading.problems, *problems_beyond(found)]):
+    if problems := dict.fromkeys([*reading.problems, *problems_beyond(found, saves=saves)]):
         raise ConfigError(problems)
     return found
 
 
-def problems_beyond(found: Resolution, *, jobs: int = 1) -> list[Problem]:
+def problems_beyond(found: Resolution, *, jobs: int = 1, saves: bool = True) -> list[Problem]:
     """Return what the rules between keys say of the sound part of a config, one of `jobs` that share a disk."""
     problems = config_problems(found)
     problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])
-    return problems + (gather([lambda: disk_problems(found.config, jobs)]) if found.to_train else [])
+    return problems + (gather([lambda: disk_problems(found.config, jobs)]) if found.to_train and saves else [])

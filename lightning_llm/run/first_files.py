@@ -1,6 +1,6 @@
-"""What a run writes into its folder first, so that every rank sees it: config.yaml and the tokenizer."""
+"""What a run writes into its folder first, so that every rank sees it: config.yaml, the tokenizer, rollbacks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.errors import AgreedError, Problem
 from lightning_llm.record.rank_liveness import clear_beats
 from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.rollbacks import Rollback, write_rollbacks
 from lightning_llm.run.start import Start
 
 
@@ -31,7 +32,8 @@ def prepare_folder(config: Config, corpus: Corpus, start: Start) -> Callable[[],
     if start.checkpoint is not None and start.trunk is None and not goes_on:
         # Until it has saved its own start it begins there, if killed too. Of a branch branch_from says where.
         config = config.model_copy(update={"resume": str(start.checkpoint.folder)})
-    write = partial(_write_config_and_tokenizer, config, corpus)
+    rollbacks = () if goes_on else start.rollbacks
+    write = partial(_write_first, config, corpus, rollbacks)
     problem = None
     if is_first_rank() and not goes_on:
         problem = _made(folder, write)
@@ -68,8 +70,10 @@ def _made(folder: Path, write: Callable[[], None]) -> Problem | None:
     return None
 
 
-def _write_config_and_tokenizer(config: Config, corpus: Corpus) -> None:
+def _write_first(config: Config, corpus: Corpus, rollbacks: Sequence[Rollback]) -> None:
     folder = Path(config.run.dir)
+    if rollbacks:
+        write_rollbacks(folder, rollbacks)
     write_config(config, folder / "config.yaml")
     written = corpus.tokenizer.save(folder / f"{TOKENIZER}.partial")
     written.rename(folder / TOKENIZER)

@@ -8,14 +8,17 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from lightning_llm.errors import AgreedError, RanksFailedError, Terminated, UnhealthyError
+from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
+from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.terminal.text import escaped
+
+Result = TypeVar("Result")
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
@@ -81,6 +84,45 @@ def launch_ranks(
         raise
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def launch_reported(
+    count: int,
+    words: Sequence[str],
+    *,
+    threads: int | None,
+    shutdown_seconds: int,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run `lightning-llm WORDS` as `launch_ranks` does, the first rank alone heard; say which failed first, and why.
+
+    Raises:
+        RanksFailedError: a rank failed.
+        KeyboardInterrupt: this process was asked to stop; Terminated by SIGTERM.
+    """
+    seconds = shutdown_seconds
+    with failure_said():
+        launch_ranks(count, words, threads=threads, shutdown_seconds=seconds, first_alone=True, environment=environment)
+
+
+def as_rank(work: Callable[[], Result]) -> Result:
+    """Return what `work` does on one of the ranks of `launch_reported`, or of torchrun or srun.
+
+    Raises:
+        ConfigError: what `work` refuses.
+        RanksFailedError: it failed, and the launcher says which rank did first, and why. Where nobody gathers what
+            ranks say, what it raised comes through.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+    die_with_launcher()
+    try:
+        return cast(Result, record(work)())
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        raise RanksFailedError(130 if isinstance(error, KeyboardInterrupt) else 1, str(error)) from error
 
 
 @contextmanager

@@ -1,7 +1,11 @@
 """The ranks of a training run on this machine: starting them, and what is said of the run when one fails."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lightning_llm.config.commands import how_to_go_on
@@ -10,11 +14,13 @@ from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.rank_liveness import clear_beats, say_silent, says_silent, silent_ranks
+from lightning_llm.record.provenance import send_signal
+from lightning_llm.record.rank_liveness import beats, clear_beats, say_silent, says_silent, silent_ranks
 from lightning_llm.run.launch import failure_line, first_failure, found_unhealthy, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
+from lightning_llm.stopping import EXIT_GOES_ON, exit_code
 
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
@@ -53,17 +59,38 @@ def _run_ranks(config: Config, quiet: bool) -> Ended:
     try:
         with in_memory(config) as file:  # the run's folder holds it as config.yaml
             words = "train", "--config", str(file), *config_dir_arguments()
-            launch_ranks(trainer.devices, words, threads=trainer.threads, shutdown_seconds=SAVE_SECONDS, quiet=quiet)
+            with _passed_on(folder):
+                launch_ranks(
+                    trainer.devices, words, threads=trainer.threads, shutdown_seconds=SAVE_SECONDS, quiet=quiet
+                )
     except SignalException as stop:
         if (detail := summary_of(folder)) and detail["status"] == "running":
             print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
             mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
             print(how_to_go_on(folder), file=sys.stderr)
             return Ended(1)
-        return Ended(128 + int(stop.sigval))
+        return Ended(exit_code(stop.sigval))
     except ChildFailedError as error:
         return _first_failure(error, folder, config.parallel.timeout_seconds)
     return Ended(0)
+
+
+@contextmanager
+def _passed_on(folder: Path) -> Iterator[None]:
+    """Pass SIGUSR1, which torch's agent does not know, on to the ranks; end what has not begun to train."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        ranks = {each.process for each in beats(folder)} or {str(summary_of(folder).get("process", ""))}
+        sent = [send_signal(each, number) for each in ranks]
+        if not any(sent):
+            raise SignalException(f"{signal.Signals(number).name} before the first step", signal.Signals(number))
+
+    before = signal.signal(signal.SIGUSR1, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
 
 
 def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
@@ -79,7 +106,7 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     silence = known_detail if known.get("status") == "failed" and says_silent(known_detail) else None
     if failure.exitcode in (130, 143) and known.get("status") == "failed":
         return Ended(1, silence)  # the agent ended it, of several that failed in one second, and rank 0 has said why
-    if failure.exitcode in (130, 143):
+    if failure.exitcode in (130, 143, EXIT_GOES_ON):
         return Ended(int(failure.exitcode))  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0 and known.get("status") == "failed":
         return Ended(int(failure.exitcode), silence)  # a rank said why and ended in order: a loss not finite, say

@@ -5,10 +5,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 import lightning.pytorch as pl
 import torch
@@ -17,12 +17,9 @@ from filelock import FileLock
 from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
-from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
 from lightning_llm.hardware import describe_device
-from lightning_llm.integrity import digest_of_file
-from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.linear_names import has_bias
 from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
@@ -36,13 +33,11 @@ from lightning_llm.precision.inductor import no_compiler
 from lightning_llm.precision.native.codes import check_native_casts
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import choose_backend
-from lightning_llm.record.files import SOURCE_HASHES
 from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.provenance import FINGERPRINT, code_hash, versions
+from lightning_llm.record.provenance import FINGERPRINT
 from lightning_llm.record.rank_liveness import RankSilentError
-from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
 from lightning_llm.run.attention_kernel import attention_kernels, kernel_line
@@ -50,25 +45,28 @@ from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
+from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.health import joined_ranks, refuse_unhealthy
 from lightning_llm.run.initial import open_initial
+from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
+from lightning_llm.run.rollback import go_back, rollback_line
+from lightning_llm.run.rollbacks import rollback_facts, skipped_samples
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
 from lightning_llm.run.watch import failures_marked, watched_ranks
+from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""The signals that a run is asked to stop by."""
+from lightning_llm.train.health.spike_policy import SpikeRollback
 
 
 def run(plan: Plan, start: Start | None = None) -> int:
-    """Train from `start`, or as all ranks decide together; return 0, 128 + the signal that ended the run, or 1.
+    """Train from `start`, or as all ranks decide together; return 0, `exit_code` of the signal that ended it, or 1.
 
     1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
     more, a rank hangs, or trainer.health found what is no good.
@@ -95,7 +93,8 @@ def run(plan: Plan, start: Start | None = None) -> int:
         if start.finished:
             say(start.nothing_left(rank.plan.config))
         else:
-            fit(rank, start)
+            with alarm_after(plan.config.trainer.max_time):
+                fit_and_go_back(rank, start)
     except UnhealthyError as error:
         if error.speaks:
             print(f"error: {error}. No step was made.", file=sys.stderr, flush=True)
@@ -125,7 +124,9 @@ def report_end(error: BaseException, folder: str) -> int:
         if error.saved_step is None and (saved := step_folders(Path(folder) / "checkpoints")):  # by an earlier start
             error = StoppedBySignal(error.number, step_of(saved[0]))
         say("; ".join(filter(None, (str(error), further))), sys.stderr)
-        return 128 + error.number
+        if error.number in GOES_ON and is_first_rank() and (line := requeue()):
+            say(line, sys.stderr)
+        return exit_code(error.number)
     if isinstance(error, StorageError):
         text = f"what was saved before is whole, and once the folder can be written again, {further}"
         say(f"error: {error}; {text}", sys.stderr)
@@ -192,6 +193,23 @@ def check_compiler(config: Config, device: torch.device) -> None:
         raise ConfigError(Problem("parallel.compile", text))
 
 
+def fit_and_go_back(rank: Rank, start: Start) -> None:
+    """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
+    while (spike := _rollback_asked(rank, start)) is not None:
+        plan, start, made = go_back(rank.plan, start, spike)
+        say(rollback_line(plan, start, spike, made.skipped), sys.stderr)
+        rank = replace(rank, plan=plan, callbacks=build_callbacks(plan.config))
+
+
+def _rollback_asked(rank: Rank, start: Start) -> SpikeRollback | None:
+    """Train from `start`; return what has the run go back, without the frames that hold all of its memory."""
+    try:
+        fit(rank, start)
+    except SpikeRollback as spike:
+        return spike.with_traceback(None)
+    return None
+
+
 def fit(rank: Rank, start: Start) -> None:
     """Open the data, make the run's folder, and train in it from `start`."""
     config, device = rank.plan.config, rank.device
@@ -203,16 +221,16 @@ def fit(rank: Rank, start: Start) -> None:
     started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
     for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *started]:
         say(line)
-    corpus = open_corpus(
-        config.data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank()
-    )
+    skipped = skipped_samples(config, start.rollbacks)
+    data = config.data.model_copy(update={"skip_samples": skipped or None})
+    corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
     for line in [data_line(config, corpus), *phase_lines(config, corpus), *left_out_lines(corpus)]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
     check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
     facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
-    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)}
+    facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)} | rollback_facts(start.rollbacks, skipped)
     here = origin_here(rank.plan, device) | facts
     for line in agree_on_fingerprint(config, start, here):
         say(line)
@@ -220,6 +238,7 @@ def fit(rank: Rank, start: Start) -> None:
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
     module = build_module(rank.plan, corpus, initial)
+    module.spikes.rollbacks_made = len(start.rollbacks)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
     (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
@@ -260,31 +279,6 @@ def quiet_lightning() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-
-
-def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
-    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
-    return {
-        "parameters": count_parameters(config.model).total,
-        "data_hash": corpus.fingerprint,
-        "validation_hash": corpus.validation_fingerprint,
-        SOURCE_HASHES: corpus.source_fingerprints,
-        TOKENIZER_DIGEST: digest_of_file(corpus.tokenizer.path),
-        "validation_unigram_nats": corpus.validation_unigram_nats,
-        "threads": torch.get_num_threads(),
-        "backend": decision.runs if config.precision.quantises else None,  # where casts run
-        "precision": decision.facts(),
-    }
-
-
-def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Return what the summary will say of the code and the machine."""
-    return {
-        "versions": versions(),
-        "code_hash": code_hash(),
-        "device": describe_device(device),
-        "compiled": plan.compiled,
-    }
 
 
 def run_loggers(config: Config) -> list[RunLogger]:

@@ -7,6 +7,7 @@ from lightning_llm.config.compose import load_config
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.addressing import Mixture, MixturePhase
+from lightning_llm.data.skipped import SKIPPED_SAMPLES
 from lightning_llm.optim.schedule import learning_rate_factor
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.provenance import origin_changes, origin_of
@@ -36,7 +37,8 @@ def resume_history(config: Config, start: Start, summary: dict[str, Any]) -> dic
     for key in sorted(changed):
         found.setdefault(key, []).append(was.get(key))
     for key, (earlier, _) in origin_changes(origin_of(before), origin_of(summary)).items():
-        found.setdefault(key, []).append(earlier)
+        if key != SKIPPED_SAMPLES:  # what differs there lies ahead: `rollbacks.other_samples`
+            found.setdefault(key, []).append(earlier)
     return {key: _distinct(values) for key, values in found.items()}
 
 

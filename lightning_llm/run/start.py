@@ -1,19 +1,19 @@
 """The start of a run, decided by what lies in run.dir: it may start there, go on, or is done. Imports no torch."""
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from lightning_llm.config.branching import changed_keys
-from lightning_llm.config.commands import how_to_go_further, resume_elsewhere_command
+from lightning_llm.config.commands import how_to_go_further
 from lightning_llm.config.compose import load_config
 from lightning_llm.config.identity import below, differences_on_resume, is_data_path
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.files import damaged_record, summary_of
+from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.state import settled_state, state_of
+from lightning_llm.run.own_checkpoints import known_summary, of_its_run, with_records
+from lightning_llm.run.rollbacks import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
@@ -24,7 +24,6 @@ from lightning_llm.train.checkpoint.manifest import (
 )
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
-RECORDS = "metrics.jsonl"
 LEARNED = ("data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
 """Keys that `data_hash` depends on."""
 INIT = "init"
@@ -38,7 +37,7 @@ class Start:
     `made_steps`: those of a finished run whose checkpoints are gone. `passed_over`: newer checkpoints that are damaged
     or another run's. `ended`: who ended a run before its last step, and why. `run`: whose the checkpoints to come are.
     `data_hash`: of what the steps before were trained on, where that is known and these are the data still. `trunk`:
-    the config of the run that this one branches off here; None of any other start.
+    the config of the run that this one branches off here; None of any other start. `rollbacks`: of the steps before.
     """
 
     checkpoint: Checkpoint | None = None
@@ -49,6 +48,7 @@ class Start:
     run: RunIdentity = field(default_factory=RunIdentity.new, compare=False)
     data_hash: str | None = None
     trunk: Config | None = None
+    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def step(self) -> int:
@@ -78,6 +78,18 @@ def sizes_alone(checkpoint: Checkpoint) -> list[Damage]:
 
 
 def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
+    """Return what `_decide` says, with the rollbacks of the steps before.
+
+    Raises:
+        ConfigError: as `_decide`; or nothing says what the rollbacks were.
+    """
+    start = _decide(config, with_same_samples(config, verify))
+    if start.checkpoint is not None:
+        return replace(start, rollbacks=read_rollbacks(start.checkpoint.run_folder))
+    return replace(start, rollbacks=read_rollbacks(Path(config.run.dir))) if config.resume is not None else start
+
+
+def _decide(config: Config, verify: Verify) -> Start:
     """Return how this run starts; changes nothing.
 
     A run that begins does so at step 0 or, with `branch_from`, at its trunk's checkpoint.
@@ -104,11 +116,12 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
                 text = f"{folder} holds files that are no run's. Choose another run.name or run.dir."
                 raise ConfigError(Problem("run.dir", text))
             return first_start(config, verify)
-        checkpoint, passed_over = newest_verified(folder / "checkpoints", _of_its_run(_with_records(config, verify)))
+        of_run = of_its_run(with_records(config, verify))
+        checkpoint, passed_over = newest_verified(folder / "checkpoints", of_run, _went_back(config, folder))
         _must_match(config, folder, checkpoint)
         if ended := _ended_early(config, folder):
             return Start(checkpoint, True, int(summary_of(folder)["ended_by"]["step"]), ended)
-        if checkpoint is None and state_of(folder) == "finished":
+        if checkpoint is None and not passed_over and state_of(folder) == "finished":
             return _finished_without_checkpoint(config, folder)
         if checkpoint is None and (origin := load_config(folder / "config.yaml", []).resume) not in (None, "auto"):
             # It died before it had saved its own start, which is not step 0.
@@ -120,7 +133,8 @@ def decide_start(config: Config, verify: Verify = sizes_alone) -> Start:
         text = f"is {config.trainer.max_steps}, and the checkpoint is at step {checkpoint.step}. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
     if checkpoint is None:
-        return first_start(config, verify)
+        start = first_start(config, verify)
+        return replace(start, passed_over=(*passed_over, *start.passed_over))
     if checkpoint.step == config.trainer.max_steps and not holds_run:
         text = f"is {config.trainer.max_steps}, the checkpoint's step: in a new folder no step is left. Raise it."
         raise ConfigError(Problem("trainer.max_steps", text))
@@ -151,47 +165,6 @@ def _identity(checkpoint: Checkpoint, folder: Path) -> RunIdentity:
     return known or RunIdentity(checkpoint.run_id or RunIdentity.new().id, begun_at_step=None)
 
 
-def _of_its_run(verify: Verify) -> Verify:
-    """Return `verify` for checkpoints of the run whose folder they lie in, as far as its summary says which it is."""
-
-    def of_its_run(checkpoint: Checkpoint) -> list[Damage]:
-        run = RunIdentity.of_summary(_known_summary(checkpoint.run_folder))
-        foreign = run and run.foreign(checkpoint)
-        return [foreign] if foreign else verify(checkpoint)
-
-    return of_its_run
-
-
-def _with_records(config: Config, verify: Verify) -> Verify:
-    """Return `verify` with a look at the records of the steps before: a checkpoint goes on from those, too.
-
-    Where an earlier release began the folder nothing says after which step: where it was resumed last, or before.
-    """
-    folder = Path(config.run.dir)
-    summary = _known_summary(folder)
-    known = RunIdentity.of_summary(summary)
-    begun = known.begun_at_step if known else None
-    at_latest = (summary.get("resumed_from_step") or 0) if summary else sys.maxsize
-
-    def with_records(checkpoint: Checkpoint) -> list[Damage]:
-        after = at_latest if begun is None else begun
-        problem = damaged_record(folder / RECORDS, checkpoint.step, after, or_earlier=begun is None)
-        if problem:
-            elsewhere = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
-            problem += f" (without these records, in a new folder: {elsewhere})"
-        return [*([Damage(checkpoint.folder, RECORDS, problem)] if problem else []), *verify(checkpoint)]
-
-    return with_records
-
-
-def _known_summary(folder: Path) -> dict[str, Any]:
-    """Return the folder's summary, {} where it is damaged: that is reported by whoever needs what it says."""
-    try:
-        return summary_of(folder)
-    except ValueError:
-        return {}
-
-
 def _ended_early(config: Config, folder: Path) -> str:
     """Return by whom the run was ended before its last step, and why; "" if by none, or none that would do so again."""
     summary = summary_of(folder)
@@ -203,6 +176,13 @@ def _ended_early(config: Config, folder: Path) -> str:
     if name is not None:
         before, now = ({name: each.get(name.removeprefix("callbacks."))} for each in (before, now))
     return f"ended by {name or 'a callback'} ({ended.get('reason')})" if before == now else ""
+
+
+def _went_back(config: Config, folder: Path) -> bool:
+    """Return whether it is rollbacks that may have left no checkpoint, and not what the config leaves out by now."""
+    if not read_rollbacks(folder):
+        return False
+    return load_config(folder / "config.yaml", []).data.skip_samples == config.data.skip_samples
 
 
 def _finished_without_checkpoint(config: Config, folder: Path) -> Start:
@@ -236,7 +216,7 @@ def _refuse_running(folder: Path, wait: bool) -> None:
 def _at_path(config: Config, folder: Path, holds_run: bool, verify: Verify) -> tuple[Checkpoint, tuple[Damage, ...]]:
     path = Path(str(config.resume)).expanduser().absolute()
     if folder in path.parents or folder == path:
-        verify = _with_records(config, verify)
+        verify = with_records(config, verify)
     found, passed_over = checkpoint_at(path, verify)
     if found is None:
         text = f"{path} holds no checkpoint. Give a .../checkpoints/step=N folder, a run's folder, auto, or null."
@@ -259,7 +239,7 @@ def checkpoint_at(path: Path, verify: Verify) -> tuple[Checkpoint | None, tuple[
     Raises:
         ConfigError: it is damaged or another run's, or all of them are.
     """
-    verify = _of_its_run(verify)
+    verify = of_its_run(verify)
     if (path.name.startswith("step=") and path.is_dir()) or (path / MANIFEST).is_file():
         return verified(path, verify), ()
     return newest_verified(path / "checkpoints", verify)
@@ -277,10 +257,10 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
         text = f"{file} cannot be read, so nothing says what its run was: {error.problems[0].text}"
         raise ConfigError(Problem("resume", text)) from error
     differences = differences_on_resume(old, config)
-    if _known_summary(folder).get(INIT) and None not in differences.get("model.init_from", (None,)):
+    if known_summary(folder).get(INIT) and None not in differences.get("model.init_from", (None,)):
         del differences["model.init_from"]  # the weights' content is held against it wherever they lie now,
         differences.pop("model.name", None)  # under whatever name, which may be the folder's
-    if _known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
+    if known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:
         differences.pop("spikes.policy", None)

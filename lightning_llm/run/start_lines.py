@@ -21,9 +21,10 @@ def resume_lines(config: Config, start: Start) -> list[str]:
     """Return where the run goes on from, and what going further does to a schedule that ends with trainer.max_steps."""
     if config.resume is None or (start.checkpoint is None and is_among_jobs()):  # which all ask to go on
         return []
-    if start.checkpoint is None:
-        return [f"resume none: {config.run.dir} holds no checkpoint, so the run begins at step 0"]
     lines = list(passed_over_lines(start.passed_over))
+    if start.checkpoint is None:
+        which = "other checkpoint" if lines else "checkpoint"
+        return [*lines, f"resume none: {config.run.dir} holds no {which}, so the run begins at step 0"]
     lines.append(f"resume from step {start.step}: {start.checkpoint.folder}")
     folder = Path(config.run.dir)
     if start.checkpoint.run_folder == folder and (problem := tokenizer_problem(folder)):

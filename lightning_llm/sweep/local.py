@@ -23,7 +23,7 @@ from lightning_llm.sweep.progress import Progress
 
 
 class Relay:
-    """Hands SIGINT and SIGTERM to the jobs under way, whenever they come; `received`: the first of them, or 0."""
+    """Hands a signal to the jobs under way, whenever it comes; `received`: the first, or 0."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -37,9 +37,11 @@ class Relay:
 
 @contextmanager
 def signals_passed_on() -> Iterator[Relay]:
-    """Catch SIGINT and SIGTERM for the jobs while the context lasts."""
+    """Catch these signals for the jobs while the context lasts."""
     relay = Relay()
-    before: dict[Any, Any] = {number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[Any, Any] = {
+        number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         yield relay
     finally:

@@ -21,6 +21,7 @@ from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.trunk import settled
+from lightning_llm.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here, signals_passed_on
 from lightning_llm.sweep.progress import Progress
@@ -30,6 +31,9 @@ from lightning_llm.terminal.waiting import Waiting
 NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
 others."""
+
+
+STOPPED = {exit_code(number) for number in STOPPING}
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -141,7 +145,7 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
     failed = [
         each
         for each in outcomes
-        if each.code and states[each.job.number] != "diverged" and not (stopped_by and each.code in (130, 143))
+        if each.code and states[each.job.number] != "diverged" and not (stopped_by and each.code in STOPPED)
     ]
     here = {each.job.number for each in outcomes}
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]

@@ -2,10 +2,9 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from lightning_llm.errors import ConfigError, Problem, RanksFailedError
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
-from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
-from lightning_llm.run.launch import STOP_SECONDS, failure_said, launch_ranks
+from lightning_llm.run.environment import is_first_rank, rank_environment
+from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
@@ -77,22 +76,11 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
         raise ConfigError(Problem("world", text))
     with tempfile.TemporaryDirectory(prefix="lightning-llm-evaluation-") as folder:
         result = Path(folder, "result.json")
-        _start_ranks(request, [*_words(request, output, asked), "--result", str(result)])
-        return Evaluation.from_json(json.loads(result.read_text(encoding="utf-8")))
-
-
-def _start_ranks(request: Request, words: Sequence[str]) -> None:
-    """Run the command as this machine's ranks; where one fails, say which did first and raise RanksFailedError."""
-    trainer = request.subjects[0].config.trainer
-    with failure_said():
-        launch_ranks(
-            trainer.devices,
-            words,
-            threads=trainer.threads,
-            shutdown_seconds=STOP_SECONDS,
-            first_alone=True,
-            environment=GIVE_MEMORY_BACK,
+        words = [*_words(request, output, asked), "--result", str(result)]
+        launch_reported(
+            world, words, threads=trainer.threads, shutdown_seconds=STOP_SECONDS, environment=GIVE_MEMORY_BACK
         )
+        return Evaluation.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 
 def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> list[str]:
@@ -109,15 +97,10 @@ def _words(request: Request, output: Path | None, asked: Mapping[str, Any]) -> l
 
 def _rank(path: Path | None, asked: Mapping[str, Any], arguments: argparse.Namespace) -> int:
     """Measure as one of several ranks; the first says what came of it, or leaves it for the launcher."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    die_with_launcher()
     try:
-        done = record(lambda: evaluate_models(checked_request(path, **asked), arguments.output))()
-    except (KeyboardInterrupt, Exception) as error:
-        if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            raise
-        return 130 if isinstance(error, KeyboardInterrupt) else 1  # the launcher says which rank failed first, and why
+        done = as_rank(lambda: evaluate_models(checked_request(path, **asked), arguments.output))
+    except RanksFailedError as error:
+        return error.code
     if done is None or not is_first_rank():
         return 0
     if arguments.result:

@@ -1,10 +1,25 @@
-"""Which options of `plan` go with a search. Apart from the search, which other plans need not import."""
+"""The options of `plan --search`, and which go with it. Apart from the search, which other plans need not import."""
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightning_llm.errors import Problem
 from lightning_llm.plan.accounting import OURS
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a search."""
+    add = parser.add_argument
+    add("--search", action="store_true", help="the fastest layout of `world` ranks that fits; keys that are typed stay")
+    planners = "every layout; with recomputation block by block; placed on measured links (exhaustive)"
+    add("--planner", choices=("exhaustive", "galvatron", "pipette"), help=planners)
+    add("--links", type=Path, metavar="FILE", help="for pipette: GB/s between machines, or devices, as YAML or JSON")
+    add("--write", type=Path, metavar="FILE", help="the fastest as DIR/parallel/NAME.yaml, for train parallel=NAME")
+    add("--force", action="store_true", help="replace the file of --write")
+    add("--pareto", type=Path, metavar="FILE", help="a picture of seconds and memory, .svg or .png")
+    weights = "which side of each weight of a Hugging Face folder tensor parallelism would share, by names and shapes"
+    add("--tensor-axes", type=Path, metavar="DIR", help=weights)
 
 
 def search_option_problems(arguments: argparse.Namespace) -> Iterator[Problem]:

@@ -14,9 +14,8 @@ from typing import NoReturn
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated, UnhealthyError
-from lightning_llm.parallel.cuda_environment import ALLOCATOR, set_missing, wanted
+from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.precision.native.capability import DRIVER_FILES
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
 from lightning_llm.run.environment import rank_environment, world_problems
 from lightning_llm.run.going_on import refuse_unnamed_resume
@@ -38,7 +37,7 @@ def train(arguments: argparse.Namespace) -> int:
                 text = "starts its jobs, and their ranks, by itself. Call it once, without torchrun or srun."
                 raise ConfigError(Problem("-m", text))
             return sweep(arguments)
-        _set_allocator()
+        set_allocator()
         plan = checked_plan(arguments, to_train=True)
         set_missing(wanted(plan))
         unnamed = arguments.config is None and plan.config.resume == "auto"
@@ -56,7 +55,7 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
         ConfigError: with all that is wrong with the config, or with this process as a place to train from.
     """
     problems = _process_problems()
-    _set_allocator()
+    set_allocator()
     try:
         # A copy with other values (pydantic's model_copy) was never looked at.
         reading = read_config(config.model_dump(warnings=False))
@@ -70,12 +69,6 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
         if config.resume == "auto" and not Path(config.run.dir).exists():
             refuse_unnamed_resume(config, [])
         return _start(plan, quiet)
-
-
-def _set_allocator() -> None:
-    """Set what torch reads when it first uses CUDA, which checking a plan for this machine may do."""
-    if any(Path(file).exists() for file in DRIVER_FILES):
-        set_missing(ALLOCATOR)
 
 
 def _process_problems() -> list[Problem]:

@@ -79,8 +79,9 @@ def curve(step: int) -> float:
 
 
 NO_MEANING = (
-    "run.", "logger.", "launcher.", "resume", "resume_strict", "trainer.max_restarts", "trainer.health", "hardware",
-    "cluster", "recipe", "checkpoint.", "callbacks.",
+    "run.", "logger.", "launcher.", "resume", "resume_strict", "trainer.max_restarts", "trainer.max_time",
+    "trainer.health", "hardware", "cluster", "recipe",
+    "checkpoint.", "callbacks.",
     "model.name", "model.parameters_published",
     "data.name", "data.cache_dir", "data.num_workers", "data.tokenize_processes",
     "parallel.name", "parallel.timeout_seconds", "trainer.name",

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.data.addressing import Address, SampleOrder, Shares, interleave, largest_remainder, permute
+from lightning_llm.data.skipped import before, merged
 from lightning_llm.keyed_hash import hash_words
 
 weights_strategy = st.lists(st.floats(0.02, 10), min_size=1, max_size=4)
@@ -135,3 +136,28 @@ def test_known_answers() -> None:
     order = SampleOrder(Shares({"code": 0.7, "prose": 0.3}), {"code": 11_000, "prose": 2_500}, 1)
     got = [(a.source, a.window, a.epoch) for a in map(order.locate, (0, 1, 2, 999, 123_456_789))]
     assert got == [(0, 5966, 0), (1, 276, 0), (0, 10197, 0), (0, 993, 0), (0, 1144, 7856)]
+
+
+@given(
+    ranges=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda at: (at[0], at[0] + at[1])), max_size=6
+    ),
+    weights=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+)
+def test_what_is_left_out_closes_up(ranges, weights):
+    """Against a list of the whole order from which the samples are struck."""
+    names = [f"source{s}" for s in range(len(weights))]
+    shares, windows = Shares(dict(zip(names, map(float, weights), strict=True))), dict.fromkeys(names, 7)
+    whole, skipped = SampleOrder(shares, windows, 3), merged(ranges)
+    order = SampleOrder(shares, windows, 3, skipped=skipped)
+    left = [index for index in range(200) if not any(first <= index <= last for first, last in ranges)][:60]
+    assert [order.locate(position) for position in range(60)] == [whole.locate(index) for index in left]
+    counts = [
+        [whole.locate(index).source for index in left[:total]].count(s)
+        for total in (0, 7, 60)
+        for s in range(len(names))
+    ]
+    assert [count for total in (0, 7, 60) for count in order.drawn(total)] == counts
+    for end in (0, 5, 30):
+        struck = {index for first, last in before(end, skipped) for index in range(first, last + 1)}
+        assert struck == {index for index in range(end) if any(first <= index <= last for first, last in ranges)}

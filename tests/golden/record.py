@@ -10,7 +10,7 @@ from trajectory import HERE, RECIPES, first_difference, header, recorded, trajec
 def main(recipes: list[str]) -> None:
     for recipe in recipes or RECIPES:
         with tempfile.TemporaryDirectory() as folder:
-            curve = trajectory(recipe, Path(folder), Path(folder, "cache"))
+            curve = trajectory(recipe, Path(folder, "cache"))
         file = HERE / f"{recipe}.txt"
         changed = first_difference(recorded(recipe)[1], curve) if file.exists() else "new"
         file.write_text(header(recipe) + curve, encoding="utf-8")

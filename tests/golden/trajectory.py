@@ -6,25 +6,19 @@ them. Where these agree, the curve must agree to the last bit; where they do not
 torch's own, also where runs take fp32's for them (`lightning_llm.gemm`).
 """
 
-import sys
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 
+from lightning_llm import gemm
+from lightning_llm.config.compose import compose_config
+from lightning_llm.golden.measure import measure
+from lightning_llm.plan.check import check_config
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "parallel")]  # for `python tests/golden/record.py`
-
-from traced_run import run_with  # noqa: E402
-
-from lightning_llm import gemm  # noqa: E402
-from lightning_llm.config.compose import compose_config  # noqa: E402
-
 SHIPPED = sorted(file.stem for file in (HERE.parents[1] / "conf" / "precision").glob("*.yaml"))
 HYBRIDS = {"bf16_gla": "bf16"}
 """Curves of another model than the shipped recipes': gated linear attention with documents, and one attention block."""
@@ -95,29 +89,8 @@ def _operations() -> Iterator[torch.Tensor]:
     yield parameter
 
 
-class _GradientNorms(pl.Callback):
-    """Keeps the 2-norm of every parameter's gradient, before clipping, in the first steps."""
-
-    def __init__(self) -> None:
-        self.norms: list[dict[str, float]] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if len(self.norms) < GRADIENT_STEPS:
-            named = pl_module.model.named_parameters()
-            self.norms.append({name: parameter.grad.double().norm().item() for name, parameter in named})
-
-
-class _Curve(pl.Callback):
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, float, float]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        record = pl_module.step_record
-        self.steps.append((record["step"], record["loss"], record["grad_norm"]))
-
-
-def trajectory(recipe: str, folder: Path, cache: Path) -> str:
-    """Return the first steps under `recipe`, run in `folder`, as text whose numbers read back to the same bits.
+def trajectory(recipe: str, cache: Path) -> str:
+    """Return the first steps under `recipe` as text whose numbers read back to the same bits.
 
     The corpus is tokenised once in `cache`.
     """
@@ -127,16 +100,19 @@ def trajectory(recipe: str, folder: Path, cache: Path) -> str:
         *MORE_WORDS.get(recipe, []),
         f"precision={HYBRIDS.get(recipe, recipe)}",
         f"data.cache_dir={cache}",
-        f"run.dir={folder / recipe}",
     ]
-    norms, curve = _GradientNorms(), _Curve()
-    with patch("lightning_llm.callbacks.run_folder.draw_losses"), gemm.unwidened():  # nobody looks at the picture
-        run_with(compose_config(words), norms, curve, saves=False)
+    with gemm.unwidened():
+        figures = measure(check_config(compose_config(words)), STEPS).figures
     lines = ["step  loss                grad_norm"]
-    lines += [f"{step:<5} {loss!r:<19} {norm!r}" for step, loss, norm in curve.steps]
-    width = max(map(len, norms.norms[0]))
+    lines += [f"{each.step:<5} {each.loss!r:<19} {each.grad_norm!r}" for each in figures]
+    # As the backward pass leaves them: times the loss scale, a power of two.
+    norms = [
+        {name: norm * each.loss_scale for name, norm in each.gradient_norms.items()}
+        for each in figures[:GRADIENT_STEPS]
+    ]
+    width = max(map(len, norms[0]))
     rows = [["gradient of", *(f"norm at step {step + 1}" for step in range(GRADIENT_STEPS))]]
-    rows += [[name, *(repr(each[name]) for each in norms.norms)] for name in norms.norms[0]]
+    rows += [[name, *(repr(each[name]) for each in norms)] for name in norms[0]]
     lines += ["", *("  ".join([f"{name:<{width}}", *(f"{each:<22}" for each in row)]).rstrip() for name, *row in rows)]
     return "\n".join(lines) + "\n"
 

@@ -42,3 +42,15 @@ class Fail(pl.Callback):
         if made < self.times:
             (Path(self.marks) / f"mark-{made}").touch()
         return made < self.times
+
+
+class Signal(pl.Callback):
+    """Sends `number` to the process of `pid` (0: the parent) after `step`; a job that is queued again does not."""
+
+    def __init__(self, number: int, pid: int, step: int):
+        self.number, self.pid, self.step = number, pid, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        due = trainer.global_rank == 0 and pl_module.completed_steps == self.step
+        if due and "SLURM_RESTART_COUNT" not in os.environ:
+            os.kill(self.pid or os.getppid(), self.number)

@@ -102,7 +102,7 @@ def launched(ranks, monkeypatch):
         started.append(words)
         ranks(count).call(in_main, list(words))
 
-    monkeypatch.setattr("lightning_llm.verb.evaluate.launch_ranks", launch)
+    monkeypatch.setattr("lightning_llm.run.launch.launch_ranks", launch)
     return started
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_fails_is_named_once(run, monkeypatch, capsys):
         failure.message = {"message": "RuntimeError: no memory", "extraInfo": {"py_callstack": "Traceback: its line"}}
         raise ChildFailedError("evaluate", {1: failure})
 
-    monkeypatch.setattr("lightning_llm.verb.evaluate.launch_ranks", fail)
+    monkeypatch.setattr("lightning_llm.run.launch.launch_ranks", fail)
     words = [str(run), "parallel=zero3", "trainer.devices=2"]
     assert main(["evaluate", *words]) == 1
     said = capsys.readouterr().err

@@ -30,7 +30,7 @@ def run_of(config: dict[str, object], **summary: object) -> Run:
 
 
 def plan_of(*words: str, device=CPU) -> Plan:
-    return Resolution(compose_config(["model=llama_tiny", *words]), device).plan()
+    return Resolution(compose_config(["model=llama_tiny", "run.name=run", *words]), device).plan()
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
         "CUBLAS_LOGINFO_DBG",
         "NVTE_DEBUG_LEVEL",
         "TORCHINDUCTOR_CACHE_DIR",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
     ):
         monkeypatch.setenv(name, "1")
     assert fingerprint(CPU).items() - recorded.items() == {("env.NCCL_ALGO", "Ring"), ("env.NVTE_FUSED_ATTN", "0")}
@@ -107,7 +109,7 @@ def test_strictly_it_refuses_and_changes_nothing(begun, tmp_path, monkeypatch, c
         changed(monkeypatch, cpu="AVX2", os="Linux 1.0")
     else:
         monkeypatch.setattr(
-            "lightning_llm.run.rank.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
+            "lightning_llm.run.facts.versions", lambda: {**summary_of(begun[0])["versions"], "torch": "9"}
         )
     before = {path: path.read_bytes() for path in begun[0].rglob("*") if path.is_file()}
     assert go_on(begun, tmp_path, "trainer.max_steps=3", "resume_strict=true") == 2

@@ -9,9 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from lightning_llm.config.schema.base import Fraction, Group, NonNegativeFloat, PositiveFloat, PositiveInt
+from lightning_llm.config.schema.base import (
+    Fraction,
+    Group,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from lightning_llm.errors import Problem
 from lightning_llm.registry import Registry
 
@@ -173,6 +180,11 @@ class DataConfig(Group):
     micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
     global_batch_size: PositiveInt = Field(description="sequences per optimizer step")
     shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
+    skip_samples: tuple[Annotated[tuple[NonNegativeInt, NonNegativeInt], Field(strict=False)], ...] | None = Field(
+        None,
+        strict=False,
+        description="training samples left out: [first, last] pairs of s * batch + r, for row r of step s",
+    )
     document_mask: bool = Field(False, description="attention stays within a document")
     cache_dir: str | None = Field(None, description="token caches; null: the user's cache folder")
     num_workers: Annotated[int, Field(ge=0, le=1024)] | None = Field(
@@ -181,6 +193,14 @@ class DataConfig(Group):
     tokenize_processes: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         None, description="processes that build a token cache; null: the cores, and one for a short text"
     )
+
+    @field_validator("skip_samples")
+    @classmethod
+    def _in_order(cls, ranges: Any) -> Any:
+        for first, last in ranges or ():
+            if last < first:
+                raise ValueError(f"[{first}, {last}] ends before it begins: give [first, last], both left out")
+        return ranges
 
     @property
     def trained_weights(self) -> dict[str, float]:

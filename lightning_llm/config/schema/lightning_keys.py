@@ -44,7 +44,6 @@ TRAINER_KEYS = {
     "log_every_n_steps": "metrics.jsonl, which has every step",
     "logger": "the group logger",
     "max_epochs": "trainer.max_steps",
-    "max_time": "callbacks.timer with _target_: lightning.pytorch.callbacks.Timer",
     "min_epochs": "trainer.max_steps",
     "min_steps": "trainer.max_steps",
     "num_nodes": "world for plan; torchrun or srun starts ranks on several machines",

@@ -9,7 +9,7 @@ RENAMED = {
 }
 """{dotted key as it was first called: as it is called now}. Hashes are over the first name, so that they stay."""
 
-ADDED = {"trainer.attention_kernel": "auto"}
+ADDED = {"trainer.attention_kernel": "auto", "spikes.max_rollbacks": 3, "spikes.rollback_skip_steps": 2}
 """{dotted key that shapes what is learned: the value that says what every version before it did}. Runs of these are
 read as if they said so, and hashes leave it out, so that they stay."""
 

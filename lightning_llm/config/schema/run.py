@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt, RankCount, ThreadCount
+from lightning_llm.stopping import seconds_of
 
 Hardware = Literal[
     "cpu", "a100", "l4", "l40", "l40s", "rtx4090", "h100", "h200", "gh200", "b200", "gb200", "rtx5090", "mi250x"
@@ -77,6 +78,9 @@ class TrainerConfig(Group):
         description="of softmax attention; auto: torch's choice, short on CPU up to 512 tokens; refused if not had",
     )
     threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
+    max_time: str | None = Field(
+        None, description="how long one start may take, HH:MM:SS or DD:HH:MM:SS: it then saves, and ends with 75"
+    )
     max_restarts: int = Field(
         0,
         ge=0,
@@ -88,13 +92,22 @@ class TrainerConfig(Group):
         description="check numbers and speed of all ranks for some seconds before training; refuse what is no good",
     )
 
+    @field_validator("max_time")
+    @classmethod
+    def _is_time(cls, max_time: str | None) -> str | None:
+        if max_time is not None:
+            seconds_of(max_time)
+        return max_time
+
 
 class SpikesConfig(Group):
     """`spikes`: when a step is out of the ordinary, and what is done about it. Reasons: `conf/spikes/default.yaml`."""
 
     name: str = Field("default", description="the file it was composed from, or your own name")
-    policy: Literal["log", "skip", "stop"] = Field(
-        "log", description="log: say so; skip: leave the update of a spike or non-finite step out; stop: save and end"
+    policy: Literal["log", "skip", "rollback", "stop"] = Field(
+        "log",
+        description="log: say so; skip: leave the update of a spike or non-finite step out; rollback: go back to the "
+        "checkpoint before it and leave its samples out; stop: save and end",
     )
     window_steps: int = Field(128, ge=32, description="steps that the usual loss and its noise are taken from")
     level_steps: int = Field(16, ge=8, description="steps that the present level is taken from")
@@ -106,6 +119,10 @@ class SpikesConfig(Group):
     shift_limit: PositiveFloat = Field(10.0, description="CUSUM: the sum at which the level has shifted, in sigmas")
     divergence_share: Fraction = Field(0.5, description="share of what was learned whose loss is called divergence")
     max_consecutive_skips: PositiveInt = Field(8, description="policy=skip: updates left out in a row before it ends")
+    max_rollbacks: PositiveInt = Field(3, description="policy=rollback: how often a run may go back before it ends")
+    rollback_skip_steps: PositiveInt = Field(
+        2, description="policy=rollback: steps whose samples are left out, the one it goes back for and those before it"
+    )
 
     @model_validator(mode="after")
     def _window_holds_levels(self) -> Self:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.errors import StorageError
 from lightning_llm.record.files import read_records
+from lightning_llm.stopping import STOPPING, what_came
 from lightning_llm.train.checkpoint.callback_state import CallbackState
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import supersede
@@ -22,13 +23,13 @@ from lightning_llm.train.strategy import TrainStrategy
 
 
 class StoppedBySignal(BaseException):
-    """The run was asked to stop by SIGINT or SIGTERM. `saved_step`: of the newest checkpoint, None without one."""
+    """The run was asked to stop by one of `STOPPING`. `saved_step`: of the newest checkpoint, None without one."""
 
     def __init__(self, number: int, saved_step: int | None):
         self.number = number
         self.saved_step = saved_step
         saved = "nothing was saved yet" if saved_step is None else f"state saved at step {saved_step}"
-        super().__init__(f"stopped by {signal.Signals(number).name}, {saved}")
+        super().__init__(f"stopped by {what_came(number)}, {saved}")
 
     def __reduce__(self) -> tuple[type["StoppedBySignal"], tuple[int, int | None]]:
         return type(self), (self.number, self.saved_step)  # it goes from rank to rank where it ends a load or a save
@@ -58,8 +59,8 @@ class Checkpointing(pl.Callback):
 
     Where a validation follows a step, the checkpoint waits for it, so that the step's validation line is written
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
-    step. The first SIGINT or SIGTERM, sent to any rank, lets a step end on all of them (and the validation after it),
-    saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
+    step. The first signal of `STOPPING`, sent to any rank, lets a step end on all of them (and the validation after
+    it), saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
     checkpoint in `folder` that the run goes on from.
 
     Where saves are asynchronous, all ranks raise the failure of one after the same step, and whatever ends the run
@@ -90,7 +91,7 @@ class Checkpointing(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._speaks, self._alone = trainer.is_global_zero, trainer.world_size == 1
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPING:
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
         CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
@@ -183,8 +184,8 @@ class Checkpointing(pl.Callback):
     def _what_follows(self, number: int) -> str:
         """Return what to say at once: a launcher of several ranks hears Ctrl-C itself, and has SIGTERMs of its own."""
         if self._ended:
-            return f"{signal.Signals(number).name}: the last step is made and saved, and the run is about to end"
-        text = f"{signal.Signals(number).name}: stopping after this step, which is saved"
+            return f"{what_came(number)}: the last step is made and saved, and the run is about to end"
+        text = f"{what_came(number)}: stopping after this step, which is saved"
         if number != signal.SIGINT or not self._alone:
             return text
         saved = "no step is saved yet" if self.saved_step is None else f"the last one saved is step {self.saved_step}"

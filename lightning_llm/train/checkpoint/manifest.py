@@ -51,13 +51,15 @@ it has saved; the second what was found damaged, which nobody but the user remov
 class Damage:
     """What is wrong with one file of a checkpoint: `what` is the rest of a sentence.
 
-    `foreign`: nothing, but the checkpoint is another run's.
+    `foreign`: nothing, but the checkpoint is another run's; `outdated`: nothing, but the run leaves samples out that it
+    was trained on.
     """
 
     folder: Path
     file: str
     what: str
     foreign: bool = False
+    outdated: bool = False
 
     def __str__(self) -> str:
         return f"{self.folder.name}: {self.file} {self.what}"
@@ -171,10 +173,12 @@ def verified(folder: Path, verify: Verify = content_damage) -> Checkpoint:
     return checkpoint
 
 
-def newest_verified(folder: Path, verify: Verify = content_damage) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
+def newest_verified(
+    folder: Path, verify: Verify = content_damage, afresh: bool = False
+) -> tuple[Checkpoint | None, tuple[Damage, ...]]:
     """Return the newest checkpoint in `folder` that verifies, None where there is none, and what was passed over.
 
-    Changes nothing.
+    Changes nothing. `afresh`: where all are outdated, and all that were moved aside, there is none.
 
     Raises:
         ConfigError: there are some and none verifies, with what is wrong with each; or one is of another version.
@@ -191,8 +195,8 @@ def newest_verified(folder: Path, verify: Verify = content_damage) -> tuple[Chec
             return checkpoint, tuple(passed)
         passed += damage
     aside = [path for name in ASIDE for path in (folder / name).glob("step=*")]
-    if not passed and not aside:
-        return None, ()
+    if (not passed and not aside) or (afresh and all(each.outdated for each in passed)):
+        return None, tuple(passed)
     problems = [Problem(f"{each.folder.name}/{each.file}", f"{each.what}.") for each in passed]
     hint = f" {', '.join(map(str, aside))} may be whole: try resume=PATH." if aside else ""
     text = f"no checkpoint in {folder} verifies, and nothing was changed. Bring one back from a copy.{hint}"
@@ -204,6 +208,9 @@ def passed_over_lines(damage: Sequence[Damage]) -> Iterator[str]:
     for folder, each in groupby(damage, key=lambda each: each.folder):
         first, *others = each
         more = f" (and {len(others)} more of its files)" if others else ""
+        if first.outdated:
+            yield f"passed over {folder.name}, which {first.what}"
+            continue
         why = "not this run's" if first.foreign else "damaged"
         yield f"passed over {folder.name}, which is {why}: {first.file} {first.what}{more}"
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from lightning_llm.data.skipped import SKIPPED_SAMPLES
 from lightning_llm.local_part import local
 from lightning_llm.train.checkpoint.callback_state import FILE as CALLBACKS
 from lightning_llm.train.checkpoint.callback_state import collect
@@ -143,6 +144,7 @@ def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, An
     """Return what `PROGRESS` says; `optimizer` holds its state's numbers, by name."""
     loss_scale = module.scaler.state
     algorithm = module.train_step.algorithm.numbers()
+    skipped = module.trainer.datamodule.corpus.skipped
     return {
         "step": module.state.completed_steps,
         "skipped_steps": module.state.skipped_steps,
@@ -150,4 +152,5 @@ def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, An
         "loss_scale": asdict(loss_scale) if loss_scale else None,
         "optimizer": optimizer,
         **({"algorithm": algorithm} if algorithm else {}),
+        **({SKIPPED_SAMPLES: skipped} if skipped else {}),
     }

@@ -1,4 +1,4 @@
-"""Actions on a step that is out of the ordinary: reported, its update left out, or the run ended."""
+"""Actions on a step that is out of the ordinary: reported, its update left out, gone back behind, or the run ended."""
 
 import math
 from dataclasses import replace
@@ -8,18 +8,23 @@ from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.train.health.nonfinite import NonFiniteError, StepNotMadeError
 from lightning_llm.train.health.spikes import Finding, SpikeState
 
-Action = Literal["log", "skip", "stop"]
+Action = Literal["log", "skip", "rollback", "stop"]
 
 
 class SpikeStop(StepNotMadeError):
     """The run ends by spikes.policy, before the update of the step; the state before it is saved."""
 
 
+class SpikeRollback(StepNotMadeError):
+    """The run goes back to a checkpoint before the step, by spikes.policy; nothing is saved."""
+
+
 class SpikePolicy:
     """Judges every step before its update, from numbers that are the same on every rank: so is the decision."""
 
-    def __init__(self, config: SpikesConfig):
+    def __init__(self, config: SpikesConfig, rollbacks_made: int = 0):
         self.config = config
+        self.rollbacks_made = rollbacks_made
         self.state = SpikeState()
 
     def judge(self, record: dict[str, Any]) -> bool:
@@ -30,16 +35,20 @@ class SpikePolicy:
 
         Raises:
             NonFiniteError: the step is not finite, and the policy is log.
-            SpikeStop: the policy is stop, or skip has left out `max_consecutive_skips` updates in a row already.
+            SpikeStop: the policy is stop, or skip has left out `max_consecutive_skips` updates in a row already, or the
+                run has gone back `max_rollbacks` times.
+            SpikeRollback: the policy is rollback, and the step is a spike or not finite.
         """
         finding, after = self.state.after(record["loss"], record["grad_norm"], self.config)
         if finding is None:
             self.state = replace(after, skips_in_a_row=0)
             return False
-        if finding.high and self.config.policy == "skip":
+        if finding.high and self.config.policy in ("skip", "rollback"):
             finding = replace(finding, kind="spike")  # what is left out is no part of a shift
         action = self._action(finding)
         record |= _entries(finding, action)
+        if action == "rollback":
+            raise SpikeRollback(f"step {record['step']} is out of the ordinary ({describe_event(record)})", record)
         if action == "stop":
             raise self._end(finding, record)
         if action != "skip":
@@ -52,6 +61,8 @@ class SpikePolicy:
         policy, bad_batch = self.config.policy, finding.kind in ("spike", "non_finite")
         if policy == "skip" and bad_batch:  # a level that shifted is not fixed by leaving one batch out
             return "skip" if self.state.skips_in_a_row < self.config.max_consecutive_skips else "stop"
+        if policy == "rollback" and bad_batch:
+            return "rollback" if self.rollbacks_made < self.config.max_rollbacks else "stop"
         if policy == "stop":
             return "stop"
         return "stop" if finding.kind == "non_finite" else "log"
@@ -68,6 +79,13 @@ class SpikePolicy:
                 f"{found}, and so were the {self.state.skips_in_a_row} before it, whose updates were left out "
                 "(spikes.max_consecutive_skips): this is not the data. Lower optim.learning_rate, or look at the "
                 f"precision recipe. State saved at step {step - 1}",
+                record,
+            )
+        if self.config.policy == "rollback":
+            return SpikeStop(
+                f"{found}, and the run has gone back {self.rollbacks_made} times already (spikes.max_rollbacks): this "
+                "is not the data. Lower optim.learning_rate, or look at the precision recipe. State saved at step "
+                f"{step - 1}",
                 record,
             )
         return SpikeStop(

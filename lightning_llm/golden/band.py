@@ -1,0 +1,126 @@
+"""How far two runs of one program may lie apart: measured over repeats, not chosen.
+
+The model. Runs of one program on one machine, or on machines that round otherwise, give numbers that scatter around
+their mean, each number by a variance of its own. Of n runs with mean m and standard deviation s, one more run lies
+within
+
+    m +- t(n - 1, 1 - p / 2) * s * sqrt(1 + 1 / n)
+
+with probability 1 - p where they are normal: the prediction interval for one further observation (G. J. Hahn and
+W. Q. Meeker, "Statistical Intervals", Wiley 1991, section 4.7). Student's t knows how little a few runs say of s. A
+check compares many numbers and fails where one lies outside, so each gets p = `false_alarms` / count (Bonferroni): an
+unchanged program fails in at most that share of checks, however the numbers hang together. Few runs make it wide: with
+3,000 numbers and one false alarm in 100 checks it is 632 s of 3 runs, 24 s of 6, 9.6 s of 11, 6.5 s of 21.
+
+Numbers are kept in fp32. Its rounding, with a variance of u^2 / 12 for a unit u in the last place, is part of the
+scatter that runs which all round to the same number do not show; it is added to s^2.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy import special  # and not stats, which takes a second to import
+
+from lightning_llm.golden.curve import GRADIENT_NORMS, LEARNING_RATE, Curve, as_fp32, combined
+
+FP32_UNIT = 2.0**-23
+"""A unit in the last place of an fp32 number, relative to it, at most."""
+FEWEST_REPEATS = 2
+"""Of one repeat and the run itself s has one degree of freedom: the band would be 200,000 s wide."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The scatter of `runs` runs. `mean` and `sd` (standard deviations): None where all were the same bits.
+
+    `nudged`: runs but the first began with weights moved as far as sums round (`trajectory.nudge_weights`).
+    """
+
+    runs: int
+    nudged: bool
+    mean: Curve | None = None
+    sd: Curve | None = None
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve], nudged: bool) -> "Noise":
+        """Return the scatter of at least three curves of the same steps and parameters."""
+        first = curves[0]
+        if all(each.as_data() == first.as_data() for each in curves):
+            return cls(len(curves), nudged)
+        mean = combined(curves, lambda values: as_fp32(_finite(values.mean)))
+        sd = combined(curves, lambda values: float(f"{_finite(lambda: values.std(ddof=1)):.3e}"))
+        return cls(len(curves), nudged, mean, sd)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        spread = {} if self.mean is None or self.sd is None else {"mean": self.mean.as_data(), "sd": self.sd.as_data()}
+        return {"runs": self.runs, "nudged": self.nudged, **spread}
+
+    @classmethod
+    def from_data(cls, data: Any) -> "Noise":
+        """Return what `as_data` gave. Raises ValueError, TypeError or KeyError where it is no such thing."""
+        spread = [Curve.from_data(data[key]) for key in ("mean", "sd")] if "mean" in data else []
+        return cls(int(data["runs"]), bool(data["nudged"]), *spread)
+
+
+@dataclass(frozen=True)
+class Band:
+    """The interval of each number in which a further run of the same program is expected."""
+
+    noise: Noise
+    false_alarms: float
+
+    @cached_property
+    def compared(self) -> int:
+        """How many numbers a check compares: all but learning rates, which no rounding of a device changes."""
+        return 0 if self.noise.mean is None else (len(self.noise.mean.series) - 1) * self.noise.mean.steps
+
+    @cached_property
+    def deviations(self) -> float:
+        """How many standard deviations a number may lie off the mean."""
+        runs = self.noise.runs
+        quantile = -special.stdtrit(runs - 1, self.false_alarms / (2 * max(1, self.compared)))
+        return float(quantile * math.sqrt(1 + 1 / runs))
+
+    @cached_property
+    def _spread(self) -> dict[str, tuple[list[float], list[float]]]:
+        mean, sd = self.noise.mean, self.noise.sd
+        if mean is None or sd is None:
+            return {}
+        others = sd.series
+        return {name: (its, others[name]) for name, its in mean.series.items()}
+
+    def interval(self, name: str, step: int) -> tuple[float, float] | None:
+        """Return (mean, how far from it a number may lie) of one number; None where a run's was not finite.
+
+        A learning rate is a function of the step that the host computes: it may be off by a unit of fp32, in which it
+        is applied.
+        """
+        mean, sd = (its[step] for its in self._spread[name])
+        if name == LEARNING_RATE:
+            return mean, FP32_UNIT * abs(mean)
+        if not math.isfinite(mean) or not math.isfinite(sd):
+            return None
+        return mean, self.deviations * math.sqrt(sd**2 + (FP32_UNIT * mean) ** 2 / 12)
+
+    def widths(self, of: str) -> list[float]:
+        """Return how far, relative to the mean, numbers may lie off whose names begin with `of`; in ascending order."""
+        names = [name for name in self._spread if name == of or name.startswith(f"{of}.")]
+        steps = 0 if self.noise.mean is None else self.noise.mean.steps
+        found = [self.interval(name, step) for name in names for step in range(steps)]
+        return sorted(width / abs(mean) for mean, width in filter(None, found) if mean)
+
+    @property
+    def gradient_norm_widths(self) -> list[float]:
+        """`widths` of parameters' gradient norms."""
+        return self.widths(GRADIENT_NORMS)
+
+
+def _finite(compute: Any) -> float:
+    """Return what `compute` gives, without a warning where values are not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(compute())

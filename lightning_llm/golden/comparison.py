@@ -1,0 +1,214 @@
+"""A golden curve against the same steps made anew: equal, within the band, or different, and where first."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lightning_llm.config.identity import below
+from lightning_llm.errors import Problem
+from lightning_llm.golden.band import Band
+from lightning_llm.golden.curve import GRAD_NORM, GRADIENT_NORMS, LEARNING_RATE, LOSS, Curve, same
+from lightning_llm.golden.file import Golden, is_bitwise_key
+from lightning_llm.record.provenance import FINGERPRINT, origin_changes
+
+Outcome = Literal["equal", "within_band", "different"]
+Changes = dict[str, tuple[Any, Any]]
+"""{key: (recorded, now)}, None where one has none."""
+CHANGES_BITS = (
+    "versions.torch", "versions.transformer-engine", "device", "threads", "compiled", "backend", f"{FINGERPRINT}."
+)  # fmt: skip
+"""Of where numbers come from: what may round otherwise without being wrong."""
+CHANGES_NO_BITS = (f"{FINGERPRINT}.os",)
+INPUTS = ("data_hash", "init_digest")
+"""Of where numbers come from: with others it is another recipe."""
+CODE, NOT_TOLD = "code_hash", ("validation_hash",)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first number that is not as recorded. `step` is counted from 1; `now` is None where the step has none.
+
+    `quantity`: "loss", "gradient_norm" of `parameter`, "grad_norm" (of all together), "lr", "steps" or "parameters"
+    where one has others. `allowed_from`, `allowed_to`: the band; None where it must be the same. `others`: how many
+    more numbers of that step are not as recorded.
+    """
+
+    step: int
+    quantity: str
+    parameter: str | None = None
+    recorded: float | None = None
+    now: float | None = None
+    allowed_from: float | None = None
+    allowed_to: float | None = None
+    others: int = 0
+
+    @property
+    def relative(self) -> float | None:
+        """|now - recorded| / |recorded|, None where that is no number."""
+        if self.recorded is None or self.now is None or not self.recorded:
+            return None
+        ratio = abs(self.now - self.recorded) / abs(self.recorded)
+        return ratio if math.isfinite(ratio) else None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a check found. `first` is None unless `outcome` is "different"; `band` is the one used, None for bits.
+
+    `machine`: versions, device and fingerprint, `may_round_otherwise` whether any of it, or the layout, may change
+    bits; `code`, `layout`, `recipe`: what else is not as recorded.
+    """
+
+    outcome: Outcome
+    steps: int
+    parameters: int
+    first: Difference | None = None
+    band: Band | None = None
+    machine: Changes = field(default_factory=dict)
+    code: Changes = field(default_factory=dict)
+    layout: Changes = field(default_factory=dict)
+    recipe: Changes = field(default_factory=dict)
+    may_round_otherwise: bool = False
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        first = self.first and {**_spelled(asdict(self.first)), "relative_difference": self.first.relative}
+        changes = {name: getattr(self, name) for name in ("machine", "code", "layout", "recipe")}
+        return {
+            "outcome": self.outcome,
+            "steps": self.steps,
+            "parameters": self.parameters,
+            "first_difference": first,
+            "band": self.band and band_facts(self.band),
+            "may_round_otherwise": self.may_round_otherwise,
+            "differences": {name: {key: list(pair) for key, pair in its.items()} for name, its in changes.items()},
+        }
+
+
+def band_facts(band: Band) -> dict[str, Any]:
+    """Return a band as data: what it is made of, and how wide it is, relative to the numbers."""
+    norms, losses = band.gradient_norm_widths, band.widths(LOSS)
+    return {
+        "runs": band.noise.runs,
+        "nudged": band.noise.nudged,
+        "false_alarms": band.false_alarms,
+        "compared": band.compared,
+        "standard_deviations": band.deviations,
+        "loss": losses[-1] if losses else None,
+        "gradient_norm_median": norms[len(norms) // 2] if norms else None,
+        "gradient_norm_largest": norms[-1] if norms else None,
+    }
+
+
+def recipe_changes(recorded: Golden, config: Mapping[str, Any]) -> Changes:
+    """Return the keys of what is learned in which `config` (`file.recipe_keys`) is not the recorded one."""
+    return _unequal(recorded.config, config)
+
+
+def recipe_problems(changes: Changes, file: str) -> list[Problem]:
+    """Return why a check refuses to compare what is not the same recipe."""
+    text = (
+        "is {}, and {} in {}: another recipe. Set it back, record a golden file of this one, or compare all the "
+        "same: --allow-differences."
+    )
+    return [Problem(key, text.format(_word(now), _word(then), file)) for key, (then, now) in changes.items()]
+
+
+def input_changes(recorded: Golden, now: Golden) -> Changes:
+    """Return in which inputs `now` is not the recorded recipe: data, and weights that it starts from."""
+    changes = origin_changes(recorded.origin, now.origin)
+    return {key: pair for key, pair in changes.items() if key in INPUTS}
+
+
+def compare(recorded: Golden, now: Golden, band: Band | None, *, prefer_band: bool = False) -> Check:
+    """Return how `now` compares: by bits and, where these differ and may, within `band`.
+
+    They may where the recording's own repeats differed, or where machine or layout round otherwise; `prefer_band`:
+    anyhow.
+    """
+    changes = origin_changes(recorded.origin, now.origin)
+    told = {key: pair for key, pair in changes.items() if key not in (*NOT_TOLD, *INPUTS, CODE)}
+    layout = _unequal(recorded.layout, now.layout)
+    found: dict[str, Any] = {
+        "machine": told,
+        "code": {key: pair for key, pair in changes.items() if key == CODE},
+        "layout": layout,
+        "recipe": _unequal(recorded.config, now.config) | input_changes(recorded, now),
+        "may_round_otherwise": any(map(_changes_bits, told)) or _other_sums(recorded, now, layout),
+    }
+    sizes = recorded.curve.steps, len(recorded.curve.gradient_norms)
+    first = first_difference(recorded.curve, now.curve, None)
+    if first is None:
+        return Check("equal", *sizes, **found)
+    if band is None or band.noise.mean is None:
+        return Check("different", *sizes, first, **found)
+    if not (prefer_band or not band.noise.nudged or found["may_round_otherwise"]):
+        return Check("different", *sizes, first, **found)
+    first = first_difference(recorded.curve, now.curve, band)
+    return Check("within_band" if first is None else "different", *sizes, first, band, **found)
+
+
+def first_difference(recorded: Curve, now: Curve, band: Band | None) -> Difference | None:
+    """Return the first number of `now` that is not the recorded one, or lies outside `band`; None if there is none.
+
+    First in the order in which a step computes them: of gradients the nearest to the loss, from which they come.
+    """
+    then, here = recorded.series, now.series
+    if odd := then.keys() ^ here.keys():
+        name = min(odd).removeprefix(f"{GRADIENT_NORMS}.")
+        return Difference(1, "parameters", name, others=len(odd) - 1)
+    agrees = _agreement(band)
+    for step in range(min(recorded.steps, now.steps)):
+        names = [name for name in then if not agrees(name, step, then[name][step], here[name][step])]
+        if names:
+            allowed = None if band is None else band.interval(names[0], step)
+            low, high = (None, None) if allowed is None else (allowed[0] - allowed[1], allowed[0] + allowed[1])
+            numbers = then[names[0]][step], here[names[0]][step]
+            return Difference(step + 1, *_named(names[0]), *numbers, low, high, len(names) - 1)
+    if recorded.steps != now.steps:
+        return Difference(min(recorded.steps, now.steps) + 1, "steps")
+    return None
+
+
+def _agreement(band: Band | None) -> Callable[[str, int, float, float], bool]:
+    def agrees(name: str, step: int, then: float, now: float) -> bool:
+        allowed = None if band is None else band.interval(name, step)
+        if allowed is None or same(then, now):
+            return same(then, now)
+        return abs(now - allowed[0]) <= allowed[1]
+
+    return agrees
+
+
+def _named(name: str) -> tuple[str, str | None]:
+    """Return what a series is of: (quantity, parameter)."""
+    if name in (LOSS, GRAD_NORM, LEARNING_RATE):
+        return name, None
+    return "gradient_norm", name.removeprefix(f"{GRADIENT_NORMS}.")
+
+
+def _changes_bits(key: str) -> bool:
+    return below(key, CHANGES_BITS) and not below(key, CHANGES_NO_BITS)
+
+
+def _other_sums(recorded: Golden, now: Golden, layout: Changes) -> bool:
+    """Return whether the layouts may give other bits: those that both train to one rank's bits do not."""
+    both = recorded.bitwise and now.bitwise
+    return any(not (both and is_bitwise_key(key)) for key in layout)
+
+
+def _unequal(then: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    keys = sorted(then.keys() | now.keys())
+    return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+
+
+def _spelled(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with numbers that are not finite as "nan", "inf", "-inf", as records have them."""
+    return {
+        key: str(each) if isinstance(each, float) and not math.isfinite(each) else each for key, each in values.items()
+    }
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -1,0 +1,41 @@
+"""Facts of a run beside its config: what a comparison has to know of its data, its casts and its machine."""
+
+from typing import Any
+
+import torch
+
+from lightning_llm.config.schema import Config
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.hardware import describe_device
+from lightning_llm.integrity import digest_of_file
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.plan.resolve import Plan
+from lightning_llm.precision.native.decide import Decision
+from lightning_llm.record.files import SOURCE_HASHES
+from lightning_llm.record.provenance import code_hash, versions
+from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
+
+
+def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
+    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    return {
+        "parameters": count_parameters(config.model).total,
+        "data_hash": corpus.fingerprint,
+        "validation_hash": corpus.validation_fingerprint,
+        SOURCE_HASHES: corpus.source_fingerprints,
+        TOKENIZER_DIGEST: digest_of_file(corpus.tokenizer.path),
+        "validation_unigram_nats": corpus.validation_unigram_nats,
+        "threads": torch.get_num_threads(),
+        "backend": decision.runs if config.precision.quantises else None,  # where casts run
+        "precision": decision.facts(),
+    }
+
+
+def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Return what the summary will say of the code and the machine."""
+    return {
+        "versions": versions(),
+        "code_hash": code_hash(),
+        "device": describe_device(device),
+        "compiled": plan.compiled,
+    }

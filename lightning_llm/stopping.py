@@ -1,0 +1,54 @@
+"""Signals that a run is stopped by between two steps, its state saved, and what follows: words, exit code, Slurm.
+
+SIGALRM is `trainer.max_time`, by this process's own timer; SIGUSR1 a scheduler's word that the time is nearly up. After
+either the run is to go on, so the exit code is EX_TEMPFAIL of sysexits.h, and a job of Slurm queues itself again
+(`run.requeue`). Imports no torch.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+GOES_ON = (signal.SIGUSR1, signal.SIGALRM)
+"""Those after which the run is to be started again."""
+EXIT_GOES_ON = 75
+MAX_TIME = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)")
+
+
+def seconds_of(max_time: str) -> int:
+    """Return the seconds of "[DD:]HH:MM:SS".
+
+    Raises:
+        ValueError: it is none, or no time at all.
+    """
+    found = MAX_TIME.fullmatch(max_time)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if not total:
+        raise ValueError(f"{max_time!r} is no time: give HH:MM:SS or DD:HH:MM:SS, 12:00:00 say")
+    return total
+
+
+@contextmanager
+def alarm_after(max_time: str | None) -> Iterator[None]:
+    """Have this process get SIGALRM once `max_time` is over, as long as the context lasts."""
+    if max_time is None:
+        yield
+        return
+    signal.setitimer(signal.ITIMER_REAL, seconds_of(max_time))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def what_came(number: int) -> str:
+    """Return in a few words what a run was stopped by."""
+    return "trainer.max_time" if number == signal.SIGALRM else signal.Signals(number).name
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a run that was stopped by the signal."""
+    return EXIT_GOES_ON if number in GOES_ON else 128 + number

@@ -1,0 +1,41 @@
+"""Two ranks that shard go back together, in the processes they are in, to the bits of one that was told. 4 seconds."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+from planted import corrupted_samples
+from run_metrics import curve
+
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema import Config
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.plan.resolve import plan_of
+from lightning_llm.run.agreement import decide_together
+from lightning_llm.run.rank import fit_and_go_back, prepare_rank
+
+WORDS = [
+    "trainer.max_steps=44", "schedule.total_steps=44", "trainer.validate_every_steps=null",
+    "data.validation.fraction=0", "checkpoint.every_steps=15", "checkpoint.keep_last=10",
+    "optim.learning_rate=1e-2", "schedule.warmup_steps=5", "spikes.policy=rollback", "precision=fp8_delayed",
+    "precision.casts=eager", "model.hidden_size=64", "data.sequence_length=32",
+]  # fmt: skip
+
+
+def trained(config: Config) -> list[int]:
+    locks: list = []
+    with patch.object(Corpus, "micro_batches", corrupted_samples(156, 159)):
+        rank = prepare_rank(plan_of(config))
+        fit_and_go_back(rank, decide_together(rank.plan.config, locks))
+    for each in locks:
+        each.release()
+    return json.loads(Path(config.run.dir, "summary.json").read_text()).get("rollbacks", [])
+
+
+def test_ranks_go_back_together(ranks, small_run, tmp_path):
+    told = compose_config(small_run(tmp_path / "told", *WORDS, "data.skip_samples=[[152,159]]"))
+    config = compose_config(small_run(tmp_path / "back", *WORDS, "parallel=zero3", "trainer.devices=2"))
+    assert ranks(1).call(trained, told) == []
+    (made,) = ranks(2).call(trained, config)
+    assert (made["step"], made["skipped"]) == (40, [152, 159])
+    assert curve(Path(config.run.dir)) == curve(Path(told.run.dir))
