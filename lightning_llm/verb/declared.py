@@ -283,9 +283,7 @@ VERBS = {
     "sync": Verb(
         "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync
     ),
-    "recipes": Verb(
-        "lightning_llm.verb.recipes:recipes", "list the shipped recipes", _add_config_dir, prints_data=True
-    ),
+    "recipes": Verb("lightning_llm.verb.recipes:recipes", "list the shipped recipes", add_config_dir, prints_data=True),
     "completion": Verb(
         "lightning_llm.verb.completion:completion", "print the script that completes words in a shell", _completion
     ),
