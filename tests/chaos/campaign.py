@@ -115,7 +115,7 @@ class Campaign:
         return [
             "train", *self.words_of(place), f"trainer.max_steps={STEPS}", "trainer.validate_every_steps=5",
             "checkpoint.keep_last=3", "precision.casts=eager", "data.micro_batch_size=1", "parallel.timeout_seconds=20",
-            "model.hidden_size=64", "model.num_kv_heads=2",
+            "model.hidden_size=64", "model.num_kv_heads=2", "data.sequence_length=64",
         ]  # fmt: skip
 
     def _start(self, words: list[str], place: Path, real: bool) -> ChaosJob:
