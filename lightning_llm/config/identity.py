@@ -20,14 +20,15 @@ NOT_IDENTITY = (
     "precision.parameter_gather",
     "data.tokenize_processes",
     "trainer.max_restarts",
+    "trainer.health",
     "trainer.max_time",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",
 )
 """Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run and
-weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of
-earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
+weights travel, how many processes built its token cache, whether its ranks were looked at before, how checkpoints are
+written and which of them stay. (Runs of earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0, "parallel.compile": False, "trainer.compile": False}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""
