@@ -25,20 +25,25 @@ from lightning_llm.precision.weight_cast_rules import (
 KEY = "precision.keep_weight_casts"
 
 
-def keeping_blocks(config: Config, degrees: Degrees, micro_batches: int, native: bool) -> frozenset[int]:
+def keeping_blocks(config: Config, degrees: Degrees, micro_batches: int, native: bool) -> dict[int, bool]:
     """Return the blocks, by global index, that keep casts of their weights within a step, where these are the same.
 
-    Unless asked for, those whose forward pass runs more than once in a step. `micro_batches`: of a rank and step.
+    Where that was left open: those whose forward pass runs more than once in a step, unless FSDP2 shards the weights,
+    which is done for memory: their casts take as much as the gathered 16-bit weights, or twice that. `micro_batches`:
+    of a rank and step. By block: whether it keeps rotated weights (`why_not_kept`).
     """
     wanted, parallel = config.precision.keep_weight_casts, config.parallel
     if wanted is False or _why_not_here(config, degrees, native) is not None:
-        return frozenset()
-    blocks = range(config.model.num_layers)
-    again = (index for index in blocks if parallel.checkpointing_of(index) != "none")
-    return frozenset(blocks if wanted or micro_batches > 1 else again)
+        return {}
+    if wanted is None and shard_ranks(parallel, degrees) > 1:
+        return {}
+    modes = {index: parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
+    return {
+        index: mode != "selective" for index, mode in modes.items() if wanted or micro_batches > 1 or mode != "none"
+    }
 
 
-def keeps(plan: Plan) -> frozenset[int]:
+def keeps(plan: Plan) -> dict[int, bool]:
     """Return `keeping_blocks` of `plan`."""
     return keeping_blocks(plan.config, plan.degrees, plan.micro_batches, plan.decision.runs == "native")
 
@@ -65,14 +70,15 @@ def weight_cast_problems(found: Resolution) -> list[Problem]:
         return []
     layers = layers_of_casts(linear_names(config.model), recipe, config.model.num_layers)
     sets = {key: casts for key, casts in recipe.cast_sets().items() if layers[key]}
+    modes = {config.parallel.checkpointing_of(index) for index in range(config.model.num_layers)}
+    rotated = modes != {"selective"}
     native = recipe.quantises and found.decision.runs == "native"
     texts = []
     if not any(casts[slot].quantises for casts in sets.values() for slot in WEIGHT_SLOTS):
         texts.append("the recipe casts no weights. Take precision=fp8_current, say, or set null or false")
-    elif not any(kept_slots(casts) for casts in sets.values()):
-        reasons = dict.fromkeys(
-            f"{slot} {why_not_kept(casts, slot)}" for casts in sets.values() for slot in WEIGHT_SLOTS
-        )
+    elif not any(kept_slots(casts, rotated) for casts in sets.values()):
+        told = ((slot, why_not_kept(casts, slot, rotated)) for casts in sets.values() for slot in WEIGHT_SLOTS)
+        reasons = dict.fromkeys(f"{slot} {why}" for slot, why in told)
         texts.append(f"no cast of a weight stays the same within a step: {'; '.join(reasons)}. Set null or false")
     elif native and not any(kept_by_kernel(casts) for casts in sets.values()):
         texts.append(
@@ -117,6 +123,6 @@ def _bytes_of(plan: Plan, index: int, linear: LinearSpec) -> int:
     sides = (linear.outputs.length, linear.inputs.length)
     rows, columns = (length // plan.degrees.tp if axis == side else length for side, length in enumerate(sides))
     if plan.decision.runs != "native":
-        return kept_bytes(_casts(plan, name), rows, columns)
+        return kept_bytes(_casts(plan, name), rows, columns, keeps(plan)[index])
     bits = code_bits(plan, name) if keeps_codes(plan, name, index) else None
     return int(2 * rows * columns * (bits or 0) / 8)

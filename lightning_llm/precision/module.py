@@ -104,9 +104,9 @@ class QuantisedLinear(nn.Linear):
         """
         return self._record if self.plan.delayed_casts() else None
 
-    def keep_weight_casts(self) -> None:
+    def keep_weight_casts(self, rotated: bool) -> None:
         """Keep casts of the weight within training steps, wherever they are the same bits (`KeptCasts`)."""
-        self.plan = self.plan.with_weight_casts(KeptCasts())
+        self.plan = self.plan.with_weight_casts(KeptCasts(rotated))
 
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""

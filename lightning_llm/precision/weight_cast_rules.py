@@ -7,8 +7,12 @@ from lightning_llm.config.schema.precision import CastConfig
 WEIGHT_SLOTS = ("fprop.w", "dgrad.w")
 
 
-def why_not_kept(casts: Mapping[str, CastConfig], slot: str) -> str | None:
-    """Return why the weight's cast for `slot` of these six `casts` differs by micro-batch, or is none; else None."""
+def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = True) -> str | None:
+    """Return why the weight's cast for `slot` of these six `casts` differs by micro-batch, or is none; else None.
+
+    `rotated`: whether rotated weights can be kept. Not in a block that selective checkpointing recomputes, which counts
+    on finding the forward pass's matrix products again, a rotation's among them.
+    """
     cast = casts[slot]
     if not cast.quantises:
         return "leaves the weight in compute_dtype"
@@ -16,16 +20,19 @@ def why_not_kept(casts: Mapping[str, CastConfig], slot: str) -> str | None:
         return "is rounded stochastically, by other bits in each micro-batch"
     if cast.hadamard is not None and cast.hadamard.signs == "random":
         return "is rotated by random signs, which are others in each micro-batch"
+    if cast.hadamard is not None and not rotated:
+        return "is rotated, by a product that selective checkpointing keeps"
     if cast.delayed is not None and cast.delayed.update == "micro_batch":
         return "has a delayed scale that moves with every micro-batch (update: micro_batch)"
     if cast.source == "quantised":
-        return why_not_kept(casts, "fprop.w") and "is made of fprop's quantised weight, which differs by micro-batch"
+        made = why_not_kept(casts, "fprop.w", rotated)
+        return made and f"is made of fprop's quantised weight, which {made}"
     return None
 
 
-def kept_slots(casts: Mapping[str, CastConfig]) -> tuple[str, ...]:
+def kept_slots(casts: Mapping[str, CastConfig], rotated: bool = True) -> tuple[str, ...]:
     """Return the slots whose casts of the weight can be kept, each for itself: one of two that are the same."""
-    kept = tuple(slot for slot in WEIGHT_SLOTS if why_not_kept(casts, slot) is None)
+    kept = tuple(slot for slot in WEIGHT_SLOTS if why_not_kept(casts, slot, rotated) is None)
     return kept[:1] if serve_both(casts) else kept
 
 
@@ -45,14 +52,14 @@ def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
     return all(why_not_kept(casts, slot) is None and casts[slot].scale != "delayed" for slot in WEIGHT_SLOTS)
 
 
-def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int) -> int:
+def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated: bool = True) -> int:
     """Return the bytes of kept casts of a weight [`rows`, `columns`], as the emulation has them.
 
     Numbers take 2 bytes each and, where the gradient is clipped, so does what was inside the format's range; scales
     of partial sums are fp32, and so is a tensor's.
     """
     found = 0
-    for slot in kept_slots(casts):
+    for slot in kept_slots(casts, rotated):
         cast, axis = casts[slot], 1 if slot == "fprop.w" else 0
         found += (4 if cast.clip_gradient else 2) * rows * columns
         if cast.scales_partial_sums:

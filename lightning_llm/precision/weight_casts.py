@@ -82,8 +82,10 @@ class KeptCasts(OwnCasts):
     observer is to be told of. One cast is kept where both GEMMs read the same (`serve_both`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rotated: bool = True) -> None:
+        """`rotated`: whether rotated weights can be kept, see `why_not_kept`."""
         super().__init__()
+        self.rotated = rotated
         self.kept: dict[str, Operand] = {}
         self._amax: Tensor | None = None
 
@@ -100,7 +102,7 @@ class KeptCasts(OwnCasts):
 
     def operand(self, wanted: WantedCast) -> Operand:
         """Return what is kept for the slot, or make it, and keep it."""
-        if not self.in_step or wanted.observed or why_not_kept(wanted.casts, wanted.slot) is not None:
+        if not self.in_step or wanted.observed or why_not_kept(wanted.casts, wanted.slot, self.rotated) is not None:
             return wanted.make()
         key = "both" if serve_both(wanted.casts) else wanted.slot
         if key not in self.kept:

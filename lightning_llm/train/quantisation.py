@@ -1,7 +1,7 @@
 """A precision recipe's part in the training loop: keys, phases, delayed scales, a second view of validation."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -115,11 +115,12 @@ class Quantisation:
         if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
 
-    def keep_weight_casts(self, model: nn.Module, blocks: Container[int]) -> None:
-        """Keep casts of weights while weights are held: of these blocks of `model`, by their global index."""
+    def keep_weight_casts(self, model: nn.Module, blocks: Mapping[int, bool]) -> None:
+        """Keep casts of weights while weights are held: of `blocks`, by global index, and whether rotated ones."""
         for layer in quantised_layers(model):
-            if not layer.plan.fixed and block_of(layer.name) in blocks:
-                layer.keep_weight_casts()
+            index = block_of(layer.name)
+            if not layer.plan.fixed and index in blocks:
+                layer.keep_weight_casts(blocks[index])
 
     @contextmanager
     def weights_held(self, model: nn.Module) -> Iterator[None]:

@@ -161,7 +161,8 @@ class PrecisionConfig(Group):
     )
     keep_weight_casts: bool | None = Field(
         None,
-        description="keep casts of weights within a step, to the same bits; null: where it has several forward passes",
+        description="keep casts of weights within a step, to the same bits; null: where several forward passes read "
+        "them, and ZeRO does not shard the weights",
     )
     fprop: FpropConfig = FpropConfig()
     dgrad: DgradConfig = DgradConfig()

@@ -175,7 +175,7 @@ class NativeLinear(QuantisedLinear):
         self._recipe: Any = None
         self._delayed: DelayedQuantizers | None = None
 
-    def keep_weight_casts(self) -> None:
+    def keep_weight_casts(self, rotated: bool) -> None:
         """Have the kernel keep its casts of the weight within training steps, wherever they are the same bits."""
         self.plan = self.plan.with_weight_casts(KeptByKernel(self))
 
