@@ -119,7 +119,7 @@ class Quantisation:
         """Keep casts of weights while weights are held: of `blocks`, by global index, and whether rotated ones."""
         for layer in quantised_layers(model):
             index = block_of(layer.name)
-            if not layer.plan.fixed and index in blocks:
+            if not layer.plan.fixed and index is not None and index in blocks:
                 layer.keep_weight_casts(blocks[index])
 
     @contextmanager
