@@ -87,6 +87,10 @@ class TrainerConfig(Group):
         le=1000,
         description="how often ranks here that are lost are started again, from the newest checkpoint",
     )
+    health: bool = Field(
+        False,
+        description="check numbers and speed of all ranks for some seconds before training; refuse what is no good",
+    )
 
     @field_validator("max_time")
     @classmethod
