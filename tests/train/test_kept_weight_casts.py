@@ -199,7 +199,7 @@ def test_what_each_recipe_can_keep(recipe):
 @FULL
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_subchannel_fp32scales"])
 def test_a_dry_step_holds_as_much_more_as_is_planned(recipe):
-    """At its peak every weight's casts are kept; the other step has at most one weight's then, which it has just made."""
+    """At its peak every weight's casts are kept; the other step then has at most those of one, just made."""
     peaks = []
     for keep in (True, False):
         plan = plan_of(compose(recipe, keep))
