@@ -21,7 +21,6 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.linear_names import has_bias
-from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
@@ -40,7 +39,7 @@ from lightning_llm.record.provenance import FINGERPRINT
 from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
-from lightning_llm.run.attention_kernel import attention_kernels, kernel_line
+from lightning_llm.run.attention_kernel import attention_kernels, attention_of, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
@@ -245,7 +244,7 @@ def fit(rank: Rank, start: Start) -> None:
     for number in STOPPING:
         signal.signal(number, checkpointing.stop_outside_steps)
     watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
-    with attention_by(kernel), watched, marked, checkpointing.awaited():
+    with attention_of(rank.plan, rank.attention), watched, marked, checkpointing.awaited():
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")

@@ -21,7 +21,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of
 from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.mixer import attention
-from lightning_llm.model.mixer.attention import document_mask
+from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import ForwardPass
 
@@ -101,7 +101,8 @@ def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torc
     if mixer_of(config, 0).recurrent:
         return model.layers["0"], (x, None, None)
     rope = rope_tables(config, torch.arange(length))
-    mask = model.attention_mask(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
+    seen = model.seen_keys(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
+    mask = None if seen is None else seen.dense()
     return model.layers["0"], (x, rope, mask)
 
 
