@@ -177,7 +177,7 @@ def test_a_pattern_is_repeated_over_the_layers():
     model = build(config)
     kinds = [type(block.attention).__name__ for block in model.layers.values()]
     assert kinds == ["Attention", "Attention", "QKNormAttention", "Attention", "Attention"]
-    assert [block.window for block in model.layers.values()] == [8, None, None, 8, None]
+    assert [block.attention_kind.window for block in model.layers.values()] == [8, None, None, 8, None]
 
 
 def test_a_uniform_pattern_is_the_model_without_one():
