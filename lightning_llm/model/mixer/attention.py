@@ -4,7 +4,7 @@ Letters: B sequences, T tokens, D hidden_size, H query heads, G key/value heads,
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from lightning_llm.model.mixer.key_value_cache import KeyValueCache
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.model.stepping import blocks_of, in_block, rows_of
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
-"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a mask: `[B, T, H, K]`."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a `Mask` that the kernel takes: `[B, T, H, K]`."""
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
@@ -54,7 +54,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     grouped = q.shape[2] != k.shape[2]
     mixed = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=grouped)
-    return cast(Tensor, mixed).transpose(1, 2)  # [B, T, H, K]
+    return mixed.transpose(1, 2)  # [B, T, H, K]
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
