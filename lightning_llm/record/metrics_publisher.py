@@ -3,7 +3,6 @@
 It does whatever may take long (names, disks that are away), so that training waits for none of it, and ends no run.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -88,6 +87,7 @@ class MetricsPublisher:
     def stop(self) -> None:
         """Close the endpoint and write the file a last time, within `CLOSE_SECONDS`."""
         self._stopping.set()
+        self._attempt(self._leave, "the endpoint")  # here: the thread may wait for a disk
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             log.warning("%s: its last figures take longer than %g s to write: left alone", self.name, CLOSE_SECONDS)
@@ -96,11 +96,12 @@ class MetricsPublisher:
         while True:
             self._attempt(self._serve, "the endpoint")
             self._first.set()
+            self._attempt(self._tell_targets, "the file of targets")
             self._attempt(self._look, "the figures of the run's folder")
             self._attempt(self._write, "the text file")
             if self._stopping.wait(self.wishes.every_seconds):
                 break
-        self._attempt(self._leave, "the endpoint")
+        self._attempt(self._forget_targets, "the file of targets")
         self._attempt(self._look, "the figures of the run's folder")
         self._attempt(self._write, "the text file")
 
@@ -123,7 +124,7 @@ class MetricsPublisher:
         from prometheus_client import start_http_server
 
         host, port = self.wishes.host, self.wishes.port
-        if port is None or self._server is not None:
+        if port is None or self._server is not None or self._stopping.is_set():
             return
         try:
             server, thread = start_http_server(port, host, self._registry)
@@ -139,24 +140,31 @@ class MetricsPublisher:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{shown}:{server.server_port}"
         print(f"scrape http://{self.address}/metrics", flush=True)
-        if self.wishes.targets is not None:
-            _replace(self.wishes.targets, json.dumps([{"targets": [self._reached_at(server.server_port)]}]).encode())
-
-    def _reached_at(self, port: int) -> str:
-        """Return what others reach the endpoint by: the machine's name, where it listens on all addresses."""
-        return f"{socket.gethostname()}:{port}" if self.wishes.host in ("0.0.0.0", "::") else str(self.address)
+        if self._stopping.is_set():  # while a name was looked up, say
+            self._leave()
 
     def _leave(self) -> None:
+        """Close the endpoint; done twice it is done once."""
         if self._server is None:
             return
         server, thread = self._server
-        self._server = None
         server.shutdown()
         server.server_close()
         thread.join()
+        self._server = None
+
+    def _tell_targets(self) -> None:
+        server, file = self._server, self.wishes.targets
+        if server is None or file is None:
+            return
+        # What others reach it by, where it listens on all addresses: the machine's name.
+        everywhere = self.wishes.host in ("0.0.0.0", "::")
+        address = f"{socket.gethostname()}:{server[0].server_port}" if everywhere else self.address
+        _replace(file, json.dumps([{"targets": [address]}]).encode() + b"\n")
+
+    def _forget_targets(self) -> None:
         if self.wishes.targets is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self.wishes.targets.unlink()
+            self.wishes.targets.unlink(missing_ok=True)
 
     def _look(self) -> None:
         saved, disk = self.saved(), shutil.disk_usage(self.run_dir)
