@@ -10,7 +10,7 @@ ARGS ?=
 COMPILED := $(BIN)/python -m compileall -q lightning_llm callbacks && PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train sweep compare plan test test-full golden lint format bench gpu-check ui clean
+.PHONY: help setup train sweep compare plan test test-full chaos golden lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +50,9 @@ test: setup  ## the covering tests, CPU only: about 12 minutes on 2 quiet cores
 
 test-full: setup  ## all tests
 	$(COMPILED) LAYOUT_STEPS=5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+
+chaos: setup  ## a hundred random faults, and a table of what came of them (ARGS="--seed 2 --faults 20")
+	cd tests && PYTHONPATH=.:parallel:launch ../$(BIN)/python -m chaos.campaign $(ARGS)
 
 golden: setup  ## record the golden curves in tests/golden anew (ARGS="mxfp8 ...": some of them)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/record.py $(ARGS)

@@ -28,6 +28,7 @@ from benchmarks import (
     tokenise,
     tracking,
     trainer_overhead,
+    weight_casts,
 )
 from benchmarks.rotation import Row
 from benchmarks.shape import LARGE, MIDDLE, SMALL
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "plan_memory": plan_memory.measure,
     "roofline": partial(roofline.measure, MIDDLE),
     "precision": precision.measure,
+    "weight_casts": weight_casts.measure,
     "health": health.measure,
     "checkpoint": checkpoint.measure,
     "checkpoint_stall": checkpoint_stall.measure,

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from benchmarks.parallel import join
@@ -29,6 +28,7 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.gemm import linear
 from lightning_llm.parallel.torch_private import all_gather
 from lightning_llm.plan.check import check_config
+from lightning_llm.plan.measured_cluster import write_cluster
 from lightning_llm.plan.time.step import StepTimer
 from lightning_llm.run.rank import quiet_lightning
 
@@ -156,11 +156,9 @@ def measured_cluster() -> tuple[dict[str, Any], dict[str, float]]:
     torch.set_num_threads(1)
     by_format = {name: linear_seconds(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
     large, small = collective_seconds()
-    link = {"gb_per_second": GATHERED_BYTES / max(large - small, 1e-9) / 1e9, "latency_microseconds": 0.0}
     memory = memory_gb_per_second()
-    link["gb_per_second"] = min(link["gb_per_second"], memory)
+    link = {"gb_per_second": min(memory, GATHERED_BYTES / max(large - small, 1e-9) / 1e9), "latency_microseconds": 0.0}
     cluster = {
-        "name": "measured",
         "hardware": "cpu",
         "devices_per_node": RANKS,
         "memory_gb_per_second": memory,
@@ -229,10 +227,9 @@ def measure() -> Iterator[Row]:
         yield key, cluster[key], ""
     yield "within_node.gb_per_second", cluster["within_node"]["gb_per_second"], "gloo, between two ranks"
     folder = Path(default_outputs(), "machine")
-    file = folder / "cluster" / "measured.yaml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    head = "# This machine in CPU seconds of one-thread ranks, by `make bench ARGS=machine`.\n"
-    file.write_text(head + yaml.safe_dump(cluster, sort_keys=False), encoding="utf-8")
+    file = write_cluster(
+        folder, cluster, "This machine in CPU seconds of one-thread ranks, by `make bench ARGS=machine`."
+    )
     print(f"written to {file}; use it by --config-dir {folder} cluster=measured")
     words = {name: _words(run) for name, run in RUNS.items()}
     plans = {name: check_config(compose_config([*run, "cluster=measured"], folder)) for name, run in words.items()}

@@ -31,13 +31,18 @@ TARGETS = {
 }  # fmt: skip
 
 
-def training_step(recipe: str, shape: Shape, micro_batches: int) -> Callable[[], None]:
-    """Return a function that takes a training step at `shape` under `recipe`, with clipping and AdamW."""
+def training_step(recipe: str, shape: Shape, micro_batches: int, keeps: bool | None = None) -> Callable[[], None]:
+    """Return a function that takes a training step at `shape` under `recipe`, with clipping and AdamW.
+
+    `keeps`: whether casts of weights are kept within a step; None: where it has several micro-batches, as `train` does.
+    """
     run = config(f"precision={recipe}", shape=shape)
     with torch.device("meta"):
         model = Decoder(run.model, DTYPES[run.precision.compute_dtype])
     quantisation = Quantisation(run.precision, seed=0, max_steps=1000)
     quantisation.swap(model, run.model.num_layers, "cpu")
+    if micro_batches > 1 if keeps is None else keeps:
+        quantisation.keep_weight_casts(model, dict.fromkeys(range(run.model.num_layers), True))
     model.to_empty(device="cpu")
     initialise(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -48,11 +53,12 @@ def training_step(recipe: str, shape: Shape, micro_batches: int) -> Callable[[],
         nonlocal made
         optimizer.zero_grad(set_to_none=True)
         quantisation.begin_step(model, made)
-        for index in range(micro_batches):
-            quantisation.begin_micro_batch(model, made, index)
-            loss = next_token_loss_sum(model(tokens[index]), labels[index]) / shape.tokens
-            loss.backward()
-            quantisation.end_micro_batch(model, lambda amax: amax)
+        with quantisation.weights_held(model):
+            for index in range(micro_batches):
+                quantisation.begin_micro_batch(model, made, index)
+                loss = next_token_loss_sum(model(tokens[index]), labels[index]) / shape.tokens
+                loss.backward()
+                quantisation.end_micro_batch(model, lambda amax: amax)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         quantisation.end_step(model, lambda amax: amax)

@@ -4,8 +4,10 @@ A message names the key, the value, what is allowed and what to change. Everythi
 `ConfigError` carries a list. The command line prints it without a traceback and exits with 2.
 """
 
+import os
+import signal
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -79,6 +81,27 @@ class RanksFailedError(Exception):
 
     def __reduce__(self) -> tuple[type["RanksFailedError"], tuple[int, str]]:
         return type(self), (self.code, self.detail)
+
+
+class UnhealthyError(Exception):
+    """Ranks, or the machines under them, are not fit to train: numbers that are wrong, a rank that is slow or away.
+
+    `speaks`: whether this rank tells it, of all that raise it. `stopped`: processes of this machine that it waited for,
+    by their numbers, and that no launcher's SIGTERM reaches. Exit code 1.
+    """
+
+    def __init__(self, text: str, speaks: bool, stopped: tuple[int, ...] = ()):
+        self.text, self.speaks, self.stopped = text, speaks, stopped
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type["UnhealthyError"], tuple[str, bool, tuple[int, ...]]]:
+        return type(self), (self.text, self.speaks, self.stopped)
+
+    def end_stopped(self) -> None:
+        """Kill those processes. To be called last: a launcher that sees one gone ends all others."""
+        for number in self.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
 
 
 class StorageError(Exception):

@@ -117,6 +117,14 @@ def planned_peak_flops(hardware: str, number_format: str) -> float | None:
     return None if name is None else peak_flops_per_second(name, number_format)
 
 
+def planned_hardware(device_name: str) -> str | None:
+    """Return the NAME of `hardware=NAME` that plans for `device_name`, as CUDA reports it; None where none does."""
+    for pattern in PEAK_TFLOPS:
+        if re.fullmatch(pattern, device_name):
+            return next((key for key, name in PLANNED_DEVICES.items() if re.fullmatch(pattern, name)), None)
+    return None
+
+
 def memory_bytes_here(device_type: str) -> int | None:
     """Return the memory of this machine's first CUDA device, or of the machine ("cpu"); None where torch sees none."""
     if device_type == "cuda":

@@ -18,6 +18,7 @@ SPEED_KEYS = (
     "precision.casts",
     "precision.backend",
     "precision.parameter_gather",
+    "precision.keep_weight_casts",
     "data.micro_batch_size",
     "data.num_workers",
     "trainer.threads",

@@ -18,16 +18,18 @@ NOT_IDENTITY = (
     "precision.casts",
     "precision.backend",
     "precision.parameter_gather",
+    "precision.keep_weight_casts",
     "data.tokenize_processes",
     "trainer.max_restarts",
+    "trainer.health",
     "trainer.max_time",
     "checkpoint.asynchronous",
     "checkpoint.keep_every",
     "checkpoint.keep_best",
 )
-"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run and
-weights travel, how many processes built its token cache, how checkpoints are written and which of them stay. (Runs of
-earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
+"""Left out of the config hash: where a run is kept and tracked, how it was started, how casts and their GEMMs run, are
+kept and travel, how many processes built its token cache, whether its ranks were looked at before, how checkpoints are
+written and which of them stay. (Runs of earlier releases have checkpoint.every_steps and keep_last in their hashes.)"""
 
 ONCE_WRITTEN = {"data.num_workers": 0, "parallel.compile": False, "trainer.compile": False}
 """What earlier releases had for keys that may be null by now: it stands in the hashes of their runs."""

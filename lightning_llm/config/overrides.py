@@ -177,7 +177,7 @@ def _meant(group: str, value: str, options: list[str]) -> str:
     if loader is not None:
         return f" A file is read by data={loader} data.sources.{loader}.path={value}."
     if (group, value) == ("cluster", "measured"):
-        return " `make bench ARGS=machine` measures this machine and writes it; then add --config-dir FOLDER."
+        return " `lightning-llm health` measures machines and writes it; then add --config-dir FOLDER."
     return did_you_mean(value, options)
 
 

@@ -14,11 +14,11 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.golden.figures import Measured
 from lightning_llm.golden.trajectory import Trajectory
 from lightning_llm.hardware import describe_device
-from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.plan.report import plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.provenance import FINGERPRINT, origin_of
 from lightning_llm.run.agreement import agree_on_data
+from lightning_llm.run.attention_kernel import attention_of
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.facts import origin_here, run_facts
@@ -75,7 +75,7 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     trajectory = Trajectory(min(steps, config.trainer.max_steps), nudge)
     trainer.callbacks[:] = [*(each for each in trainer.callbacks if not isinstance(each, WRITERS)), trajectory]
     trainer.limit_val_batches = 0  # validations have no part in the steps
-    with attention_by(config.trainer.attention_kernel):
+    with attention_of(rank.plan, rank.attention):
         trainer.fit(module, CorpusDataModule(corpus, config))
     if not trajectory.figures:
         raise StepNotMadeError("a callback ended the run before its first step, and there is nothing to record", {})

@@ -14,11 +14,8 @@ from lightning_llm.config.file import in_memory
 from lightning_llm.golden.figures import Measured
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.environment import is_first_rank, rank_environment
-from lightning_llm.run.launch import as_rank, launch_reported
+from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
 from lightning_llm.slow_imports import slow_imports
-
-STOP_SECONDS = 10
-"""How long ranks may take to end after a signal: they have nothing to save."""
 
 
 def measured_runs(plan: Plan, steps: int, nudges: Sequence[int | None]) -> list[Measured]:

@@ -7,7 +7,7 @@ The model knows no ranks and no number formats: it offers blocks, and a role per
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.gemm import linear
 from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.linear import Linear
-from lightning_llm.model.mixer.attention import document_mask, window_mask
+from lightning_llm.model.mixer.attention_kernel import Mask, mask_of
+from lightning_llm.model.mixer.attention_spec import AttentionSpec
+from lightning_llm.model.mixer.seen_keys import SeenKeys
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.stepping import (
     STEP_ROWS,
@@ -27,6 +29,13 @@ from lightning_llm.model.stepping import (
     in_block,
     rows_of,
 )
+
+
+class AttentionKind(NamedTuple):
+    """What blocks that share a mask have in common: the window, and who computes (`AttentionSpec.takes_kernels`)."""
+
+    window: int | None
+    takes_kernels: bool
 
 
 class Block(nn.Module):
@@ -50,13 +59,15 @@ class Block(nn.Module):
         super().__init__()
         self.post_norms = config.block_at(index).post_norms
         mixer = mixer_of(config, index)
-        self.window, self.recurrent = mixer.window_tokens(config), mixer.recurrent
+        self.recurrent = mixer.recurrent
+        takes_kernels = isinstance(mixer, AttentionSpec) and mixer.takes_kernels
+        self.attention_kind = AttentionKind(mixer.window_tokens(config), takes_kernels)
         for name, part in block_parts(config, index).items():
             module: Any = part.build(config)
             module.roles = part.roles(config)  # by child module, see `Decoder.roles`
             self.add_module(name, module)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
         """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` and `mask` as its mixer takes them, see `model.spec.Mixer`."""
         return self._map(x, self.attention(self.attention_norm(x), rope, mask))  # [B, T, D]
 
@@ -143,13 +154,15 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=tokens.device)  # [T]
         blocks: list[Any] = list(self.layers.values())
-        windows = {block.window for block in blocks if not block.recurrent}
-        masks = {window: self.attention_mask(positions, document_ids, window) for window in windows}  # [B, 1, T, T]
-        uses_rope = bool(windows) and self.config.position == "rope"
+        kinds = {block.attention_kind for block in blocks if not block.recurrent}
+        masks = {
+            kind: mask_of(self.seen_keys(positions, document_ids, kind.window), kind.takes_kernels) for kind in kinds
+        }
+        uses_rope = bool(kinds) and self.config.position == "rope"
         rope = rope_tables(self.config, positions) if uses_rope else None  # 2 x [.., T, 1, K/2]
         x = tokens if tokens.is_floating_point() else self.embed(tokens, positions)  # [B, T, D]
         for block in blocks:
-            seen = (None, document_ids) if block.recurrent else (rope, masks[block.window])
+            seen = (None, document_ids) if block.recurrent else (rope, masks[block.attention_kind])
             x = block(x, *seen)  # [B, T, D]
         return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
 
@@ -197,11 +210,13 @@ class Decoder(nn.Module):
             raise ValueError("a stage of a pipeline makes no steps")
         return self.project(self.norm(x))[:, rows]  # [B, n, V]
 
-    def attention_mask(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> Tensor | None:
-        """Return what `Attention.forward` takes as mask: None for plain causal attention."""
-        if document_ids is None:
-            return window_mask(positions.shape[-1], window, positions.device)  # [1, 1, T, T]
-        return document_mask(document_ids, window)  # [B, 1, T, T]
+    def seen_keys(self, positions: Tensor, document_ids: Tensor | None, window: int | None) -> SeenKeys | None:
+        """Return which keys queries see, of their document and the last `window` tokens; None: all up to themselves."""
+        length = positions.shape[-1]
+        if document_ids is None and (window is None or window >= length):
+            return None
+        every = torch.arange(length, device=positions.device)  # [T]
+        return SeenKeys.of(every, every, document_ids, window)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return `[B, T, D]` in `compute_dtype`: the rows of `tokens`, scaled, plus those of `positions` if learned."""

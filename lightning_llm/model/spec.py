@@ -70,6 +70,7 @@ class ForwardPass(NamedTuple):
 
     `width`: bytes of an element of the compute dtype. `sequence_length`: tokens of a whole sequence, of which each of
     `context_ranks` computes a part. `documents`: attention stays within documents. `on_gpu`: CUDA's kernels run.
+    `by_blocks`: FlexAttention's, where a mask is wanted.
     """
 
     width: int
@@ -77,6 +78,7 @@ class ForwardPass(NamedTuple):
     documents: bool = False
     context_ranks: int = 1
     on_gpu: bool = False
+    by_blocks: bool = False
 
 
 class SavedTensor(NamedTuple):

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.mixer.attention import Kernel
+from lightning_llm.model.mixer.attention_kernel import Mask
+from lightning_llm.model.mixer.seen_keys import SeenKeys
 from lightning_llm.parallel.collectives import GroupRef, gather_tokens
 from lightning_llm.parallel.layout import Layout
 
@@ -54,26 +56,21 @@ def share_sequences(model: Decoder, layout: Layout) -> None:
     if group is None:
         return
     replaced: Any = model
-    replaced.attention_mask = partial(context_mask, ranks=group.size())
+    replaced.seen_keys = partial(keys_of_all_ranks, ranks=group.size())
     made: dict[Kernel, ContextAttention] = {}
     for block in model.layers.values():
         attention: Any = block.attention
         attention.attend = made.setdefault(attention.kernel, ContextAttention(group, attention.kernel))
 
 
-def context_mask(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> Tensor:
-    """Return bool `[B or 1, 1, T / R, T]`: which keys, in the order of ranks, this rank's queries at `positions` see.
+def keys_of_all_ranks(positions: Tensor, document_ids: Tensor | None, window: int | None, ranks: int) -> SeenKeys:
+    """Return which keys, in the order of ranks, this rank's queries at `positions` `[T / R]` see.
 
     `document_ids` is `[B, T]`, in the order of the sequence. Of a `window` a query sees the last so many tokens.
     """
     length = ranks * positions.shape[-1]
     keys = torch.cat([positions_of(rank, ranks, length, positions.device) for rank in range(ranks)])  # [T]
-    mask = (keys[None, :] <= positions[:, None])[None]  # [1, T / R, T]
-    if window is not None:
-        mask = mask & (positions[:, None] - keys[None, :] < window)
-    if document_ids is not None:
-        mask = mask & (document_ids[:, positions, None] == document_ids[:, None, keys])  # [B, T / R, T]
-    return mask[:, None]
+    return SeenKeys.of(positions, keys, document_ids, window)
 
 
 class ContextAttention:
@@ -85,8 +82,8 @@ class ContextAttention:
     def __init__(self, group: dist.ProcessGroup, kernel: Kernel):
         self.group, self.kernel = GroupRef.of(group), kernel
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` of `q`; `mask` is `context_mask`.
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Return `softmax(q k^T / sqrt(K)) v` `[B, T / R, H, K]` of `q`; `mask` is of `keys_of_all_ranks`.
 
         `k` and `v` `[B, T / R, G, K]` are gathered.
         """

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.cuda_environment import NCCL, set_missing
 
+JOINED = "lightning-llm/joined"
+"""The key under which the ranks' store counts the groups that have met by it."""
+
 
 def join_process_group(device: torch.device, world: int, timeout_seconds: float) -> None:
     """Join the ranks that torchrun's variables name; a world of one needs none of them. A second call does nothing.
@@ -30,7 +33,20 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
         set_missing(NCCL)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's store may outlive its ranks (torch 2.13, --rdzv-backend=c10d): those it starts again are not to
+        # take what lost ones wrote for addresses of their peers. All read this before the first has joined them all.
+        joined = store.add(JOINED, 0)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"joined_{joined}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        if rank == 0:
+            store.add(JOINED, 1)
     except dist.DistNetworkError as error:
         text = f"{where} cannot be used for the ranks to meet ({error}). Is the port taken? Set MASTER_PORT to another."
         raise ConfigError(Problem("MASTER_PORT", text)) from error

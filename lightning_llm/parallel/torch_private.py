@@ -80,12 +80,32 @@ def shard_offset(tensor: DTensor) -> tuple[int, ...]:
     return offset
 
 
-def all_gather(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+) -> Any:
     """Fill `output` [R n, ...] with `tensor` [n, ...] of every rank, in their order; renamed in torch 2.13.
 
     With `async_op` returns the work to wait for.
     """
     return private(dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill `output` [n, ...] with this rank's part of the sum of every rank's `tensor` [R n, ...]; renamed as above."""
+    private(dist, "reduce_scatter_single", "reduce_scatter_tensor")(output, tensor, group=group)
+
+
+def ranks_store() -> dist.Store:
+    """Return the store by which the ranks of the process group found each other."""
+    store: dist.Store = private(distributed_c10d, "_get_default_store")()
+    return store
+
+
+def scaled_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a b`, bf16, of fp8 `a` [M, K], row-major, and `b` [K, N], column-major, with scales of 1."""
+    one = torch.ones((), device=a.device)
+    product: torch.Tensor = private(torch, "_scaled_mm")(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return product
 
 
 def fsdp_parameters(module: FSDPModule) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.spec import ForwardPass, SavedTensor
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.accounting import OURS, Accounting
+from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart, layers_of
@@ -38,7 +39,7 @@ def forward_of(plan: Plan, accounting: Accounting = OURS) -> ForwardPass:
     """Return what the plan's forward passes run under. In a ring each rank keeps the keys of its own tokens alone."""
     data, width = plan.config.data, DTYPE_BYTES[plan.config.precision.compute_dtype]
     ranks = plan.degrees.cp if accounting.gathers_context else 1
-    return ForwardPass(width, data.sequence_length, data.document_mask, ranks, on_gpu(plan))
+    return ForwardPass(width, data.sequence_length, data.document_mask, ranks, on_gpu(plan), takes_blocks(plan))
 
 
 def tokens_of(config: Config, degrees: Degrees) -> int:
@@ -105,13 +106,15 @@ def _shared_mask_bytes(plan: Plan, part: StagePart, forward: ForwardPass) -> int
 
     Blocks that are recomputed keep them, and so does `attention_cpu`'s kernel; others turn them into masks of their own
     (`attention_spec.mask_of`). Where attention is plainly causal, on whole sequences without documents, there is none,
-    nor for recurrent mixers.
+    nor for recurrent mixers. FlexAttention has lists of blocks, of no size beside these.
     """
     config = plan.config
     again, windows = set(recomputed_layers(config, [part])), set()
     for index in part.layers:
         mixer = mixer_of(config.model, index)
         if not isinstance(mixer, AttentionSpec) or not mixer.is_masked(forward):
+            continue
+        if forward.by_blocks and mixer.takes_kernels:
             continue
         if index in again or mixer.keeps_shared_mask(forward):
             windows.add(mixer.window_tokens(config.model))

@@ -8,10 +8,11 @@ from lightning_llm.errors import Problem
 from lightning_llm.model.block_spec import mixer_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.spec import ForwardPass, Mixer
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.compiled_blocks import compiles
+from lightning_llm.plan.resolve import Plan, Resolution
 
 KEY = "trainer.attention_kernel"
-OF_CUDA = ("cudnn", "efficient")
+OF_CUDA = ("cudnn", "efficient", "flex")
 MASK_SOURCES = "a window, data.document_mask or parallel.cp"
 
 
@@ -55,3 +56,22 @@ def attention_kernel_problems(found: Resolution) -> Iterator[Problem]:
     if name == "flash" and on_gpu and masked:
         text = f"is flash, which takes no mask on CUDA, and blocks of {', '.join(masked)} have one ({MASK_SOURCES})."
         yield Problem(KEY, f"{text} Set auto, efficient or cudnn.")
+    if name == "flex" and on_gpu:
+        yield from _flex_problems(found, [each for each in mixers if each not in masked])
+
+
+def _flex_problems(found: Resolution, plain: list[str]) -> Iterator[Problem]:
+    """Yield why FlexAttention cannot be had: for blocks with `plain` causal attention, or blocks that run eagerly."""
+    if plain:
+        text = (
+            f"is flex, which is for attention with a mask ({MASK_SOURCES}), and blocks of {', '.join(plain)} have none"
+        )
+        yield Problem(KEY, f"{text}. Set auto or flash.")
+    if not compiles(found.config.parallel, found.likely_degrees, found.capability):
+        yield Problem(KEY, "is flex, which runs in compiled blocks alone. Set trainer.compile=true, or auto.")
+
+
+def takes_blocks(plan: Plan) -> bool:
+    """Return whether attention with a mask is to be FlexAttention's, which is tried when the run starts."""
+    on_gpu = plan.capability.compute_capability is not None
+    return on_gpu and plan.compiled and plan.config.trainer.attention_kernel in ("auto", "flex")

@@ -12,6 +12,7 @@ from lightning_llm.plan.nodes import ranks_per_node, ranks_together
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import StagePart
 from lightning_llm.plan.units import Unit, Units, shard_ranks, sums_in_tree, units_of, uses_fsdp
+from lightning_llm.plan.weight_casts import keeps_codes
 from lightning_llm.precision.module_rules import reasons_to_stay_high
 
 REPLICA_BUCKET_BYTES = 25 * 2**20
@@ -58,7 +59,8 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
 
     Embeddings are looked up in the master dtype. What FSDP2 gathers is cast already, but for norms and a tied embedding
     outside the blocks. A linear whose casts are emulated keeps its master and casts it again; one that runs in
-    Transformer Engine keeps the 16-bit weight and codes of it in both directions.
+    Transformer Engine keeps the 16-bit weight and, unless once for all of a step (`weight_casts`), codes of it in both
+    directions.
     """
     config, degrees = plan.config, plan.degrees
     model, recipe = config.model, config.precision
@@ -86,7 +88,7 @@ def _copied_in_block(plan: Plan, index: int, unit: Unit) -> int:
     for name, linear in zip(names, block_linears(config.model, index), strict=True):
         elements = linear.elements // (tp if linear.role in ("column", "row") else 1)
         if bits := code_bits(plan, name):
-            copied += int(2 * elements * bits / 8)
+            copied += 0 if keeps_codes(plan, name, index) else int(2 * elements * bits / 8)
         elif reasons[name] is None or _emulates_all(plan):
             copied -= width * elements
     return copied

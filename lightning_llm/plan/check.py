@@ -21,6 +21,7 @@ from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.parameter_gather import parameter_gather_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
+from lightning_llm.plan.weight_casts import weight_cast_problems
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
     layers_of_casts,
@@ -83,6 +84,7 @@ def _layout_rules(found: Resolution) -> list[Rule]:
         lambda: _update_problems(config, found.likely_degrees),
         lambda: _native_problems(found),
         lambda: parameter_gather_problems(found),
+        lambda: weight_cast_problems(found),
         lambda: _compiler_problems(config, found.likely_degrees),
     ]
 

@@ -14,6 +14,7 @@ from lightning_llm.plan.passes import coming_and_going
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import parts_of, rank_kind
 from lightning_llm.plan.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
+from lightning_llm.plan.weight_casts import kept_cast_bytes
 
 ALLOCATOR_RESERVE = 0.05
 """Of what comes and goes in a step, what CUDA's caching allocator holds beyond it: blocks of other sizes than are asked
@@ -49,6 +50,8 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
     - `gather_buffers`: what weights are gathered into before they are taken apart, of two units after one another,
       and codes until they are numbers.
     - `compute_copies`: weights that are cast where they are used, kept for the backward pass.
+    - `weight_casts`: quantised weights that are kept from a step's first micro-batch to its last: emulated ones have
+      2 bytes per element, or twice that where the two GEMMs read other numbers.
     - `communication`: the largest thing reduced at once, as it is sent and as it is received.
     - `pipeline_buffers`: receives that are posted, the gradient that was sent last, and what micro-batches in flight
       have given to the next stage.
@@ -102,6 +105,7 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
         "gathered": gathered_bytes(config, units, degrees, accounting),
         "gather_buffers": gather_buffer_bytes(config, units, degrees, accounting),
         "communication": communication_bytes(config, units, degrees),
+        "weight_casts": kept_cast_bytes(plan, parts),
     }
     if accounting.buffers:  # gradients are reduced, and weights gathered, where they lie
         throughout = dict.fromkeys(throughout, 0)

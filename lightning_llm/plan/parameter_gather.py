@@ -11,8 +11,9 @@ from lightning_llm.plan.resolve import Resolution
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.plan.stages import StagePart, layers_of, units_at
 from lightning_llm.plan.units import Units, shard_ranks
-from lightning_llm.precision.gather_rules import WEIGHT_SLOTS, codes_cast, why_not_codes
+from lightning_llm.precision.gather_rules import codes_cast, why_not_codes
 from lightning_llm.precision.module_rules import layers_of_casts, reasons_to_stay_high, rule_of
+from lightning_llm.precision.weight_cast_rules import WEIGHT_SLOTS
 
 KEY = "precision.parameter_gather"
 

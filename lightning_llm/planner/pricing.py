@@ -16,7 +16,13 @@ from lightning_llm.plan.time.step import StepTime, StepTimer
 from lightning_llm.plan.units import shard_ranks, uses_fsdp
 from lightning_llm.planner.space import Choice, Space
 
-OF_MANY_MICRO_BATCHES = ("tree_gradients", "unsharded_gradients", "compute_copies", "allocator_reserve")
+OF_MANY_MICRO_BATCHES = (
+    "tree_gradients",
+    "unsharded_gradients",
+    "compute_copies",
+    "weight_casts",
+    "allocator_reserve",
+)
 """Kinds of memory of which there is less where a step has fewer, larger micro-batches; of others there is as much at
 least: a stage has as many tokens in flight, and messages of a step are as large together."""
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision.weight_cast_rules import WEIGHT_SLOTS
 
-WEIGHT_SLOTS = ("fprop.w", "dgrad.w")
 CODES = ("e4m3", "e5m2")
 
 

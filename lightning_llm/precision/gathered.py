@@ -5,8 +5,6 @@ weight is gathered is their numbers on the format's grid, which any 16-bit dtype
 these, as they multiply the numbers of a cast of their own.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,28 +16,26 @@ from lightning_llm.precision.linear import ROLES
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
+from lightning_llm.precision.weight_casts import OwnCasts, WantedCast
 
 
-class GatheredWeight:
+class GatheredWeight(OwnCasts):
     """The weight of `layer`, of which this rank has rows. `amax`: the largest magnitude over all of it, once agreed.
 
     In training steps (`begin_step` to `end_step`) an amax that was agreed on holds; else weights may have moved.
     """
 
     def __init__(self, layer: QuantisedLinear):
+        super().__init__()
         self.layer = layer
         self.amax: Tensor | None = None
-        self.in_step = False
         self.gathered: Scaled | None = None
         """The scales of what was gathered last, None where that was the weight in the compute dtype."""
 
     def begin_step(self) -> None:
         """Take the weights for moved; from here on they stay."""
-        self.amax, self.in_step = None, True
-
-    def end_step(self) -> None:
-        """Take the weights for moved from here on, before every forward pass."""
-        self.in_step = False
+        super().begin_step()
+        self.amax = None
 
     @property
     def cast(self) -> CastConfig | None:
@@ -73,10 +69,11 @@ class GatheredWeight:
         """Write the numbers of `codes` [N, K] `into` [N, K], as the emulation has them: no zero is negative."""
         into.copy_(codes.view(TORCH_DTYPES[cast.format])).add_(0.0)
 
-    def operand(self, slot: str, weight: Tensor, make: Callable[[], Operand]) -> Operand:
-        """Return the operand of `slot` from what was gathered; `make` casts `weight`, which is not codes."""
+    def operand(self, wanted: WantedCast) -> Operand:
+        """Return the operand that is `wanted` from what was gathered; made of the weight where that was not codes."""
         if self.gathered is None:
-            return make()
+            return wanted.make()
+        weight = wanted.weight()
         numbers = weight.to(torch.bfloat16)
         if self.gathered.block is not None:  # a power of two, which stays with the operand
             numbers = (weight.float() * self.gathered.block).to(torch.bfloat16)

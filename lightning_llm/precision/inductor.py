@@ -205,7 +205,7 @@ def operand(
     scaled = stage.scale(x, amax, delayed)
     tensor, inside = stage.round_blocks(x, scaled.multiplier, scaled.block, key, origin)
     blocks = None
-    if scaled.block is not None and quantize.scales_partial_sums(cast):
+    if scaled.block is not None and cast.scales_partial_sums:
         blocks = quantize.contraction_scales(scaled.block, cast, axis, x)
     made = Operand(tensor, scaled.tensor, inside, blocks)
     if observe is not None:

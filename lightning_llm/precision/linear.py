@@ -2,13 +2,15 @@
 
 Every operand is quantised from the high-precision tensor along its own GEMM's contraction axis, in the layout it is
 stored in. Nothing quantised is kept between forward and backward: casts are functions of (tensor, scale, key), so the
-backward pass makes them again, which is cheaper than the memory. Random bits come from a tensor of keys, no counter.
+backward pass makes them again, which is cheaper than the memory. Those of a weight may be kept from one micro-batch to
+the next (`weight_casts`). Random bits come from a tensor of keys, no counter.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.random_bits import random_signs
+from lightning_llm.precision.weight_casts import WantedCast, WeightCasts
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
 GEMM_NAMES = ("fprop", "dgrad", "wgrad")
@@ -55,25 +58,6 @@ class Shard(NamedTuple):
     origin: Origin = Origin()
     reduce_amax: Callable[[Tensor], Tensor] | None = None
     counts: bool = True
-
-
-class WeightCasts(Protocol):
-    """Casts of a layer's weight that something else than the cast itself may give: made before, or by other ranks."""
-
-    def begin_step(self) -> None:
-        """Begin a training step, within which weights stay as they are."""
-
-    def end_step(self) -> None:
-        """End it: weights have moved."""
-
-    def operand(self, slot: str, weight: Tensor, make: Callable[[], Operand]) -> Operand:
-        """Return `weight` [N, K] cast for `slot`, which `make` does."""
-
-    def known_amax(self) -> Tensor | None:
-        """Return the amax of the weight where it cannot be taken of what the layer holds."""
-
-    def check_high(self) -> None:
-        """Raise RuntimeError where what the layer holds is not the weight itself."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +97,22 @@ class LinearPlan:
         return any(c.stochastic or (c.hadamard and c.hadamard.signs == "random") for c in self.casts.values())
 
 
+Given = Tensor | Callable[[], Tensor]
+"""A tensor to cast, or what gives it when it is needed: a weight whose cast is kept is not."""
+
+
 class LinearCall(NamedTuple):
     """One call's plan with its tensors that are neither activations nor weights."""
 
     plan: LinearPlan
     keys: Tensor | None  # int64 [KEY_COUNT]
     scales: Tensor | None  # fp32 [len(ROLES)], delayed scaling's multipliers
+
+    @property
+    def knows_amax(self) -> bool:
+        """Whether the weight's amax need not be taken of the weight."""
+        source = self.plan.weight_casts
+        return source is not None and source.known_amax() is not None
 
     def signs(self, gemm: str, config: HadamardConfig, device: torch.device) -> Tensor | None:
         """Return the rotation's signs for `gemm`, the same for both of its operands."""
@@ -135,14 +129,17 @@ class LinearCall(NamedTuple):
         config = self.plan.casts[slot].hadamard
         return None if config is None else rotation(config.size, self.signs(slot[:5], config, device), device)
 
-    def operand(self, x: Tensor, slot: str, axis: int) -> Operand:
+    def operand(self, x: Given, slot: str, axis: int) -> Operand:
         """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
         source = self.plan.weight_casts
         if source is None or not slot.endswith(".w") or not self.plan.casts[slot].quantises:
             return self._made(x, slot, axis)
-        return source.operand(slot, x, partial(self._made, x, slot, axis))
+        weight = x if callable(x) else lambda: x
+        make, observed = partial(self._made, weight, slot, axis), self.plan.observe is not None
+        return source.operand(WantedCast(slot, self.plan.casts, observed, weight, make))
 
-    def _made(self, x: Tensor, slot: str, axis: int) -> Operand:
+    def _made(self, x: Given, slot: str, axis: int) -> Operand:
+        x = x() if callable(x) else x
         cast, given = self.plan.casts[slot], x
         role = slot.split(".")[1]
         if cast.hadamard is not None:
@@ -178,7 +175,8 @@ class _Forward:
     """fprop's quantised operands, made again in the backward pass where a slot or a gradient needs them."""
 
     call: LinearCall
-    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    tensors: Mapping[str, Callable[[], Tensor]]
     made: dict[str, Operand] = field(default_factory=dict)
 
     def operand(self, role: str) -> Operand:
@@ -189,10 +187,9 @@ class _Forward:
 
     def source(self, slot: str, role: str) -> Tensor:
         """Return what `slot` quantises: the high-precision tensor, or its quantised form in the same dtype."""
-        tensor = self.tensors[role]
         if self.call.plan.casts[slot].source == "high_precision":
-            return tensor
-        return self.operand(role).dequantised().to(tensor.dtype)
+            return self.tensors[role]()
+        return self.operand(role).dequantised().to(self.dtype)
 
     def through(self, gradient: Tensor, role: str) -> Tensor:
         """Take a gradient with respect to fprop's quantised, rotated `role` back to the tensor: mask, then S^T."""
@@ -204,12 +201,17 @@ class _Forward:
         return gradient if s is None else rotate(gradient, s.T, 1, gradient.dtype)
 
 
+def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what gives `weight` in `dtype`, in which it is quantised, and casts it once."""
+    return functools.cache(lambda: weight.to(dtype))
+
+
 def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, record: Record | None) -> Tensor:
     """Return Y [M, N] = X W^T + b in the dtype of X [M, K], by the first two of six casts. W [N, K], b [N] or None."""
-    w = weight.to(x.dtype)
+    w = _in_dtype(weight, x.dtype)
     if record is not None:
         record("x", x)
-        record("w", w)
+        record("w", weight if call.knows_amax else w())
     operands = call.operand(x, "fprop.x", 1), call.operand(w, "fprop.w", 1)
     return multiply(operands[0], operands[1].flipped, x.dtype, call.plan.backend, bias)
 
@@ -233,10 +235,10 @@ def backward(
     dy = dy.to(x.dtype).contiguous()
     if record is not None:
         record("dy", dy)
-    made = _Forward(call.unobserved(), {"x": x, "w": weight.to(x.dtype)})
+    made = _Forward(call.unobserved(), x.dtype, {"x": lambda: x, "w": _in_dtype(weight, x.dtype)})
     dx = dw = dbias = None
     if wanted.dx:
-        w = made.source("dgrad.w", "w")
+        w = partial(made.source, "dgrad.w", "w")
         dx = multiply(call.operand(dy, "dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
         # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
         if plan.casts["dgrad.w"].source == "quantised":

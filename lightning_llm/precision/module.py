@@ -24,6 +24,7 @@ from lightning_llm.precision.linear import (
     quantised_linear,
 )
 from lightning_llm.precision.random_bits import hash_words
+from lightning_llm.precision.weight_casts import KeptCasts
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
 
@@ -103,6 +104,10 @@ class QuantisedLinear(nn.Linear):
         """
         return self._record if self.plan.delayed_casts() else None
 
+    def keep_weight_casts(self, rotated: bool) -> None:
+        """Keep casts of the weight within training steps, wherever they are the same bits (`KeptCasts`)."""
+        self.plan = self.plan.with_weight_casts(KeptCasts(rotated))
+
     def delayed_config(self) -> DelayedConfig:
         """Return the history settings, which the casts of one layer share. Raises LookupError where none is delayed."""
         for cast in self.plan.delayed_casts().values():
@@ -125,7 +130,10 @@ class QuantisedLinear(nn.Linear):
         if role in self.plan.delayed_casts() and self.amax_history is not None:
             source = self.plan.weight_casts if role == "w" else None
             amax = None if source is None else source.known_amax()
-            amax = inductor.tensor_amax(self.plan.backend)(tensor.detach()) if amax is None else amax
+            if amax is None:
+                amax = inductor.tensor_amax(self.plan.backend)(tensor.detach())
+                if source is not None:
+                    source.tell_amax(amax)
             row = self.amax_history[0, ROLES.index(role)]
             row.copy_(torch.fmax(row, amax))
 
@@ -182,20 +190,6 @@ def _with_keys(layers: list[QuantisedLinear], keys: list[Tensor | None] | None) 
     finally:
         for layer, (own, observe) in zip(layers, before, strict=True):
             layer.keys, layer.observe = own, observe
-
-
-def begin_weight_step(model: nn.Module) -> None:
-    """Have whatever gives casts of weights know that a training step begins: weights stay until it ends."""
-    for layer in quantised_layers(model):
-        if layer.plan.weight_casts is not None:
-            layer.plan.weight_casts.begin_step()
-
-
-def end_weight_step(model: nn.Module) -> None:
-    """Have whatever gives casts of weights know that the weights have moved."""
-    for layer in quantised_layers(model):
-        if layer.plan.weight_casts is not None:
-            layer.plan.weight_casts.end_step()
 
 
 @contextmanager

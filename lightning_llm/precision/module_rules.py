@@ -39,7 +39,7 @@ def reasons_to_stay_high(names: Iterable[str], recipe: PrecisionConfig, num_laye
 
 def _kept_by_modules(name: str, rules: ModuleRules, num_layers: int) -> str | None:
     """Return why the linear called `name` stays high whatever the casts are, or None."""
-    index = _block_of(name)
+    index = block_of(name)
     if index is None:
         return "it lies outside the blocks (heads and embeddings stay high)"
     for end, inside in _ends(rules, num_layers):
@@ -60,7 +60,8 @@ def _kept_by_casts(name: str, recipe: PrecisionConfig, num_layers: int) -> str |
     return "no rule of modules.casts fits it" if number is None else f"modules.casts.{number} keeps it high"
 
 
-def _block_of(name: str) -> int | None:
+def block_of(name: str) -> int | None:
+    """Return the global index of the block that the linear called `name` lies in, None outside of blocks."""
     found = _BLOCK.search(f"{name}.")
     return None if found is None else int(found.group(1))
 
@@ -99,7 +100,7 @@ def rule_of(name: str, rules: ModuleRules, num_layers: int) -> int | None:
 
 
 def _fits(name: str, rule: CastRule, num_layers: int) -> bool:
-    index = _block_of(name)
+    index = block_of(name)
     if index is None or not any(fnmatchcase(name, glob) for glob in rule.names):
         return False
     ends = (rule.first_blocks, rule.first_fraction, rule.last_blocks, rule.last_fraction)
@@ -147,7 +148,7 @@ ATTENTION = (
 
 def _what_it_names(glob: str, names: Iterable[str]) -> str:
     """Return why modules that `glob` matches, none of them a linear of `names`, are not cast; "" where it has none."""
-    parts = {name.rpartition(".")[0] for name in names if _block_of(name) is not None}
+    parts = {name.rpartition(".")[0] for name in names if block_of(name) is not None}
     if any(fnmatchcase(f"{part}_norm", glob) for part in parts):
         return f" {NORMS}"
     if any(fnmatchcase(part, glob) and part.endswith("attention") for part in parts):

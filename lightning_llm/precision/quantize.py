@@ -88,11 +88,6 @@ def needs_tensor_amax(cast: CastConfig) -> bool:
     return cast.scale == "two_level_e4m3" or (cast.block == "tensor" and cast.scale != "delayed")
 
 
-def scales_partial_sums(cast: CastConfig) -> bool:
-    """Whether the cast's block scales wait for the GEMM: grid value times scale fits bf16, but for fp32 scales."""
-    return cast.block != "tensor" and cast.scale == "fp32"
-
-
 def read_by_scale(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for all that `scale` does not read: one kernel serves all casts of one such."""
     kept = {"format", "block", "scale", "prescale", "delayed"}
@@ -103,7 +98,7 @@ def read_by_rounding(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for all that `round_blocks` does not read."""
     kept = {"format", "block", "rounding", "clip_gradient"} | ({"noise_bits"} if cast.stochastic else set())
     read: dict[str, Any] = {key: value for key, value in cast if key in kept}
-    return CastConfig.model_construct(**read, scale="fp32" if scales_partial_sums(cast) else "power_of_two")
+    return CastConfig.model_construct(**read, scale="fp32" if cast.scales_partial_sums else "power_of_two")
 
 
 def _missing(length: int, size: int) -> int:
@@ -237,14 +232,14 @@ def round_blocks(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (operand, inside): grid value times block scale [R, C], exact in bf16; see `scales_partial_sums`.
+    """Return (operand, inside): grid value times block scale [R, C], exact in bf16; or see `scales_partial_sums`.
 
     `inside` [R, C] bf16, for `clip_gradient` only: 1 where the scaled element was within the format's range, else 0.
     No bool: Inductor's C++ for a CPU takes elements one by one where it writes bools (torch 2.13).
     """
     shape = block_shape(cast.block, axis)
     values, elements = _elements(x, cast, axis, multiplier, keyed_noise(x, cast, key, origin))
-    product = values if block is None or scales_partial_sums(cast) else values * block
+    product = values if block is None or cast.scales_partial_sums else values * block
     operand = product.to(torch.bfloat16)
     if not cast.clip_gradient:
         return _unblocked(operand, x, shape), None

@@ -45,19 +45,20 @@ class Beat:
         if not is_of_this_machine(self.process) or has_ended(self.process):
             return False
         try:
-            return bool(psutil.Process(self._number).status() == psutil.STATUS_STOPPED)
+            return bool(psutil.Process(self.number).status() == psutil.STATUS_STOPPED)
         except psutil.NoSuchProcess:
             return False
 
     @property
-    def _number(self) -> int:
+    def number(self) -> int:
+        """The process' number on its machine."""
         return int(self.process.split()[1])
 
     def end_if_stopped(self) -> None:
         """Kill the process if it is stopped: a launcher's SIGTERM does not reach it, and its run is over."""
         if self.is_stopped:
             with contextlib.suppress(psutil.Error):
-                psutil.Process(self._number).kill()
+                psutil.Process(self.number).kill()
 
     def __str__(self) -> str:
         state = ", which is stopped" if self.is_stopped else ""

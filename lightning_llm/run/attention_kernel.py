@@ -1,10 +1,13 @@
 """The kernels that a run's attention takes on this rank's device, and the line that tells them."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
 import torch
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.mixer.attention_kernel import AttentionShape, NoKernelError, kernel_of
+from lightning_llm.model.mixer.attention_kernel import FLEX, AttentionShape, NoKernelError, attention_by, kernel_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.plan.attention_kernel import KEY, is_masked, mixers_of
 from lightning_llm.plan.resolve import Plan
@@ -27,7 +30,7 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
         shape = AttentionShape(
             model.num_heads // degrees.tp, model.num_kv_heads // degrees.tp, model.attention_head_dim,
             config.data.sequence_length, is_masked(mixer, config, degrees.cp, device.type == "cuda"),
-            DTYPES[config.precision.compute_dtype], shared=degrees.cp > 1,
+            DTYPES[config.precision.compute_dtype], shared=degrees.cp > 1, compiled=plan.compiled,
         )  # fmt: skip
         try:
             found[layer] = kernel_of(name, shape, device)
@@ -35,6 +38,11 @@ def attention_kernels(plan: Plan, device: torch.device) -> dict[str, str]:
             text = f"is {name}, and blocks of {layer} cannot have it on {device}: {error} Set auto, or another kernel."
             raise ConfigError(Problem(KEY, text)) from error
     return found
+
+
+def attention_of(plan: Plan, kernels: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return the context of the run's steps, in which blocks have the attention that `attention_kernels` found."""
+    return attention_by(plan.config.trainer.attention_kernel, by_blocks=FLEX in kernels.values())
 
 
 def kernel_line(kernels: dict[str, str], name: str) -> str | None:

@@ -84,6 +84,17 @@ def adopt_world(config: Config) -> Config:
     return config.model_copy(update={"trainer": trainer, "world": environment.world})
 
 
+def world_problems(config: Config) -> list[Problem]:
+    """Return what is wrong with `world` where one command starts the ranks of this machine, which are all."""
+    if config.world in (None, config.trainer.devices):
+        return []
+    text = (
+        f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
+        "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
+    )
+    return [Problem("world", text)]
+
+
 def _is_srun() -> bool:
     return int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated
+from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
 from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.terminal.text import escaped
@@ -25,6 +25,9 @@ AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT)
 """What ranks end by once another has failed: the agent's signals, and NCCL's watchdog."""
+
+STOP_SECONDS = 10
+"""How long ranks that have nothing to save may take to end after a signal."""
 
 LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote process exited|DistNetworkError")
 """What gloo, NCCL and torch's store say on a rank whose peer is gone."""
@@ -97,23 +100,9 @@ def launch_reported(
         RanksFailedError: a rank failed.
         KeyboardInterrupt: this process was asked to stop; Terminated by SIGTERM.
     """
-    with slow_imports():
-        from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     seconds = shutdown_seconds
-    try:
+    with failure_said():
         launch_ranks(count, words, threads=threads, shutdown_seconds=seconds, first_alone=True, environment=environment)
-    except SignalException as stop:
-        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
-    except ChildFailedError as error:
-        rank, failure = first_failure(error)
-        refused = say_refused(rank, failure)
-        if not refused:
-            if isinstance(failure.message, dict):
-                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
-            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
-        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
 
 def as_rank(work: Callable[[], Result]) -> Result:
@@ -134,6 +123,35 @@ def as_rank(work: Callable[[], Result]) -> Result:
         if isinstance(error, ConfigError) or "TORCHELASTIC_ERROR_FILE" not in os.environ:
             raise
         raise RanksFailedError(130 if isinstance(error, KeyboardInterrupt) else 1, str(error)) from error
+
+
+@contextmanager
+def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
+    """Say which rank failed first, and why, where `launch_ranks` in the block fails; signals are this process's again.
+
+    `by_ranks`: one that ends with 1 and hands nothing on has said why.
+
+    Raises:
+        RanksFailedError: a rank failed, which is said.
+        KeyboardInterrupt: or Terminated, for the signal that asked this process to stop.
+    """
+    with slow_imports():
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        yield
+    except SignalException as stop:
+        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
+    except ChildFailedError as error:
+        rank, failure = first_failure(error)
+        refused, handed_on = say_refused(rank, failure), isinstance(failure.message, dict)
+        said = by_ranks and failure.exitcode == 1 and not handed_on
+        if not refused and not said and not found_unhealthy(error):
+            if handed_on:
+                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+            print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
+        raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
 
 @contextmanager
@@ -194,6 +212,11 @@ def say_refused(rank: int, failure: Any) -> bool:
     if failure.exitcode == 2 and rank != 0 and isinstance(failure.message, dict):
         print(f"error: rank {rank}: {text}", file=sys.stderr)
     return bool(failure.exitcode == 2)
+
+
+def found_unhealthy(error: Any) -> bool:
+    """Return whether a rank of a ChildFailedError found others unfit, which it has said, whoever failed first."""
+    return any(message_of(each).startswith(UnhealthyError.__name__) for each in error.failures.values())
 
 
 def message_of(failure: Any) -> str:

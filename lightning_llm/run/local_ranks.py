@@ -16,7 +16,7 @@ from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
 from lightning_llm.record.provenance import send_signal
 from lightning_llm.record.rank_liveness import beats, clear_beats, say_silent, says_silent, silent_ranks
-from lightning_llm.run.launch import failure_line, first_failure, launch_ranks, message_of, say_refused
+from lightning_llm.run.launch import failure_line, first_failure, found_unhealthy, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
@@ -98,6 +98,8 @@ def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     rank, failure = first_failure(error)
     if say_refused(rank, failure):  # what is wrong with the data, say, is found by the rank that reads them first
         return Ended(2)
+    if found_unhealthy(error):
+        return Ended(1)  # said, and what was in the folder stays as it was
     known = summary_of(folder)
     known_detail = str(known.get("detail", ""))
     # A rank that waited in vain has said for whom.

@@ -18,10 +18,9 @@ from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError
+from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
 from lightning_llm.hardware import describe_device
 from lightning_llm.model.linear_names import has_bias
-from lightning_llm.model.mixer.attention_kernel import attention_by
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.process_group import leave_process_group, record_collectives
@@ -40,14 +39,15 @@ from lightning_llm.record.provenance import FINGERPRINT
 from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
 from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
-from lightning_llm.run.attention_kernel import attention_kernels, kernel_line
+from lightning_llm.run.attention_kernel import attention_kernels, attention_of, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
 from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
-from lightning_llm.run.environment import die_with_launcher, is_first_rank
+from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
+from lightning_llm.run.health import joined_ranks, refuse_unhealthy
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
@@ -68,9 +68,10 @@ def run(plan: Plan, start: Start | None = None) -> int:
     """Train from `start`, or as all ranks decide together; return 0, `exit_code` of the signal that ended it, or 1.
 
     1: a step was not finite, spikes.policy ended the run, a callback failed, the run's folder could not be written any
-    more, or a rank hangs.
+    more, a rank hangs, or trainer.health found what is no good.
 
     Raises:
+        UnhealthyError: where others have started this rank: one of all that raise it has said why.
         CallbackFailedError: on ranks other than the first, for the launcher to know.
         Exception: any other failure: its traceback is the message, and the run's folder says "failed".
     """
@@ -85,12 +86,20 @@ def run(plan: Plan, start: Start | None = None) -> int:
         quiet_lightning()
         rank = prepare_rank(plan)
         folder = rank.plan.config.run.dir
+        if rank.plan.config.trainer.health:
+            say(refuse_unhealthy(joined_ranks(rank.plan.config), rank.device))
         start = start or decide_together(rank.plan.config, locks)
         if start.finished:
             say(start.nothing_left(rank.plan.config))
         else:
             with alarm_after(plan.config.trainer.max_time):
                 fit_and_go_back(rank, start)
+    except UnhealthyError as error:
+        if error.speaks:
+            print(f"error: {error}. No step was made.", file=sys.stderr, flush=True)
+        if rank_environment() is not None:
+            raise  # for the launcher to know that it is said
+        return 1
     except (StoppedBySignal, StepNotMadeError, StorageError, CallbackFailedError, RankSilentError) as error:
         if isinstance(error, CallbackFailedError) and not is_first_rank():
             raise
@@ -235,7 +244,7 @@ def fit(rank: Rank, start: Start) -> None:
     for number in STOPPING:
         signal.signal(number, checkpointing.stop_outside_steps)
     watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
-    with attention_by(kernel), watched, marked, checkpointing.awaited():
+    with attention_of(rank.plan, rank.attention), watched, marked, checkpointing.awaited():
         trainer.fit(module, CorpusDataModule(corpus, config))
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")

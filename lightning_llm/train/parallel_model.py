@@ -20,6 +20,7 @@ from lightning_llm.parallel.pipeline import Pipeline, PipelinedDecoder
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.plan.units import micro_batches_per_rank
+from lightning_llm.plan.weight_casts import keeping_blocks
 from lightning_llm.train.quantisation import Quantisation
 
 
@@ -57,9 +58,11 @@ class ParallelModel:
             model = Decoder(config.model, compute_dtype=DTYPES[precision.compute_dtype])
         quantisation.swap(model, config.model.num_layers, device.type, layout.shards)
         syncs = apply_parallel(model, layout, precision, config.seed, length, device, initial, fill)
+        micro_batches = micro_batches_per_rank(config, layout.degrees)
+        native = quantisation.decision.runs == "native"
+        quantisation.keep_weight_casts(model, keeping_blocks(config, layout.degrees, micro_batches, native))
         pipeline = None
         if layout.degrees.pp > 1:
-            micro_batches = micro_batches_per_rank(config, layout.degrees)
             pipeline = Pipeline(syncs, layout, config.data, micro_batches, device)
         return cls(model, layout, syncs, pipeline, SequenceSharder(layout), loss_sum_of(layout), quantisation)
 

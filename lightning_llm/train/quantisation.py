@@ -1,7 +1,7 @@
 """A precision recipe's part in the training loop: keys, phases, delayed scales, a second view of validation."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +12,7 @@ from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import (
     QuantisedLinear,
-    begin_weight_step,
     delayed_state,
-    end_weight_step,
     high_precision_forward,
     load_delayed_state,
     quantised_layers,
@@ -22,6 +20,7 @@ from lightning_llm.precision.module import (
     set_step_key,
     update_delayed,
 )
+from lightning_llm.precision.module_rules import block_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import seed_random_bits
 from lightning_llm.precision.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
@@ -116,9 +115,24 @@ class Quantisation:
         if self.recipe.updates_every_micro_batch:  # an update makes new tensors, so these stay
             self._scales_at_start = [(each, each.scale, each.amax_history) for each in quantised_layers(model)]
 
-    def hold_weights(self, model: nn.Module) -> None:
-        """Take the weights for what they stay until `end_step`: amaxes that ranks agree on hold as long."""
-        begin_weight_step(model)
+    def keep_weight_casts(self, model: nn.Module, blocks: Mapping[int, bool]) -> None:
+        """Keep casts of weights while weights are held: of `blocks`, by global index, and whether rotated ones."""
+        for layer in quantised_layers(model):
+            index = block_of(layer.name)
+            if not layer.plan.fixed and index is not None and index in blocks:
+                layer.keep_weight_casts(blocks[index])
+
+    @contextmanager
+    def weights_held(self, model: nn.Module) -> Iterator[None]:
+        """Take the weights for what they stay for a while: amaxes that ranks agree on, and kept casts, hold as long."""
+        sources = [each.plan.weight_casts for each in quantised_layers(model) if each.plan.weight_casts is not None]
+        for source in sources:
+            source.begin_step()
+        try:
+            yield
+        finally:
+            for source in sources:
+                source.end_step()
 
     def undo_step(self) -> None:
         """Put the delayed scales back that the step in progress began with: it is run again, or ends the run."""
@@ -148,7 +162,6 @@ class Quantisation:
     def end_step(self, model: nn.Module, reduce_max: Callable[[Tensor], Tensor]) -> None:
         """Set the delayed scales that move with every step; `reduce_max` takes amaxes to their maximum over ranks."""
         update_delayed(model, reduce_max, "step")
-        end_weight_step(model)
 
     @property
     def changes_forward(self) -> bool:

@@ -95,9 +95,9 @@ class TrainStep:
         self.before_zero_grad()
         self.optimizer.zero_grad(set_to_none=True)
         quantisation.begin_step(model, state.completed_steps)
-        quantisation.hold_weights(model)
 
-        losses = self._forward_backward(batch)
+        with quantisation.weights_held(model):
+            losses = self._forward_backward(batch)
         self._reduce_gradients()
         loss = self._reduce_losses(losses)
         record, auxiliary = state.open_record(rate), self._reduce_auxiliary_losses()

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.verb import completion
+from lightning_llm.verb.arguments import add_composition, add_config_dir, add_device, add_multirun, add_weights_output
 from lightning_llm.verb.golden_options import golden_actions
 from lightning_llm.verb.search_options import add_search_options
 
@@ -50,14 +51,14 @@ class Verb:
 
 
 def _train(parser: ArgumentParser) -> None:
-    _add_composition(parser)
-    _add_config_dir(parser)
-    _add_multirun(parser)
+    add_composition(parser)
+    add_config_dir(parser)
+    add_multirun(parser)
 
 
 def _plan(parser: ArgumentParser) -> None:
-    _add_composition(parser)
-    _add_config_dir(parser)
+    add_composition(parser)
+    add_config_dir(parser)
     text = "every precision recipe on every kind of GPU: native or emulated"
     parser.add_argument("--matrix", action="store_true", help=text)
     text = "take one step of every rank that differs, on tensors without data: bytes and collectives, counted"
@@ -65,32 +66,32 @@ def _plan(parser: ArgumentParser) -> None:
     whose = "whose way of training memory is counted for, to hold another's published figures against"
     parser.add_argument("--accounting", choices=ACCOUNTINGS, default=OURS.name, help=whose)
     add_search_options(parser)
-    _add_multirun(parser)
+    add_multirun(parser)
 
 
 def _config(parser: ArgumentParser) -> None:
-    _add_composition(parser)
+    add_composition(parser)
     what = parser.add_mutually_exclusive_group()
     group: Any = what.add_argument(
         "--group", nargs="?", const="", metavar="NAME", help="a group's values, one line each; without NAME all groups"
     )
     group.completer = completion.complete_group
     what.add_argument("--diff", action="store_true", help="the overrides that make it of the defaults")
-    _add_config_dir(parser)
+    add_config_dir(parser)
 
 
 def _import(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
     add("--revision", metavar="REVISION", help="of a name on the hub: a commit, branch or tag (the newest)")
-    _add_weights_output(parser)
+    add_weights_output(parser)
 
 
 def _export(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the tensors (fp32, as runs keep them)")
-    _add_weights_output(parser)
+    add_weights_output(parser)
 
 
 def _probe(parser: ArgumentParser) -> None:
@@ -101,7 +102,7 @@ def _probe(parser: ArgumentParser) -> None:
     add("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
     add("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
     add("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
-    _add_device(parser)
+    add_device(parser)
 
 
 def _evaluate(parser: ArgumentParser) -> None:
@@ -116,9 +117,21 @@ def _evaluate(parser: ArgumentParser) -> None:
     add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
     add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
     add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
-    _add_device(parser)
+    add_device(parser)
     add("--output", type=Path, metavar="FILE", help="where to write instead of the run's evaluation/")
     add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
+
+
+def _health(parser: ArgumentParser) -> None:
+    add_composition(parser)
+    add_config_dir(parser)
+    add = parser.add_argument
+    least = "the least that figures may be: gemm.bf16.tflops: 60%%, all_reduce.bus_gb_per_second: 300, ..."
+    add("--fail-below", type=Path, metavar="FILE", help=least)
+    share = "a rank is named that is slower than the others by more than this share (0.1)"
+    add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
+    add("--short", action="store_true", help="what trainer.health=true looks at: neither pairs of ranks nor the disk")
+    add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
 
 
 def _generate(parser: ArgumentParser) -> None:
@@ -134,7 +147,7 @@ def _generate(parser: ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add("--end-of-document", metavar="TOKEN", help="ends a document (what the weights' files say, or a usual name)")
     add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="of activations (the run's precision.compute_dtype)")
-    _add_device(parser)
+    add_device(parser)
 
 
 def _compare(parser: ArgumentParser) -> None:
@@ -160,8 +173,8 @@ def _diff(parser: ArgumentParser) -> None:
 
 def _golden(parser: ArgumentParser) -> None:
     for child in golden_actions(parser, OVERRIDES):
-        _add_composition(child)
-        _add_config_dir(child)
+        add_composition(child)
+        add_config_dir(child)
 
 
 def _conformance(parser: ArgumentParser) -> None:
@@ -171,9 +184,9 @@ def _conformance(parser: ArgumentParser) -> None:
 
 
 def _warm(parser: ArgumentParser) -> None:
-    _add_composition(parser)
-    _add_config_dir(parser)
-    _add_device(parser)
+    add_composition(parser)
+    add_config_dir(parser)
+    add_device(parser)
     parser.add_argument("--clear", action="store_true", help="remove all kernels that are kept, and compile none")
 
 
@@ -186,32 +199,6 @@ def _sync(parser: ArgumentParser) -> None:
 
 def _completion(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=completion.SHELLS, help='bash: eval "$(lightning-llm completion bash)"')
-
-
-def _add_composition(parser: ArgumentParser) -> None:
-    overrides: Any = parser.add_argument("overrides", nargs="*", help="Hydra overrides: key=value, group=name, ~key")
-    overrides.completer = completion.complete_override
-    parser.add_argument("--config", type=Path, metavar="FILE", help="repeat a run from its config.yaml")
-
-
-def _add_config_dir(parser: ArgumentParser) -> None:
-    text = "further config groups, DIR/recipe/mine.yaml, and callbacks, DIR/callbacks/mine.py"
-    parser.add_argument("--config-dir", type=Path, metavar="DIR", help=text)
-
-
-def _add_multirun(parser: ArgumentParser) -> None:
-    parser.add_argument("-m", "--multirun", action="store_true", help="one run for each combination of a=1,2")
-
-
-def _add_weights_output(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--output", required=True, metavar="DIR", help="the folder to make; there whole, or not at all")
-    add("--force", action="store_true", help="replace DIR if it holds weights already")
-    add("--no-parity", action="store_true", help="leave out the comparison of logits with transformers")
-
-
-def _add_device(parser: ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 VERBS = {
@@ -259,6 +246,13 @@ VERBS = {
         _generate,
         prints_data=True,
     ),
+    "health": Verb(
+        "lightning_llm.verb.health:health",
+        "measure the ranks and machines of a run: links, devices, memory, disk; are numbers right, who is slow",
+        _health,
+        prints_data=True,
+        composes=True,
+    ),
     "compare": Verb(
         "lightning_llm.compare.command:compare",
         "the verdict over runs: lossless, lossy or inconclusive",
@@ -289,9 +283,7 @@ VERBS = {
     "sync": Verb(
         "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync
     ),
-    "recipes": Verb(
-        "lightning_llm.verb.recipes:recipes", "list the shipped recipes", _add_config_dir, prints_data=True
-    ),
+    "recipes": Verb("lightning_llm.verb.recipes:recipes", "list the shipped recipes", add_config_dir, prints_data=True),
     "completion": Verb(
         "lightning_llm.verb.completion:completion", "print the script that completes words in a shell", _completion
     ),

@@ -16,10 +16,8 @@ from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import is_first_rank, rank_environment
-from lightning_llm.run.launch import as_rank, launch_reported
+from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
 
-STOP_SECONDS = 10
-"""How long ranks may take to end after a signal: they have nothing to save."""
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
 

@@ -13,11 +13,11 @@ from typing import NoReturn
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
-from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated
+from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated, UnhealthyError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_plan, checked_resolution
-from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.environment import rank_environment, world_problems
 from lightning_llm.run.going_on import refuse_unnamed_resume
 from lightning_llm.run.local_ranks import crowd_note, start_ranks
 from lightning_llm.run.lock import lock_run
@@ -122,12 +122,8 @@ def _terminated_in_words() -> Iterator[None]:
 def _start(plan: Plan, quiet: bool = False) -> int:
     """Train one run, in this process or in ranks that are started for it."""
     config = plan.config
-    if config.world not in (None, config.trainer.devices):
-        text = (
-            f"is {config.world}, and {config.trainer.devices} ranks would be started here. Leave it out, set "
-            "trainer.devices, or start the ranks of several machines by torchrun or srun (world is for plan)."
-        )
-        raise ConfigError(Problem("world", text))
+    if problems := world_problems(config):
+        raise ConfigError(problems)
     if config.trainer.devices == 1 and config.trainer.max_restarts == 0:
         return _run_alone(plan)
     start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
@@ -168,6 +164,9 @@ def _run_rank(plan: Plan) -> int:
 
     try:
         return int(record(run)(plan) or 0)
+    except UnhealthyError as error:  # said by one of those that raise it
+        error.end_stopped()
+        return 1
     except CallbackFailedError as error:
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # srun has started the ranks, and nobody gathers what they say
             print(f"error: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)

@@ -80,7 +80,7 @@ def curve(step: int) -> float:
 
 NO_MEANING = (
     "run.", "logger.", "launcher.", "resume", "resume_strict", "trainer.max_restarts", "trainer.max_time",
-    "hardware", "cluster", "recipe",
+    "trainer.health", "hardware", "cluster", "recipe",
     "checkpoint.", "callbacks.",
     "model.name", "model.parameters_published",
     "data.name", "data.cache_dir", "data.num_workers", "data.tokenize_processes",

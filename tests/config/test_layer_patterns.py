@@ -125,9 +125,9 @@ def test_masks_are_planned_where_the_model_makes_them(words, masks):
     length = config.data.sequence_length
     model = Decoder(config.model)
     documents = torch.zeros(1, length, dtype=torch.int64) if config.data.document_mask else None
-    windows = {block.window for block in model.layers.values()}
-    made = [model.attention_mask(torch.arange(length), documents, window) for window in windows]
-    assert sum(mask.numel() for mask in made if mask is not None) == masks * length**2
+    windows = {block.attention_kind.window for block in model.layers.values()}
+    made = [model.seen_keys(torch.arange(length), documents, window) for window in windows]
+    assert sum(seen.dense().numel() for seen in made if seen is not None) == masks * length**2
     plain = config.model_copy(update={"model": config_of().model})
     plain = plain.model_copy(update={"data": config.data.model_copy(update={"document_mask": False})})
     kept = [plan_facts(plan_of(each))["memory_bytes"]["activations"] for each in (config, plain)]

@@ -4,23 +4,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from sweep.forked_jobs import ForkedJob
+from forked_rank import ForkedRank
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-
-class ForkedRank(ForkedJob):
-    """What torch's agent takes of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.process.join(timeout)
-        return self.process.exitcode
 
 
 @pytest.fixture

@@ -81,7 +81,9 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
     found = ((2, 2, "ConfigError", told), (0, 2, "ConfigError", ""), (2, 2, "AgreedError", ""))
     for rank, code, kind, said in (*found, (2, -15, "AgreedError", "")):  # ended by the agent as it was about to
         failure = SimpleNamespace(exitcode=code, message={"message": f"{kind}: data.sources: line 9 has no text"})
-        error = SimpleNamespace(get_first_failure=lambda rank=rank, failure=failure: (rank, failure))
+        error = SimpleNamespace(
+            failures={rank: failure}, get_first_failure=lambda rank=rank, failure=failure: (rank, failure)
+        )
         assert _first_failure(error, tmp_path, 600.0) == Ended(2)
         assert capsys.readouterr().err == said
 
@@ -90,7 +92,8 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
 def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status, code, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"status": status, "detail": "NonFiniteError: step 2"}))
     failure = SimpleNamespace(exitcode=143, message="Signal 15")
-    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (0, failure)), tmp_path, 600.0).code == code
+    error = SimpleNamespace(failures={0: failure}, get_first_failure=lambda: (0, failure))
+    assert _first_failure(error, tmp_path, 600.0).code == code
 
 
 @pytest.mark.parametrize("first_too", [True, False])
@@ -100,7 +103,8 @@ def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path,
     (tmp_path / "config.yaml").touch()  # a run's folder, where why is written down
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
     failure = SimpleNamespace(exitcode=1, message={"message": text})
-    assert _first_failure(SimpleNamespace(get_first_failure=lambda: (1, failure)), tmp_path, 600.0) == Ended(1)
+    error = SimpleNamespace(failures={1: failure}, get_first_failure=lambda: (1, failure))
+    assert _first_failure(error, tmp_path, 600.0) == Ended(1)
     said = r"rank 1 failed first (exit code 1): CallbackFailedError: callbacks.own failed: \x1b[31m"
     printed = capsys.readouterr().err
     assert printed.splitlines()[:1] == ([] if first_too else [f"error: {said}"])

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from lightning_llm.model.mixer import attention_cpu
-from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, for_all_heads, torch_attention
+from lightning_llm.model.mixer.attention import dot_product_attention, for_all_heads, torch_attention
 from lightning_llm.model.mixer.attention_cpu import is_faster_here, short_attention
 from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
+from lightning_llm.model.mixer.seen_keys import document_mask
 
 
 def operands(length, kv_heads=2, dtype=torch.float64, batch=2, heads=4, size=6):

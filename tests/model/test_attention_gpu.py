@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_llm.model.mixer.attention import document_mask, torch_attention
+from lightning_llm.model.mixer.attention import torch_attention
+from lightning_llm.model.mixer.seen_keys import document_mask
 
 pytestmark = pytest.mark.gpu
 

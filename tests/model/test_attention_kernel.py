@@ -1,11 +1,14 @@
 """Attention kernels by name: what is taken, that it is the same attention, and what is refused. 2 s."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_llm.model.mixer import attention_kernel
-from lightning_llm.model.mixer.attention import document_mask, dot_product_attention
+from lightning_llm.model.mixer.attention import dot_product_attention
 from lightning_llm.model.mixer.attention_kernel import (
     AttentionShape,
     NoKernelError,
@@ -13,6 +16,7 @@ from lightning_llm.model.mixer.attention_kernel import (
     attention_by,
     kernel_of,
 )
+from lightning_llm.model.mixer.seen_keys import document_mask
 
 CPU = torch.device("cpu")
 OPERATORS = {
@@ -84,6 +88,27 @@ def test_a_kernel_that_does_not_run_is_refused_in_torchs_words(monkeypatch):
     monkeypatch.setattr(torch, "_fused_sdp_choice", refuses)
     with pytest.raises(NoKernelError, match=r"^Flash attention does not support head_dim 512. No available kernel"):
         kernel_of("flash", shape(64), CPU)
+
+
+def test_flex_is_taken_for_masks_where_it_runs_and_the_reason_told_where_not(monkeypatch):
+    """On CUDA, in compiled blocks; here the device is asked by name alone."""
+    cuda, asked = SimpleNamespace(type="cuda"), []
+    monkeypatch.setattr(attention_kernel, "flex_failure", lambda *_: asked.append(1))
+    assert kernel_of("auto", shape(64, masked=True)._replace(compiled=True), cuda) == "flex"
+    assert asked == [1]
+    monkeypatch.setattr(attention_kernel, "flex_failure", lambda *_: "no Triton")
+    with pytest.raises(NoKernelError, match="no Triton"):
+        kernel_of("flex", shape(64, masked=True), cuda)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.EFFICIENT_ATTENTION.value)
+    told = kernel_of("auto", shape(64, masked=True)._replace(compiled=True), cuda)
+    assert told == "efficient (flex fails here: no Triton)"
+    assert kernel_of("auto", shape(64, masked=True), cuda) == "efficient"
+
+
+def test_why_flex_does_not_run_is_torchs_reason():
+    assert "backward on CPU" in attention_kernel.flex_failure(shape(64, masked=True, dtype=torch.float32), CPU)
 
 
 def test_long_sequences_are_looked_at_in_part(monkeypatch):

@@ -21,7 +21,7 @@ from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.init import distribution_of
 from lightning_llm.model.linear_names import block_linears, linear_names
 from lightning_llm.model.mixer import attention
-from lightning_llm.model.mixer.attention import document_mask
+from lightning_llm.model.mixer.seen_keys import document_mask
 from lightning_llm.model.rope import rope_tables
 from lightning_llm.model.spec import ForwardPass
 
@@ -101,7 +101,8 @@ def block_and_inputs(config: ModelConfig, length: int, dtype: torch.dtype = torc
     if mixer_of(config, 0).recurrent:
         return model.layers["0"], (x, None, None)
     rope = rope_tables(config, torch.arange(length))
-    mask = model.attention_mask(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
+    seen = model.seen_keys(torch.arange(length), None, mixer_of(config, 0).window_tokens(config))
+    mask = None if seen is None else seen.dense()
     return model.layers["0"], (x, rope, mask)
 
 
@@ -176,7 +177,7 @@ def test_a_pattern_is_repeated_over_the_layers():
     model = build(config)
     kinds = [type(block.attention).__name__ for block in model.layers.values()]
     assert kinds == ["Attention", "Attention", "QKNormAttention", "Attention", "Attention"]
-    assert [block.window for block in model.layers.values()] == [8, None, None, 8, None]
+    assert [block.attention_kind.window for block in model.layers.values()] == [8, None, None, 8, None]
 
 
 def test_a_uniform_pattern_is_the_model_without_one():

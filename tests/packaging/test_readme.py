@@ -57,11 +57,10 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     if arguments.verb == "warm":  # compiles; tests/train/test_precision_runs.py
         assert len(compose_sweep(arguments.overrides)) > 1
         return
-    if arguments.verb not in (
-        "train",
-        "plan",
-        "golden",
-    ):  # others than config take folders of runs, which are not there
+    if arguments.verb == "health":  # measures; tests/launch/test_health_verb.py
+        compose_config(arguments.overrides)
+        return
+    if arguments.verb not in ("train", "plan", "golden"):  # others than config take folders that are not there
         assert main(words) == (0 if arguments.verb == "config" else 2)
         return
     if any(word.startswith("branch_from=") for word in words):  # nothing but their trunks, which are not there

@@ -96,7 +96,7 @@ class RankGroup:
                     code, stacks = self._children[rank].exitcode, self._stacks(rank).read_text()
                     self.close()
                     kind = RankCrashedError if -(code or 0) in CRASHES else RuntimeError
-                    text = f"rank {rank} of {self.world} failed:\nits exit code was {code}\n{stacks}"
+                    text = f"rank {rank} of {self.world} died: its exit code was {code}\n{stacks}"
                     raise kind(text) from None
                 if failure is not None:
                     self.close()

@@ -11,8 +11,9 @@ from lightning_llm.config.schema import ParallelConfig
 from lightning_llm.model.decoder import mask_padding
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.loss import next_token_loss_sum
-from lightning_llm.model.mixer.attention import document_mask, dot_product_attention, torch_attention
-from lightning_llm.parallel.context import ContextAttention, SequenceSharder, context_mask, positions_of
+from lightning_llm.model.mixer.attention import dot_product_attention, torch_attention
+from lightning_llm.model.mixer.seen_keys import document_mask
+from lightning_llm.parallel.context import ContextAttention, SequenceSharder, keys_of_all_ranks, positions_of
 from lightning_llm.parallel.tensor import Region, _become, _Row
 from lightning_llm.parallel.vocabulary import loss_sum_of
 
@@ -63,7 +64,7 @@ def attention_differences(documents: bool) -> dict[str, float]:
     assert torch.equal(cut[0], positions)
     assert torch.equal(labels, cut)
     own = {name: tensor.detach()[:, positions].clone().requires_grad_() for name, tensor in whole.items()}
-    own_mask = context_mask(positions, own_ids, None, 2)
+    own_mask = keys_of_all_ranks(positions, own_ids, None, 2).dense()
     found = ContextAttention(layout.group("cp"), torch_attention)(own["q"], own["k"], own["v"], own_mask)
     (found * weight[:, positions]).sum().backward()
     gradients = {name: largest(own[name].grad - whole[name].grad[:, positions]) for name in own}

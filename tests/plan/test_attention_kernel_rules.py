@@ -6,7 +6,8 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash, differences_on_resume
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.plan.attention_kernel import attention_kernel_problems
-from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.report import plan_facts
+from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.precision.native.capability import DEVICES
 
 
@@ -22,6 +23,14 @@ from lightning_llm.precision.native.capability import DEVICES
         (("flash",), "sm_90", None),
         (("flash", "data.document_mask=true"), "cpu", None),
         (("efficient", "data.document_mask=true"), "sm_80", None),
+        (("flex", "data.document_mask=true"), "cpu", "is flex, a kernel of CUDA, and the device is cpu."),
+        (
+            ("flex",),
+            "sm_90",
+            "data.document_mask or parallel.cp), and blocks of attention have none",
+        ),
+        (("flex", "data.document_mask=true", "trainer.compile=false"), "sm_90", "compiled blocks alone"),
+        (("flex", "data.document_mask=true"), "sm_90", None),
         (("math",), "cpu", None),
         (("auto", "model.layers=[gla,attention]"), "cpu", None),
     ],
@@ -33,6 +42,26 @@ def test_what_cannot_be_had(words, device, said):
     if said is not None:
         assert said in problems[0].text
         assert problems[0].key == "trainer.attention_kernel"
+
+
+def test_what_is_planned_of_a_mask_follows_the_kernel(tmp_path):
+    """By pairs a bool of each in every block, and keys for all heads; by blocks neither: what plain attention keeps."""
+    words = [
+        "recipe=quickstart", "hardware=h100", "data.document_mask=true", "data.sequence_length=4096",
+        "model.max_sequence_length=4096", "model.num_heads=8", "model.num_kv_heads=2",
+    ]  # fmt: skip
+    kept, seconds = {}, {}
+    for name, more in {
+        "flex": [], "efficient": ["trainer.attention_kernel=efficient"], "plain": ["data.document_mask=false"]
+    }.items():  # fmt: skip
+        facts = plan_facts(plan_of(compose_config([*words, *more, "cluster=h100_dgx"])))
+        kept[name], seconds[name] = facts["memory_bytes"]["activations"], facts["step_seconds"]["total"]
+    assert kept["flex"] == kept["plain"]
+    model, rows = compose_config(words).model, compose_config(words).data.micro_batch_size
+    pairs = 2 * rows * 4096**2
+    keys = 2 * 2 * rows * 4096 * model.attention_head_dim * (8 - 2)
+    assert kept["efficient"] - kept["flex"] == model.num_layers * (pairs + keys)
+    assert seconds["flex"] == seconds["plain"] < seconds["efficient"]
 
 
 def test_a_named_kernel_is_another_run_that_may_go_on_and_the_default_changes_no_hash():

@@ -96,7 +96,7 @@ def test_a_chosen_cluster_goes_before_a_recipes_device(tmp_path, capsys):
 
 def test_a_measured_cluster_is_taken_from_the_users_folder(tmp_path, capsys):
     assert main(["plan", "cluster=measured"]) == 2
-    assert "`make bench ARGS=machine` measures this machine" in capsys.readouterr().err
+    assert "`lightning-llm health` measures machines" in capsys.readouterr().err
     (tmp_path / "cluster").mkdir()
     text = FILES["h100_dgx"].read_text(encoding="utf-8").replace("hardware: h100", "hardware: cpu")
     (tmp_path / "cluster" / "measured.yaml").write_text(text.replace("h100_dgx", "measured") + "peak_tflops: {bf16: 1}")

@@ -217,7 +217,7 @@ def test_casts_share_a_kernel_where_they_read_the_same(cast):
         of_stage = stages.round_blocks(y, scaled.multiplier, scaled.block, key, quantize.Origin())
         assert all(map(same, of_stage, rounded))
         read, kept = spied.read - {"scale"}, quantize.read_by_rounding(cast)  # of which only this is asked:
-        assert quantize.scales_partial_sums(kept) == quantize.scales_partial_sums(cast)
+        assert kept.scales_partial_sums == cast.scales_partial_sums
         assert {name: getattr(kept, name) for name in read} == {name: getattr(cast, name) for name in read}
 
 

@@ -75,6 +75,16 @@ class CastConfig(Group):
         """Whether rounding draws random bits."""
         return self.rounding in STOCHASTIC
 
+    @property
+    def is_square(self) -> bool:
+        """Whether blocks are the same along either axis, of more than one element."""
+        return self.block in ("128x128", "32x32", "16x16")
+
+    @property
+    def scales_partial_sums(self) -> bool:
+        """Whether block scales wait for the GEMM: grid value times scale fits bf16, but for fp32 scales."""
+        return self.block != "tensor" and self.scale == "fp32"
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.format == "high":

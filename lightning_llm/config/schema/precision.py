@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-NOT_IDENTITY = {"name", "reference", "hardware", "backend", "casts", "parameter_gather"}
+NOT_IDENTITY = {"name", "reference", "hardware", "backend", "casts", "parameter_gather", "keep_weight_casts"}
 """Names, and how and where the same numbers are computed: no part of a recipe's hash."""
 LATER = (
     ("", "allow"),
@@ -158,6 +158,11 @@ class PrecisionConfig(Group):
     parameter_gather: Literal["high", "quantised"] = Field(
         "high",
         description="what sharded weights are gathered as: in compute_dtype, or, to the same bits, as FP8 codes",
+    )
+    keep_weight_casts: bool | None = Field(
+        None,
+        description="keep casts of weights within a step, to the same bits; null: where several forward passes read "
+        "them, and ZeRO does not shard the weights",
     )
     fprop: FpropConfig = FpropConfig()
     dgrad: DgradConfig = DgradConfig()

@@ -73,9 +73,10 @@ class TrainerConfig(Group):
     deterministic: bool = Field(
         False, description="refuse kernels whose sums depend on timing: a run on CUDA repeats bit for bit, more slowly"
     )
-    attention_kernel: Literal["auto", "flash", "cudnn", "efficient", "math", "short"] = Field(
+    attention_kernel: Literal["auto", "flash", "flex", "cudnn", "efficient", "math", "short"] = Field(
         "auto",
-        description="of softmax attention; auto: torch's choice, short on CPU up to 512 tokens; refused if not had",
+        description="of softmax attention; auto: torch's choice, on CPU short up to 512 tokens, on CUDA flex for masks "
+        "in compiled blocks; refused if not had",
     )
     threads: ThreadCount | None = Field(None, description="CPU threads per rank; null: torch's choice")
     max_time: str | None = Field(
@@ -86,6 +87,10 @@ class TrainerConfig(Group):
         ge=0,
         le=1000,
         description="how often ranks here that are lost are started again, from the newest checkpoint",
+    )
+    health: bool = Field(
+        False,
+        description="check numbers and speed of all ranks for some seconds before training; refuse what is no good",
     )
 
     @field_validator("max_time")

@@ -4,57 +4,40 @@ Letters: B sequences, T tokens, D hidden_size, H query heads, G key/value heads,
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention_cpu import ROWS, is_faster_here, row_attention, short_attention
-from lightning_llm.model.mixer.attention_kernel import any_kernel, takes_short_kernel
+from lightning_llm.model.mixer.attention_kernel import Mask, any_kernel, takes_short_kernel
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.mixer.key_value_cache import KeyValueCache
 from lightning_llm.model.rope import apply_rope
 from lightning_llm.model.stepping import blocks_of, in_block, rows_of
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a mask that broadcasts to `[B, H, T, S]`: `[B, T, H, K]`."""
+Kernel = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""Of q `[B, T, H, K]`, k and v `[B, S, G, K]` and a `Mask` that the kernel takes: `[B, T, H, K]`."""
 
 
-def document_mask(document_ids: Tensor, window: int | None = None) -> Tensor:
-    """Return bool `[B, 1, T, T]`: which key (last) a query sees, namely those of its own document up to itself.
-
-    `document_ids` is `[B, T]`, any integer that is equal within a document and differs between neighbours. Of a
-    `window` a query sees the last so many tokens, itself included.
-    """
-    same = document_ids[:, :, None] == document_ids[:, None, :]  # [B, T, T]
-    return (same & _causal(document_ids.shape[1], window, document_ids.device))[:, None]  # [B, 1, T, T]
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`."""
+    if isinstance(mask, BlockMask) or not takes_short_kernel(is_faster_here(q)):
+        return torch_attention(q, k, v, mask)
+    return short_attention(q, k, v, mask)
 
 
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return bool `[1, 1, T, T]` as `document_mask` of one document; None, plain causal, if no token is hidden."""
-    return None if window is None or window >= length else _causal(length, window, device)[None, None]
-
-
-def _causal(length: int, window: int | None, device: torch.device) -> Tensor:
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [T, T]
-    return causal if window is None else causal.triu(1 - window)
-
-
-def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return `softmax(q k^T / sqrt(K)) v` `[B, T, H, K]` for `q` `[B, T, H, K]` and `k`, `v` `[B, T, G, K]`.
-
-    `mask` is that of `document_mask`; None is plain causal attention.
-    """
-    return (short_attention if takes_short_kernel(is_faster_here(q)) else torch_attention)(q, k, v, mask)
-
-
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Return the same by torch's kernels, for `q` `[B, T, H, K]` and any number S of keys: `k`, `v` `[B, S, G, K]`.
 
-    `mask` is bool and broadcasts to `[B, H, T, S]`; None is plain causal attention, of S = T.
+    Where `mask` is None, S = T.
     """
+    if isinstance(mask, BlockMask):
+        return _flex_attention(q, k, v, mask)
     if mask is not None and q.is_cuda:
         k, v = for_all_heads(k, q.shape[2]), for_all_heads(v, q.shape[2])  # [B, S, H, K]
     mixed = F.scaled_dot_product_attention(
@@ -65,6 +48,12 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
         is_causal=mask is None,
         enable_gqa=q.shape[2] != k.shape[2],
     )  # [B, H, T, K]
+    return mixed.transpose(1, 2)  # [B, T, H, K]
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    grouped = q.shape[2] != k.shape[2]
+    mixed = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=mask, enable_gqa=grouped)
     return mixed.transpose(1, 2)  # [B, T, H, K]
 
 
@@ -91,6 +80,7 @@ KERNEL_OPS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
 )
 """What `dot_product_attention` may run as."""
 
@@ -114,11 +104,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, key_size, bias=config.bias)
         self.o_proj = Linear(query_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """Return `[B, T, D]` for `x` `[B, T, D]`.
-
-        `rope` are the tables of `rope_tables`; `mask` is that of `document_mask`, None for plain causal attention.
-        """
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Mask) -> Tensor:
+        """Return `[B, T, D]` for `x` `[B, T, D]`; `rope` are the tables of `rope_tables`."""
         q, k, v = self.project(x, rope)  # [B, T, H, K], 2 x [B, T, G, K]
         return self.o_proj(self.attend(q, k, v, mask).flatten(2))  # [B, T, D]
 

@@ -1,4 +1,8 @@
-"""The kernel of softmax attention: torch's choice, or one by name (`trainer.attention_kernel`)."""
+"""The kernel of softmax attention: torch's choice, or one by name (`trainer.attention_kernel`).
+
+On CUDA, where queries do not see all keys before them, it is FlexAttention's in compiled blocks: it takes no mask but a
+list of blocks, and passes over those that nobody sees.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -6,11 +10,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from lightning_llm.model.mixer.attention_spec import SHORT_KERNEL_TOKENS
+from lightning_llm.model.mixer.seen_keys import SeenKeys
 
-AUTO, SHORT = "auto", "short"
+Mask = Tensor | BlockMask | None
+"""Which keys queries see: bool that broadcasts to `[B, H, T, S]`, or by blocks (`SeenKeys`); None: up to themselves."""
+
+AUTO, SHORT, FLEX = "auto", "short", "flex"
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -19,13 +29,17 @@ BACKENDS = {
 }
 LOOKED_AT_TOKENS = 4096
 """Of longer sequences as many are looked at: no kernel is refused for more, and a mask grows with their square."""
+TRIED_TOKENS = 256
+"""Of a sequence that FlexAttention is tried on: two blocks of queries, one of which passes over keys."""
 _chosen = AUTO
+_by_blocks = False
 
 
 class AttentionShape(NamedTuple):
     """What a kernel is asked for: heads of one rank, elements per head, tokens of a sequence, with a mask or not.
 
-    `shared`: each rank has a part of the queries, and keys that it gathers (`parallel.cp`).
+    `shared`: each rank has a part of the queries, and keys that it gathers (`parallel.cp`). `compiled`: within blocks
+    that are.
     """
 
     heads: int
@@ -35,6 +49,7 @@ class AttentionShape(NamedTuple):
     masked: bool
     dtype: torch.dtype
     shared: bool = False
+    compiled: bool = False
 
     @property
     def is_short(self) -> bool:
@@ -47,16 +62,26 @@ class NoKernelError(Exception):
 
 
 @contextmanager
-def attention_by(name: str) -> Iterator[None]:
+def attention_by(name: str, by_blocks: bool = False) -> Iterator[None]:
     """Run the block with attention over whole sequences by the kernel of that name; "auto": by torch's own choice, and
-    on a CPU `attention_cpu`'s for short sequences. For the whole process, so that compiled blocks have it too."""
-    global _chosen
-    before, _chosen = _chosen, name
+    on a CPU `attention_cpu`'s for short sequences. For the whole process, so that compiled blocks have it too.
+
+    `by_blocks`: FlexAttention computes what is masked, where a block's attention takes kernels at all.
+    """
+    global _chosen, _by_blocks
+    before, _chosen, _by_blocks = (_chosen, _by_blocks), name, by_blocks
     try:
         with sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext():
             yield
     finally:
-        _chosen = before
+        _chosen, _by_blocks = before
+
+
+def mask_of(seen: SeenKeys | None, takes_kernels: bool) -> Mask:
+    """Return the mask for `seen` keys as the kernel takes it that is to run; None: all keys up to each query."""
+    if seen is None:
+        return None
+    return seen.blocks() if takes_kernels and _by_blocks else seen.dense()
 
 
 def takes_short_kernel(is_faster: bool) -> bool:
@@ -72,11 +97,19 @@ def any_kernel() -> AbstractContextManager[None]:
 def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
     """Return the kernel that attention of `shape` takes on `device` under `trainer.attention_kernel=name`.
 
+    Where that is not FlexAttention although nothing else was asked for, the reason stands behind it.
+
     Raises:
         NoKernelError: it has none there; the text says why, in torch's words.
     """
     if name == SHORT or (name == AUTO and device.type == "cpu" and shape.is_short):
         return SHORT
+    if name == FLEX or (name == AUTO and device.type == "cuda" and shape.masked and shape.compiled):
+        if (reason := flex_failure(shape, device)) is None:
+            return FLEX
+        if name == FLEX:
+            raise NoKernelError(reason)
+        return f"{kernel_of(name, shape._replace(compiled=False), device)} (flex fails here: {reason})"
     tokens = min(shape.tokens, LOOKED_AT_TOKENS)
     batch = (1, shape.heads, tokens, shape.head_dim)
     # As `torch_attention` has them.
@@ -92,3 +125,23 @@ def kernel_of(name: str, shape: AttentionShape, device: torch.device) -> str:
             reasons = [str(each.message).partition(" (Triggered")[0] for each in said]
             raise NoKernelError(" ".join([*reasons, str(error).partition("\n")[0]])) from error
     return next(each for each, backend in BACKENDS.items() if backend.value == found)
+
+
+def flex_failure(shape: AttentionShape, device: torch.device) -> str | None:
+    """Return why FlexAttention does not run forward and backward for `shape` on `device`, compiled; None where it does.
+
+    It is tried on one short sequence of two documents, so that nothing fails in a run's first step.
+    """
+    heads, kv_heads, tokens = shape.heads, shape.kv_heads, TRIED_TOKENS
+    q, k, v = (
+        torch.zeros(1, each, tokens, shape.head_dim, dtype=shape.dtype, device=device, requires_grad=True)
+        for each in (heads, kv_heads, kv_heads)
+    )
+    positions = torch.arange(tokens, device=device)
+    mask = SeenKeys.of(positions, positions, (positions // (tokens // 2))[None], None).blocks()
+    try:
+        mixed = torch.compile(flex_attention)(q, k, v, block_mask=mask, enable_gqa=heads != kv_heads)
+        torch.autograd.grad(mixed.sum(), (q, k, v))
+    except Exception as error:  # whatever a compiler, its tools or a device have against it
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None

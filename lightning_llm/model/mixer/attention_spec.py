@@ -61,16 +61,18 @@ class AttentionSpec(Mixer):
         if self.uses_short_kernel(forward):
             return kept
         kept.append(SavedTensor("log-sum-exp", model.num_heads, 4))
-        if self.is_masked(forward):
+        if self.is_masked(forward) and not forward.by_blocks:
             kept.append(mask_of(forward, width))
         return kept
 
     def kept_keys(self, model: ModelConfig, forward: ForwardPass) -> int:
         """Return the elements of keys and values for each token computed: ranks that share a sequence keep all of it.
 
-        They are kept for all heads as CUDA's attention with a mask takes them: `model.mixer.attention.for_all_heads`.
+        They are kept for all heads as CUDA's attention with a mask takes them (`model.mixer.attention.for_all_heads`),
+        unless it is FlexAttention's.
         """
-        heads = model.num_heads if forward.on_gpu and self.is_masked(forward) else model.num_kv_heads
+        for_all = forward.on_gpu and self.is_masked(forward) and not forward.by_blocks
+        heads = model.num_heads if for_all else model.num_kv_heads
         return 2 * heads * model.attention_head_dim * forward.context_ranks
 
     def uses_short_kernel(self, forward: ForwardPass) -> bool:

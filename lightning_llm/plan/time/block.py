@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.model.block_spec import block_parts, for_layers, mixer_of
 from lightning_llm.model.linear_names import block_linears
+from lightning_llm.model.mixer.attention_spec import AttentionSpec
 from lightning_llm.model.spec import LinearSpec, MemoryPass, Mixer
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import tokens_of
@@ -27,12 +28,23 @@ SCORE_BYTES_ON_CPU = (22, 40)
 
 
 class Operations:
-    """Costs of operations on a rank of a layout, all for one micro-batch."""
+    """Costs of operations on a rank of a layout, all for one micro-batch.
+
+    `compiled`: blocks are. `by_blocks`: attention with a mask is FlexAttention's.
+    """
 
     def __init__(
-        self, config: Config, degrees: Degrees, device: Device, links: Links, formats: Formats, compiled: bool
+        self,
+        config: Config,
+        degrees: Degrees,
+        device: Device,
+        links: Links,
+        formats: Formats,
+        compiled: bool,
+        by_blocks: bool,
     ):
         self.config, self.degrees, self.device, self.links, self.formats = config, degrees, device, links, formats
+        self.by_blocks = by_blocks
         self.width = DTYPE_BYTES[config.precision.compute_dtype]
         self.tokens = tokens_of(config, degrees)
         self.compiled = compiled
@@ -110,7 +122,8 @@ class Operations:
         """Return what a mixer computes beside its linears, in its kernel.
 
         Attention does the causal half of the scores, of a mask all (torch's kernels look at no mask before they
-        multiply); with context parallelism there is always one.
+        multiply, FlexAttention's does); with context parallelism there is always one. Of documents, whose lengths are
+        the data's, it is the half too.
         """
         config, model, length = self.config, self.config.model, self.config.data.sequence_length
         on_cpu, recipe = self.device.cluster.hardware == "cpu", config.precision
@@ -119,7 +132,10 @@ class Operations:
         if not mixer.recurrent:
             window = min(mixer.window_tokens(model) or length, length)
             masked = not on_cpu and (self.degrees.cp > 1 or config.data.document_mask or window < length)
-            each *= (1 if masked else 0.5) * length / window
+            if masked and self.by_blocks and isinstance(mixer, AttentionSpec) and mixer.takes_kernels:
+                each *= 1 if window < length else 0.5
+            else:
+                each *= (1 if masked else 0.5) * length / window
             ratio, number_format = BACKWARD_OF_ATTENTION, "fp32" if on_cpu else recipe.compute_dtype
         peak = self.device.peak(number_format) or self.device.peak(recipe.compute_dtype)
         if peak is None:

@@ -12,6 +12,7 @@ from lightning_llm.model.flops import flops_per_token
 from lightning_llm.model.linear_names import linear_names
 from lightning_llm.optim.state_bytes import state_bytes
 from lightning_llm.plan.activations import boundary_bytes
+from lightning_llm.plan.attention_kernel import takes_blocks
 from lightning_llm.plan.buffers import REPLICA_BUCKET_BYTES
 from lightning_llm.plan.nodes import TREE_SCATTER, ranks_per_node
 from lightning_llm.plan.resolve import Plan
@@ -79,7 +80,9 @@ class StepTimer:
         self.device = Device(cluster)
         self.links = links or Links(cluster, degrees, ranks_per_node(config))
         self.formats = Formats(config.precision, linear_names(config.model), config.model.num_layers, self.device)
-        self.operations = Operations(config, degrees, self.device, self.links, self.formats, plan.compiled)
+        self.operations = Operations(
+            config, degrees, self.device, self.links, self.formats, plan.compiled, takes_blocks(plan)
+        )
         self.parts = [parts_of(config.model, config.parallel, degrees, pp_rank) for pp_rank in range(degrees.pp)]
         sent: dict[Hashable, Sent] = {}
         self.sent: list[Sent] = []

@@ -31,6 +31,8 @@ from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.decide import MULTIPLES
 from lightning_llm.precision.native.express import NativeRecipe, express
 from lightning_llm.precision.observed_casts import observe_casts
+from lightning_llm.precision.weight_cast_rules import kept_by_kernel
+from lightning_llm.precision.weight_casts import OwnCasts
 
 ROLE_OF = {"input": "x", "weight": "w", "grad_output": "dy"}
 """Transformer Engine's `QuantizerRole.tensor_type`, and the tensor's name here."""
@@ -138,6 +140,24 @@ class DelayedQuantizers:
             quantizer.scale, quantizer.amax = scale[at], target[at : at + 1]
 
 
+class KeptByKernel(OwnCasts):
+    """Casts of the weight of `layer` that its kernel keeps within a training step (`is_first_microbatch`)."""
+
+    def __init__(self, layer: "NativeLinear"):
+        super().__init__()
+        self.layer = layer
+
+    def begin_step(self) -> None:
+        """Begin to keep, with nothing."""
+        self.end_step()
+        super().begin_step()
+
+    def end_step(self) -> None:
+        """Let go of what is kept."""
+        super().end_step()
+        self.layer.let_go()
+
+
 class NativeLinear(QuantisedLinear):
     """A linear layer whose GEMMs run in Transformer Engine. Parameters, names and delayed state are QuantisedLinear's.
 
@@ -154,6 +174,15 @@ class NativeLinear(QuantisedLinear):
         self._native: NativeRecipe | None = None
         self._recipe: Any = None
         self._delayed: DelayedQuantizers | None = None
+
+    def keep_weight_casts(self, rotated: bool) -> None:
+        """Have the kernel keep its casts of the weight within training steps, wherever they are the same bits."""
+        self.plan = self.plan.with_weight_casts(KeptByKernel(self))
+
+    def let_go(self) -> None:
+        """Have the kernel forget its casts of the weight."""
+        for kernel in self._kernel:
+            kernel._fp8_workspaces.clear()
 
     @torch.compiler.disable  # a compiled block runs it as it is
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,11 +222,18 @@ class NativeLinear(QuantisedLinear):
         kernel.__dict__.update(own)
         try:
             with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
-                y: Tensor = kernel(rows)
+                y: Tensor = kernel(rows, is_first_microbatch=self._is_first_micro_batch(kernel))
         finally:
             for name in own:
                 del kernel.__dict__[name]
         return y
+
+    def _is_first_micro_batch(self, kernel: Any) -> bool | None:
+        """Return whether the kernel is to cast the weight and keep that, or has it; None: cast it, and keep nothing."""
+        source = self.plan.weight_casts
+        if not isinstance(source, KeptByKernel) or not source.in_step or not kept_by_kernel(self.plan.casts):
+            return None
+        return not kernel._fp8_workspaces
 
     def _follow_plan(self, device: torch.device) -> None:
         """Take up another plan: at the first call, and where a phase begins. A kernel keeps its first quantisers."""

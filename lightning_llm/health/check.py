@@ -1,0 +1,205 @@
+"""The check of all ranks of a run, part by part; every rank comes to the same report."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from lightning_llm.hardware import device_name
+from lightning_llm.health.blame import blamed_pairs, blamed_ranks
+from lightning_llm.health.collectives import BUS_FACTORS, SUMS, CollectiveTime, Exchange, WrongValues, time_collective
+from lightning_llm.health.disk import DiskReport, measure_disk
+from lightning_llm.health.extent import Extent
+from lightning_llm.health.links import LinkReport, Messages, measure_links
+from lightning_llm.health.memory import memory_bytes, wrong_words
+from lightning_llm.health.outliers import LEAST_SLOWDOWN, SlowRank, rounds_for, slow_ranks
+from lightning_llm.health.products import formats_of, peak_tflops
+from lightning_llm.health.ranks import Ranks
+from lightning_llm.health.report import HealthReport, RankFigures
+from lightning_llm.health.speeds import COPY, device_seconds, gemm, shares_cores
+from lightning_llm.health.timer import Timer
+
+MESSAGES = "messages to and from other ranks"
+SALTS = (1, 7)
+"""Of the numbers that a collective is called with before and after it is timed."""
+LARGEST_SHARE_VERIFIED = 0.5
+"""Of a device's free memory, or of a rank's part of the machine's."""
+SECOND_LOOK_SECONDS = 1.0
+"""After which ranks that seem slow are looked at once more: what passes by in between is no property of theirs."""
+Measured = TypeVar("Measured")
+Rounds = Mapping[str, Sequence[Sequence[float]]]
+"""By kind of work seconds [rounds][ranks]."""
+
+
+def check_health(
+    ranks: Ranks,
+    device: torch.device,
+    extent: Extent,
+    folder: Path | None = None,
+    least_slowdown: float = LEAST_SLOWDOWN,
+) -> HealthReport:
+    """Measure everything on all ranks, and return the report, the same on each. Collective.
+
+    Args:
+        ranks: who takes part.
+        device: this rank's.
+        extent: how much.
+        folder: whose disk is measured, once on each machine.
+        least_slowdown: the share by which a rank must be slower than the others to be named.
+
+    Raises:
+        UnhealthyError: a rank did not come to a part within the ranks' timeout.
+    """
+    return _Check(ranks, device, extent, least_slowdown).report(folder)
+
+
+class _Check:
+    """One check; `wrong` and `slow` gather what it finds. All methods are collective."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, extent: Extent, least_slowdown: float):
+        self.ranks, self.device, self.extent, self.least_slowdown = ranks, device, extent, least_slowdown
+        self.timer = Timer(device, 0.9 * ranks.timeout_seconds)  # before NCCL's own watchdog, which ends the process
+        self.links = extent.link_bytes if ranks.world > 1 else None
+        self.formats = formats_of(device)
+        # Two ranks have their link in common.
+        kinds = len(self.formats) + 1 + (self.links is not None and ranks.world > 2)
+        self.tests = ranks.world * kinds
+        self.wrong: list[str] = []
+        self.slow: list[SlowRank] = []
+
+    def report(self, folder: Path | None) -> HealthReport:
+        ranks, device, side = self.ranks, self.device, self.extent.product_side
+        free, total = memory_bytes(device)
+        collectives = list(self._collectives()) if ranks.world > 1 else []
+        seconds = self._twice_if_slow(self._device_speeds)
+        links = self._twice_if_slow(self._links) if self.links is not None else None
+        verified = self._verify_memory()
+        disks = self._disks(folder, self.extent.disk_bytes) if folder and self.extent.disk_bytes else {}
+        here = RankFigures(
+            rank=ranks.rank,
+            host=ranks.hosts[ranks.rank],
+            device=device_name(device),
+            device_type=device.type,
+            tflops={name: 2 * side**3 / seconds[gemm(name)] / 1e12 for name in self.formats},
+            peaks={name: peak_tflops(device, name) for name in self.formats},
+            copy_gb_per_second=2 * self.extent.copy_bytes / seconds[COPY] / 1e9,  # read and written
+            free_bytes=free,
+            total_bytes=total,
+            verified_bytes=verified,
+        )
+        with ranks.part("the report"):
+            every, wrong = ranks.share(here), list(dict.fromkeys(self.wrong))
+        return HealthReport(every, collectives, links, disks, wrong, self.slow, self.least_slowdown)
+
+    def _twice_if_slow(self, look: Callable[[], tuple[Measured, Rounds]]) -> Measured:
+        """Return what `look` measures; ranks that are slow in it, and in a second look, are noted."""
+        measured, rounds = look()
+        if slow := self._slow_in(rounds):
+            time.sleep(SECOND_LOOK_SECONDS)
+            again = {(each.rank, each.work) for each in self._slow_in(look()[1])}
+            self.slow += [each for each in slow if (each.rank, each.work) in again]
+        return measured
+
+    def _slow_in(self, rounds: Rounds) -> list[SlowRank]:
+        found = (slow_ranks(work, its, self.tests, self.least_slowdown) for work, its in rounds.items())
+        return [each for its in found for each in its]
+
+    def _collectives(self) -> Iterator[CollectiveTime]:
+        """Yield the time of each collective and size."""
+        ranks = self.ranks
+        for name in BUS_FACTORS:
+            for size in self.extent.sizes_bytes:
+                what = f"{name} of {size:,} bytes"
+                with ranks.part(what):
+                    exchange = Exchange(name, size, ranks, range(ranks.world), ranks.group, self.device)
+                    found = [exchange.wrong_after_run(SALTS[0])]
+                    timed = time_collective(exchange, self.timer, self.extent.size_seconds)
+                    found.append(exchange.wrong_after_run(SALTS[1]))
+                    if faults := [each for its in ranks.share(found) for each in its if each is not None]:
+                        at_fault = self._contributors(name, size) if name in SUMS else None
+                        at_fault = at_fault or blamed_pairs(faults, ranks.hosts)
+                        self.wrong.append(f"{what}: {at_fault}; {_example(faults)}")
+                yield timed
+
+    def _contributors(self, name: str, size: int) -> str:
+        """Return whose part of a sum is wrong, where that can be told."""
+        ranks = self.ranks
+
+        def are_right(groups: Sequence[Sequence[int]]) -> list[bool]:
+            found: list[WrongValues | None] = []
+            with ranks.groups(groups) as made:
+                for members, group in zip(groups, made, strict=True):
+                    if ranks.rank in members:
+                        exchange = Exchange(name, size, ranks, members, group, self.device)
+                        found = [exchange.wrong_after_run(salt) for salt in SALTS]
+                right = ranks.share(not any(found))
+            return [all(right[each] for each in members) for members in groups]
+
+        named, suspects = blamed_ranks(ranks.world, are_right)
+        if named:
+            return "wrong by what " + " and ".join(ranks.name(each) for each in named) + " adds"
+        if suspects:
+            return "wrong by what one of " + ", ".join(ranks.name(each) for each in suspects) + " adds"
+        return "wrong among all ranks, and right once more or in smaller groups, so that no rank can be named"
+
+    def _device_speeds(self) -> tuple[dict[str, float], Rounds]:
+        """Return this rank's median seconds by kind of work, and all ranks' rounds."""
+        with self.ranks.part("GEMMs and memory copies"):
+            rounds = rounds_for(self.tests)
+            every = device_seconds(self.ranks, self.device, self.timer, self.extent, rounds, self.wrong)
+        mine = {work: median(its) for work, its in every[self.ranks.rank].items()}
+        return mine, {work: list(zip(*(its[work] for its in every), strict=True)) for work in mine}
+
+    def _links(self) -> tuple[LinkReport, Rounds]:
+        """Return the matrix of links, and what each rank's messages took by round."""
+        ranks = self.ranks
+        with ranks.part("messages between two ranks"):
+            messages, small = (Messages(size, ranks, self.timer) for size in (self.links or 0, 1))
+            report, faults = measure_links(messages, small, rounds_for(self.tests), shares_cores(ranks, self.device))
+        if faults:
+            self.wrong.append(f"messages: {blamed_pairs(faults, ranks.hosts)}; {_example(faults)}")
+        return report, {MESSAGES: report.by_round} if ranks.world > 2 else {}
+
+    def _verify_memory(self) -> int:
+        """Return the bytes that were written and read on this rank."""
+        ranks, on_cuda = self.ranks, self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.empty_cache()
+        free = memory_bytes(self.device)[0] // (1 if on_cuda else ranks.local_world)
+        verified = min(self.extent.verify_bytes, int(LARGEST_SHARE_VERIFIED * free)) // 8 * 8
+        with ranks.part("memory"):
+            ranks.meet()  # before others take theirs
+            for rank, count in enumerate(ranks.share(wrong_words(verified, self.device))):
+                if count:
+                    text = f"{count} words of 8 bytes on {ranks.name(rank)} were not read as they were written"
+                    self.wrong.append(f"memory: {text}")
+        return verified
+
+    def _disks(self, folder: Path, size_bytes: int) -> dict[str, DiskReport]:
+        """Return what each machine's disk does, measured by its first rank."""
+        here: DiskReport | str | None = None
+        found = {}
+        with self.ranks.part("the disk"):
+            if self.ranks.local_rank == 0:
+                try:
+                    here = measure_disk(folder, size_bytes)
+                except OSError as error:
+                    here = f"{folder} cannot be written: {error.strerror or error}"
+            every = self.ranks.share(here)
+        for host, its in zip(self.ranks.hosts, every, strict=True):
+            if isinstance(its, DiskReport):
+                found[host] = its
+                its = f"{its.folder} gave other bytes back than it was given" if its.wrong else None
+            if its is not None:
+                self.wrong.append(f"disk of {host}: {its}")
+        return found
+
+
+def _example(faults: Sequence[WrongValues]) -> str:
+    first = min(faults, key=lambda each: each.receiver)
+    count = f"{first.elements} element{'s' if first.elements > 1 else ''}"
+    values = f"{first.got:.9g} and must be {first.expected:.9g}"
+    return f"{count} on rank {first.receiver}: the first, {first.index}, is {values}"

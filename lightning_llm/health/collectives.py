@@ -1,0 +1,141 @@
+"""Collectives by message size: their time, bandwidths as nccl-tests defines them, and whether what came is right.
+
+Sizes and bus bandwidths: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. A size is that of the
+whole buffer: what is reduced, what is gathered, what is scattered, what a rank sends to all together. Algorithm
+bandwidth is size over time; bus bandwidth is that times what each link carries of it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_llm.health import pattern
+from lightning_llm.health.ranks import Ranks
+from lightning_llm.health.timer import Timer
+from lightning_llm.parallel.torch_private import all_gather, reduce_scatter
+
+ELEMENT_BYTES = 4
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+}
+"""Bus over algorithm bandwidth, by collective."""
+SUMS = ("all_reduce", "reduce_scatter")
+"""Those that add numbers up, so that a wrong one does not tell whose it is."""
+LEAST_TIMES, MOST_TIMES = 3, 50
+"""How often one is called, back to back."""
+
+
+@dataclass(frozen=True)
+class WrongValues:
+    """What a rank found wrong: `elements` of its result, the first at `index`; `sources`: whose they are, if known."""
+
+    receiver: int
+    elements: int
+    index: int
+    got: float
+    expected: float
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """One collective of `size_bytes` over `ranks`: mean seconds of a call, over calls and ranks."""
+
+    collective: str
+    size_bytes: int
+    ranks: int
+    seconds: float
+    times: int
+
+    @property
+    def algorithm_gb_per_second(self) -> float:
+        """Size over time, 10^9 bytes per second."""
+        return self.size_bytes / self.seconds / 1e9
+
+    @property
+    def bus_gb_per_second(self) -> float:
+        """What a link carries, 10^9 bytes per second: comparable over numbers of ranks."""
+        return self.algorithm_gb_per_second * BUS_FACTORS[self.collective](self.ranks)
+
+
+class Exchange:
+    """One collective among `members` of `ranks`, with buffers for `size_bytes`, rounded to as much for each member."""
+
+    def __init__(
+        self,
+        collective: str,
+        size_bytes: int,
+        ranks: Ranks,
+        members: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ):
+        """`group`: that of `members`, in their order."""
+        self.collective, self.members, self.ranks, self.group = collective, list(members), ranks, group
+        count = len(self.members)
+        self.block = max(1, size_bytes // ELEMENT_BYTES // count)
+        self.size_bytes = self.block * count * ELEMENT_BYTES
+        sent = self.block if collective == "all_gather" else self.block * count
+        received = self.block if collective == "reduce_scatter" else self.block * count
+        self.sent = torch.zeros(sent, device=device)
+        # An all-reduce is in place.
+        self.received = self.sent if collective == "all_reduce" else torch.zeros(received, device=device)
+
+    def run(self) -> None:
+        """Call it. Collective over the members."""
+        if self.collective == "all_reduce":
+            dist.all_reduce(self.sent, group=self.group)
+        elif self.collective == "all_gather":
+            all_gather(self.received, self.sent, self.group)
+        elif self.collective == "reduce_scatter":
+            reduce_scatter(self.received, self.sent, self.group)
+        else:
+            dist.all_to_all_single(self.received, self.sent, group=self.group)
+
+    def wrong_after_run(self, salt: int) -> WrongValues | None:
+        """Call it with known numbers; return what is wrong with what came. Collective over the members."""
+        rank, own = self.ranks.rank, self.members.index(self.ranks.rank)
+        first = own * self.block if self.collective == "all_gather" else 0
+        self.sent.copy_(self._base(first, len(self.sent), salt) * pattern.weight(rank))
+        self.run()
+        unlike = (self.received != (expected := self._expected(own, salt))).nonzero()[:, 0]
+        if not len(unlike):
+            return None
+        index = int(unlike[0])
+        blocks = () if self.collective in SUMS else (unlike // self.block).unique().tolist()
+        values = float(self.received[index]), float(expected[index])
+        return WrongValues(rank, len(unlike), index, *values, tuple(self.members[each] for each in blocks))
+
+    def silence(self) -> None:
+        """Make all numbers zero, which stay so however often they are summed."""
+        self.sent.zero_()
+
+    def _expected(self, own: int, salt: int) -> Tensor:
+        if self.collective == "all_reduce":
+            return self._base(0, len(self.received), salt) * pattern.total_weight(self.members)
+        if self.collective == "reduce_scatter":
+            return self._base(own * self.block, self.block, salt) * pattern.total_weight(self.members)
+        each = pattern.weights(self.members, self.sent.device)  # by whom it was sent, one block below the other
+        if self.collective == "all_to_all":  # what each has for this rank
+            return (self._base(own * self.block, self.block, salt) * each).flatten()
+        return (self._base(0, len(self.received), salt).view(-1, self.block) * each).flatten()
+
+    def _base(self, first: int, count: int, salt: int) -> Tensor:
+        return pattern.base(first, count, self.ranks.world, salt, self.sent.device)
+
+
+def time_collective(exchange: Exchange, timer: Timer, budget_seconds: float) -> CollectiveTime:
+    """Return its time over as many calls as fit into `budget_seconds`, back to back. Collective."""
+    ranks = exchange.ranks
+    exchange.silence()
+    slowest = max(ranks.share(timer.seconds(exchange.run)))
+    times = max(LEAST_TIMES, min(MOST_TIMES, int(budget_seconds / max(slowest, 1e-9))))
+    ranks.meet()
+    every = ranks.share(timer.seconds(exchange.run, times))
+    return CollectiveTime(exchange.collective, exchange.size_bytes, ranks.world, sum(every) / len(every), times)

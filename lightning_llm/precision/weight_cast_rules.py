@@ -1,0 +1,75 @@
+"""Whether casts of a weight are the same bits all through a training step, by its casts alone. Imports no torch."""
+
+from collections.abc import Mapping
+
+from lightning_llm.config.schema.precision import CastConfig
+
+WEIGHT_SLOTS = ("fprop.w", "dgrad.w")
+
+
+def why_not_kept(casts: Mapping[str, CastConfig], slot: str, rotated: bool = True) -> str | None:
+    """Return why the weight's cast for `slot` of these six `casts` differs by micro-batch, or is none; else None.
+
+    `rotated`: whether rotated weights can be kept. Not in a block that selective checkpointing recomputes, which counts
+    on finding the forward pass's matrix products again, a rotation's among them.
+    """
+    cast = casts[slot]
+    if not cast.quantises:
+        return "leaves the weight in compute_dtype"
+    if cast.stochastic:
+        return "is rounded stochastically, by other bits in each micro-batch"
+    if cast.hadamard is not None and cast.hadamard.signs == "random":
+        return "is rotated by random signs, which are others in each micro-batch"
+    if cast.hadamard is not None and not rotated:
+        return "is rotated, by a product that selective checkpointing keeps"
+    if cast.delayed is not None and cast.delayed.update == "micro_batch":
+        return "has a delayed scale that moves with every micro-batch (update: micro_batch)"
+    if cast.source == "quantised":
+        made = why_not_kept(casts, "fprop.w", rotated)
+        return made and f"is made of fprop's quantised weight, which {made}"
+    return None
+
+
+def kept_slots(casts: Mapping[str, CastConfig], rotated: bool = True) -> tuple[str, ...]:
+    """Return the slots whose casts of the weight can be kept, each for itself: one of two that are the same."""
+    kept = tuple(slot for slot in WEIGHT_SLOTS if why_not_kept(casts, slot, rotated) is None)
+    return kept[:1] if serve_both(casts) else kept
+
+
+def serve_both(casts: Mapping[str, CastConfig]) -> bool:
+    """Return whether one cast of the weight serves both GEMMs: its scales are of no axis, and none waits for sums."""
+    cast = casts["fprop.w"]
+    if cast != casts["dgrad.w"] or cast.source != "high_precision" or cast.hadamard is not None or cast.stochastic:
+        return False
+    return cast.block == "tensor" or (cast.is_square and not cast.scales_partial_sums)
+
+
+def kept_by_kernel(casts: Mapping[str, CastConfig]) -> bool:
+    """Return whether Transformer Engine's kernel can keep the weight's casts: it keeps both directions or none.
+
+    Not with delayed scales, for which it takes the weight's amax as it casts.
+    """
+    return all(why_not_kept(casts, slot) is None and casts[slot].scale != "delayed" for slot in WEIGHT_SLOTS)
+
+
+def kept_bytes(casts: Mapping[str, CastConfig], rows: int, columns: int, rotated: bool = True) -> int:
+    """Return the bytes of kept casts of a weight [`rows`, `columns`], as the emulation has them.
+
+    Numbers take 2 bytes each and, where the gradient is clipped, so does what was inside the format's range; scales
+    of partial sums are fp32, and so is a tensor's.
+    """
+    found = 0
+    for slot in kept_slots(casts, rotated):
+        cast, axis = casts[slot], 1 if slot == "fprop.w" else 0
+        found += (4 if cast.clip_gradient else 2) * rows * columns
+        if cast.scales_partial_sums:
+            across, along = (int(each) for each in cast.block.split("x"))
+            length, other = (columns, rows) if axis == 1 else (rows, columns)
+            found += 4 * -(-length // along) * -(-other // across) * across
+        elif cast.scale in ("delayed", "two_level_e4m3") or cast.prescale != 1 or _is_fp32_of_tensor(cast):
+            found += 4
+    return found
+
+
+def _is_fp32_of_tensor(cast: CastConfig) -> bool:
+    return cast.block == "tensor" and cast.scale == "fp32"

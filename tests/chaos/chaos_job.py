@@ -1,0 +1,106 @@
+"""A command of a campaign: `lightning-llm WORDS`, all of whose processes are forked from one that has imported all.
+
+They are processes of their own, with signals, files and sockets of their own; only the interpreter's start is shared.
+With `real` they are started as a user starts them, so that a launcher that is killed is its ranks' parent.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+from forked_rank import ForkedRank
+from rank_group import forkserver
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.rank_liveness import beats
+
+NO_BYTES = (1, 1)
+"""A file may have one byte from now on: to a write it is as if the disk were full (EFBIG in place of ENOSPC)."""
+
+
+class ChaosJob:
+    """One start of the command in its own process group; `log` gets what it prints."""
+
+    def __init__(self, words: list[str], log: Path, environment: dict[str, str], real: bool):
+        self.run, self.log, self.seen = Path(_value(words, "run.dir")), log, set[int]()
+        self._process: Any
+        if real:
+            with log.open("ab") as file:
+                command = [sys.executable, "-m", "lightning_llm", *words]
+                whole = os.environ | environment
+                self._process = subprocess.Popen(command, env=whole, stdout=file, stderr=file, start_new_session=True)
+        else:
+            self._process = forkserver.Process(target=_serve, args=(words, str(log), environment))
+            self._process.start()
+        self.pid = int(self._process.pid)
+        self.seen.add(self.pid)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, None while it runs."""
+        if isinstance(self._process, subprocess.Popen):
+            return self._process.poll()
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit code, None where it has not ended in time."""
+        try:
+            if isinstance(self._process, subprocess.Popen):
+                return self._process.wait(seconds)
+            self._process.join(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return self.code
+
+    def ranks(self) -> list[int]:
+        """Return the processes that train, as far as they have said so."""
+        said = [each.process for each in beats(self.run)] or [str(summary_of(self.run).get("process", ""))]
+        found = [int(each.split()[1]) for each in said if each]
+        alive = [number for number in found if psutil.pid_exists(number)] or [self.pid]
+        self.seen.update(alive)
+        return alive
+
+    def fill_disk(self) -> None:
+        """Let no process of the run write any more."""
+        for number in {self.pid, *self.ranks()}:
+            resource.prlimit(number, resource.RLIMIT_FSIZE, NO_BYTES)
+
+    def left(self) -> list[int]:
+        """Return the processes that were seen and live on; they are ended."""
+        alive = [number for number in self.seen if _is_alive(number)]
+        for number in alive:
+            os.kill(number, signal.SIGKILL)
+        return alive
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        return bool(psutil.Process(number).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _value(words: list[str], key: str) -> str:
+    return next(word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}="))
+
+
+def _serve(words: list[str], log: str, environment: dict[str, str]) -> None:
+    from lightning_llm.__main__ import main
+    from lightning_llm.callbacks import run_folder
+
+    os.setsid()
+    with open(log, "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.update(environment)
+    run_folder.draw_losses = lambda *_: None
+    popen: Any = lambda handler, command, env: ForkedRank(list(command), 0, env, None, None)  # noqa: E731
+    SubprocessHandler._popen = popen
+    sys.exit(main(words))
