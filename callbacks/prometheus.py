@@ -55,7 +55,7 @@ class Prometheus(pl.Callback):
     def _problems(self) -> list[Problem]:
         found = []
         if find_spec("prometheus_client") is None:
-            text = "needs the package prometheus_client, which is not installed: pip install 'lightning-llm[prometheus]'."
+            text = "needs the package prometheus_client, which is missing: pip install 'lightning-llm[prometheus]'."
             found.append(Problem("_target_", text))
         if not self.host:
             found.append(Problem("host", "is empty. Name an address of this machine: 127.0.0.1, 0.0.0.0 for all."))

@@ -94,7 +94,7 @@ _BY_PREFIX = {each.key: name for name, each in FAMILIES.items() if each.key.ends
 
 
 def metric_of(key: str) -> tuple[str, str]:
-    """Return the metric that has the number at `key` of a record, without `PREFIX`, and its label's value ("": none)."""
+    """Return the metric of the number at `key` of a record, without `PREFIX`, and its label's value ("": none)."""
     if key in _BY_KEY:
         return _BY_KEY[key], ""
     for prefix, name in _BY_PREFIX.items():

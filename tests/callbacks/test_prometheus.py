@@ -143,7 +143,7 @@ def test_counters_and_values_by_hand():
     seen = told()
     assert (seen["tokens_total"][""], seen["trained_tokens"][""], seen["skipped_steps_total"][""]) == (200, 600, 1)
     assert (seen["events_total"]["spike"], seen["record"], seen["timing_warmup"][""]) == (1, {"event/loss_score": 9}, 0)
-    metrics.take({"step": 6, "tokens": 600, "val_loss": math.nan, "val_loss/a b\"\\\n": math.inf, "time": 6.0})
+    metrics.take({"step": 6, "tokens": 600, "val_loss": math.nan, 'val_loss/a b"\\\n': math.inf, "time": 6.0})
     metrics.take({"step": 7, "tokens": 700, **step, "event": "odd", "event_action": "rollback", "words": ["x"]})
     seen = told()
     assert math.isnan(seen["val_loss"][""])
@@ -268,7 +268,7 @@ def test_words_that_are_refused_and_a_hash_that_stays(tmp_path, small_run, monke
     monkeypatch.setattr("lightning_llm.callbacks.prometheus.find_spec", lambda name: None)
     assert main(["train", *words, *more]) == 2
     told = capsys.readouterr().err
-    assert "callbacks.prometheus._target_: needs the package prometheus_client, which is not installed" in told
+    assert "callbacks.prometheus._target_: needs the package prometheus_client, which is missing" in told
     assert "pip install 'lightning-llm[prometheus]'" in told
     assert "callbacks.prometheus.port: is 70000, must be 0 (any that is free) to 65535, or null" in told
     assert "callbacks.prometheus.every_seconds: is 0, must be 0.1 at least." in told
@@ -280,8 +280,8 @@ def test_words_that_are_refused_and_a_hash_that_stays(tmp_path, small_run, monke
 def test_a_real_run_that_is_ended_leaves_no_port(number, tmp_path, small_run):
     words = small_run(
         tmp_path, "callbacks=prometheus", "callbacks.sample=null", "trainer.max_steps=100000", "data.num_workers=1",
-        "callbacks.prometheus.port=0", f"callbacks.prometheus.textfile={tmp_path}", "callbacks.prometheus.every_seconds=0.2",
-        f"callbacks.prometheus.targets={tmp_path}", "schedule.warmup_steps=2",
+        "callbacks.prometheus.port=0", f"callbacks.prometheus.textfile={tmp_path}",
+        f"callbacks.prometheus.targets={tmp_path}", "callbacks.prometheus.every_seconds=0.2", "schedule.warmup_steps=2",
     )  # fmt: skip
     command = [sys.executable, "-m", "lightning_llm", "train", *(word for word in words if word != "callbacks=none")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
