@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
@@ -36,8 +36,12 @@ __all__ = ["RunFolder", "RunLogger", "Status", "cut_back"]
 log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class RunLogger(Protocol):
-    """Where records go beside the run's folder. No method may raise, or hold up training."""
+    """Where records go beside the run's folder. No method may raise, or hold up training.
+
+    A callback that has these methods is one, too.
+    """
 
     def open(self, facts: Mapping[str, Any], resumed_from_step: int | None) -> None:
         """Start; `metrics.jsonl` is in place and `facts` is what `summary.json` says at the start."""

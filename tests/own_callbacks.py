@@ -1,8 +1,12 @@
 """Callbacks as a user writes them, for runs whose config names them."""
 
+import json
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
+from urllib.request import urlopen
 
 import lightning.pytorch as pl
 
@@ -112,3 +116,27 @@ class Halved(pl.Callback):
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
+
+
+class Scrapes(pl.Callback):
+    """Keeps what the endpoint of `targets/*.json` says after step `step`'s batch, and when all records are written."""
+
+    texts: ClassVar[list[str]] = []
+
+    def __init__(self, targets: str, step: int):
+        self.targets, self.step = Path(targets), step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if pl_module.step_record["step"] == self.step:
+            self.scrape()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.scrape()
+
+    def scrape(self) -> None:
+        deadline = time.monotonic() + 60
+        while not (found := list(self.targets.glob("*.json"))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ((address,),) = (each["targets"] for each in json.loads(found[0].read_text()))
+        with urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            Scrapes.texts.append(answer.read().decode())

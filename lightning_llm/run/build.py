@@ -79,7 +79,8 @@ def build_trainer(
         # search for faults in kernels, and 3.5 % of a quickstart step's operator time on a CPU.
         settings: Any = torch.utils.deterministic  # a module whose attributes a type checker does not see
         settings.fill_uninitialized_memory = False
-    folder = RunFolder(Path(config.run.dir), loggers, _resumed_from(config, start), facts, adopt)
+    told = [*loggers, *(each for each in chosen.values() if isinstance(each, RunLogger))]
+    folder = RunFolder(Path(config.run.dir), told, _resumed_from(config, start), facts, adopt)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     return pl.Trainer(
@@ -122,6 +123,9 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
             callback = instantiate(node, _convert_="all")
         except (Exception, SystemExit) as error:  # an import, or whatever a constructor has against its arguments
             cause = error.__cause__ or error
+            if isinstance(cause, ConfigError):  # one of ours says which argument, and what to change
+                problems += [Problem(f"{key}.{each.key}", each.text) for each in cause.problems]
+                continue
             text = f"{node['_target_']} cannot be made: {type(cause).__name__}: {one_line(str(cause))}"
             problems.append(Problem(key, text))
             continue
