@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lightning_llm.record.metric_families import RunMetrics
 
@@ -73,7 +73,7 @@ class MetricsPublisher:
         self.metrics, self.wishes, self.run_dir, self.saved, self.name = metrics, wishes, run_dir, saved, name
         self.address: str | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(metrics)  # type: ignore[arg-type]  # a collector by its method
+        self._registry.register(metrics)
         self._server: tuple[Any, threading.Thread] | None = None
         self._first, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._publish, name="prometheus", daemon=True)
@@ -133,8 +133,8 @@ class MetricsPublisher:
             text = f"port {port} of {host} cannot be listened on ({error.strerror}). Set {self.name}.port to another, "
             self._say(f"{text}or to 0 for any free one. {again}")
             return
-        handler = server.RequestHandlerClass
-        server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_SECONDS})  # type: ignore[misc]
+        handler = cast(type, server.RequestHandlerClass)
+        server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_SECONDS})
         _LISTENING.add(server.socket)
         self._server = server, thread
         shown = f"[{host}]" if ":" in host else host
