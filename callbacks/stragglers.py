@@ -5,7 +5,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,7 +17,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.health.rank_seconds import RankSeconds
 from lightning_llm.health.stragglers import PARTS, WAIT, Straggler, StragglerDetector
 from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.waiting import Mark, WaitClock, waits_counted
+from lightning_llm.parallel.waiting import WaitClock, waits_counted
 from lightning_llm.record.files import Record, Status
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,14 @@ EVENT = "straggler"
 DOING = {"data": "waiting for its data", "compute": "computing", "rest": "at what it does between steps"}
 LISTED_EVENTS = 100
 """How many the summary lists."""
+
+
+class _Host(NamedTuple):
+    """Seconds by the host: the clock, and what it has waited for ranks and for batches (NaN: not known) by now."""
+
+    clock: float
+    waited: float
+    data: float
 
 
 class Stragglers(pl.Callback):
@@ -57,12 +65,14 @@ class Stragglers(pl.Callback):
         self.detector: StragglerDetector
         self._fetched: FetchClock | None = None
         self._counting = ExitStack()
-        self._figures: RankSeconds | None = None
+        self._figures = RankSeconds([])
         self._told: list[dict[str, Any]] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Put the clock of batches in place, if the one of `callbacks.throughput` is not."""
         self._fetched = FetchClock.of(trainer)
+        self._clock = WaitClock(trainer.strategy.root_device)
+        self._restart()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Begin to count. Collective."""
@@ -72,7 +82,6 @@ class Stragglers(pl.Callback):
         if layout.degrees.world > 1:
             dist.all_gather_object(self.hosts, platform.node())
         self._figures = RankSeconds(self.hosts)
-        self._clock = WaitClock(trainer.strategy.root_device)
         self._counting.enter_context(waits_counted(self._clock))
         self._begin = self._reduced = self._clock.mark()
         self._steps, self._rows = 0, list[list[float]]()
@@ -103,9 +112,9 @@ class Stragglers(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Take the validation out of the step."""
-        if hasattr(self, "_validation"):
-            end = self._now()
-            self._end = tuple(then + now - before for then, now, before in zip(self._end, end, self._validation))
+        self._since = _Host(
+            *(then + took for then, took in zip(self._since, self._took(self._validation), strict=True))
+        )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Count no more."""
@@ -115,25 +124,25 @@ class Stragglers(pl.Callback):
         """Count no more."""
         self._counting.close()
 
-    def _now(self) -> tuple[float, float, float]:
-        """Return the clock, and the seconds that the host has waited for ranks and for batches by now."""
-        waited = self._clock.host_waited
-        return self._clock.now(), waited, self._fetched.seconds if self._fetched else 0.0
+    def _now(self) -> _Host:
+        return _Host(self._clock.now(), self._clock.host_waited, self._fetched.seconds if self._fetched else np.nan)
+
+    def _took(self, since: _Host) -> _Host:
+        return _Host(*(now - then for now, then in zip(self._now(), since, strict=True)))
 
     def _restart(self) -> None:
         self._clock.forget()
-        self._end = self._now()
+        self._since = self._now()
 
     def _row(self) -> list[float]:
         """Return the seconds of the step: those of `PARTS`, and those it waited; NaN where they are not known."""
         elapsed, waited = self._clock.between(self._begin, self._reduced)
-        whole, all_waited, data = (now - then for now, then in zip(self._now(), self._end, strict=True))
-        rest = whole - data - elapsed - (all_waited - waited) if self._clock.host_waits else np.nan
-        return [data if self._fetched else np.nan, elapsed - waited, rest, waited]
+        whole = self._took(self._since)
+        rest = whole.clock - np.nan_to_num(whole.data) - elapsed - (whole.waited - waited)
+        return [whole.data, elapsed - waited, rest if self._clock.host_waits else np.nan, waited]
 
     def _take(self, gathered: Any, record: Record) -> None:
         """Judge the steps up to `record`'s, [steps, ranks, columns]."""
-        assert self._figures is not None
         last = record["step"]
         found: list[Straggler] = []
         for place, seconds in enumerate(gathered):
@@ -180,7 +189,7 @@ class Stragglers(pl.Callback):
             return f"{name} is slow no more {DOING[straggler.work]}"
         return (
             f"{name} is slow {DOING[straggler.work]}: {straggler.seconds:.3g} s a step since step "
-            f"{straggler.since_step}, its counterparts {straggler.usual_seconds:.3g} s; the others wait for it, "
+            f"{straggler.since_step}, where {straggler.usual_seconds:.3g} s is usual; the others wait for it, "
             f"{straggler.share:.0%} of a step"
         )
 
@@ -195,7 +204,7 @@ class Stragglers(pl.Callback):
 
     def summary_fields(self) -> dict[str, Any]:
         """Return the seconds of each rank over all steps of this start, and who was named."""
-        if self._figures is None or not self._figures.steps:
+        if not self._figures.steps:
             return {}
         return {"ranks": self._figures.of_all_steps(), "stragglers": self._told}
 

@@ -45,7 +45,7 @@ class RankSeconds:
         return {f"{name}/{rank}": float(values[rank]) for name, values in known.items() for rank in listed}
 
     def of_all_steps(self) -> list[dict[str, Any]]:
-        """Return each rank's totals, and the median of its jitter; those that computed longest, where ranks are many."""
+        """Return each rank's totals, and the median of its jitter; of many, those that computed longest."""
         jitters = [*self._jitters, *([_spread(np.stack(self._since)[:, :, COMPUTE])[1]] if self._since else [])]
         jitter = np.median(np.stack(jitters), axis=0)
         listed = sorted(np.argsort(-self._sum[:, COMPUTE])[:LISTED_RANKS].tolist())
