@@ -57,7 +57,7 @@ class Straggler:
 
 
 class _Step(NamedTuple):
-    """A step: `seconds` [ranks, columns]; `raw` excesses, those that are judged, and which are `slow` [parts, ranks]."""
+    """A step: `seconds` [ranks, columns]; [parts, ranks]: `raw` excesses, those that are judged, which are `slow`."""
 
     number: int
     seconds: Any
