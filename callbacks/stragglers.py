@@ -18,11 +18,10 @@ from lightning_llm.health.rank_seconds import RankSeconds
 from lightning_llm.health.stragglers import PARTS, WAIT, Straggler, StragglerDetector
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.waiting import WaitClock, waits_counted
-from lightning_llm.record.files import Record, Status
+from lightning_llm.record.files import STRAGGLER, Record, Status
 
 log = logging.getLogger(__name__)
 
-EVENT = "straggler"
 DOING = {"data": "waiting for its data", "compute": "computing", "rest": "at what it does between steps"}
 LISTED_EVENTS = 100
 """How many the summary lists."""
@@ -167,7 +166,7 @@ class Stragglers(pl.Callback):
             record["event_ranks"] = [each for each in named if not each["over"]]
             record["event/straggler"] = 1
             if "event" not in record:
-                record |= {"event": EVENT, "event_action": "log"}
+                record |= {"event": STRAGGLER, "event_action": "log"}
         self._told = (self._told + named)[:LISTED_EVENTS]
 
     def _described(self, straggler: Straggler) -> dict[str, Any]:
