@@ -185,7 +185,7 @@ class Stragglers(pl.Callback):
             )
         name = f"rank {straggler.rank} ({self.hosts[straggler.rank]})"
         if straggler.over:
-            return f"{name} is slow no more {DOING[straggler.work]}"
+            return f"{name} is no longer slow {DOING[straggler.work]}"
         return (
             f"{name} is slow {DOING[straggler.work]}: {straggler.seconds:.3g} s a step since step "
             f"{straggler.since_step}, where {straggler.usual_seconds:.3g} s is usual; the others wait for it, "

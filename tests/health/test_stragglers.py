@@ -37,18 +37,18 @@ def test_200_clean_steps_name_nobody(tail):
 
 
 def test_false_alarms_keep_their_rate_where_tails_are_heavy():
-    assert len(named(clean_steps("Student's t, 3 degrees of freedom", 0.03, 3000, 2))) <= 1
-    worst = named(clean_steps("Pareto, exponent 1.5 (no variance)", 0.03, 2000, 3))
-    assert len(worst) <= 8
+    assert len(named(clean_steps("Student's t, 3 degrees of freedom", 0.03, 2000, 2))) <= 1
+    worst = named(clean_steps("Pareto, exponent 1.5 (no variance)", 0.03, 1000, 3))
+    assert len(worst) <= 5
 
 
 def test_a_rank_20_per_cent_slower_is_named_within_3_steps():
-    assert [steps_to_name("normal", 0.01, seed) for seed in range(20)] == [3] * 20
-    assert max(steps_to_name("normal", 0.02, seed) for seed in range(10)) <= 6
+    assert [steps_to_name("normal", 0.01, seed) for seed in range(10)] == [3] * 10
+    assert max(steps_to_name("normal", 0.02, seed) for seed in range(5)) <= 6
 
 
 def test_what_noise_hides_for_three_steps_is_named_in_the_end():
-    after = [steps_to_name("normal", 0.08, seed) for seed in range(5)]
+    after = [steps_to_name("normal", 0.08, seed) for seed in range(3)]
     assert max(after) <= 128 * 3
 
 

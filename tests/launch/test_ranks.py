@@ -151,14 +151,15 @@ def test_a_rank_that_lives_and_is_stuck_is_named_with_where_and_the_last_collect
 ):
     monkeypatch.setattr(local_ranks, "SAVE_SECONDS", 5)  # it does not listen
     fault = "+callbacks.fault={_target_: faults.Fail, rank: 1, step: 3, stick: true}"
-    words = [f"parallel={layout}", "trainer.devices=2", "parallel.timeout_seconds=20", "trainer.max_steps=300", fault]
-    assert main(["train", *small_run(tmp_path, *TIMES, *words)]) == 1
+    words = [f"parallel={layout}", "trainer.devices=2", "parallel.timeout_seconds=40", "trainer.max_steps=300", fault]
+    code = main(["train", *small_run(tmp_path, *TIMES, *words)])
     told, complained = capfd.readouterr()
+    assert code == 1, complained
     assert "env    TORCH_FR_BUFFER_SIZE=128 (lightning-llm)" in told
     (said,) = [line for line in complained.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: rank 1 \(process \d+ of this machine\) has not come to what the others wait in: ", said)
     assert re.search(r"in step 4, at faults.py:\d+ on_train_batch_end, last in gloo:\w+ \d+ of group \w+\. ", said)
-    assert re.search(r" The others waited for it in gloo:\w+ \d+ of group \w+ \(parallel.timeout_seconds=20\)$", said)
+    assert re.search(r" The others waited for it in gloo:\w+ \d+ of group \w+ \(parallel.timeout_seconds=40\)$", said)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
     beat = json.loads((tmp_path / "run" / "ranks" / "1.json").read_text())
