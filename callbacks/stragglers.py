@@ -62,6 +62,7 @@ class Stragglers(pl.Callback):
         if wrong:
             raise ConfigError([Problem(name, f"is {its}, must be {least} at least.") for name, its, least in wrong])
         self.detector: StragglerDetector
+        self._since: _Host
         self._fetched: FetchClock | None = None
         self._counting = ExitStack()
         self._figures = RankSeconds([])
@@ -140,7 +141,7 @@ class Stragglers(pl.Callback):
         rest = whole.clock - np.nan_to_num(whole.data) - elapsed - (whole.waited - waited)
         return [whole.data, elapsed - waited, rest if self._clock.host_waits else np.nan, waited]
 
-    def _take(self, gathered: Any, record: Record) -> None:
+    def _take(self, gathered: Any, record: dict[str, Any]) -> None:
         """Judge the steps up to `record`'s, [steps, ranks, columns]."""
         last = record["step"]
         found: list[Straggler] = []
@@ -156,7 +157,7 @@ class Stragglers(pl.Callback):
         if found:
             self._tell(found, record)
 
-    def _tell(self, found: Sequence[Straggler], record: Record) -> None:
+    def _tell(self, found: Sequence[Straggler], record: dict[str, Any]) -> None:
         """Name them on the terminal and in the record, where an event of the loss goes before."""
         named = [self._described(each) for each in found]
         record.update({f"straggler/{'links' if each.rank is None else each.rank}": each.share for each in found})

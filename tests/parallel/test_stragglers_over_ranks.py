@@ -55,8 +55,8 @@ def words(small_run: Any, folder: Path, layout: str, world: int, *more: str) -> 
 
 
 CASES = [
-    ("ddp", 4),
     ("tp", 2),
+    pytest.param("ddp", 4, marks=pytest.mark.full),
     pytest.param("zero1", 2, marks=pytest.mark.full),
     pytest.param("zero3", 2, marks=pytest.mark.full),
     pytest.param("pp", 2, marks=pytest.mark.full),
