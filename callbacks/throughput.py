@@ -20,6 +20,13 @@ class FetchClock(PassThroughProfiler):
         self.seconds = 0.0
         self._since = 0.0
 
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "FetchClock | None":
+        """Return the trainer's, put in place where there is none yet; None where a real profiler is there."""
+        if type(trainer.profiler) is PassThroughProfiler:
+            trainer.profiler = cls()
+        return trainer.profiler if isinstance(trainer.profiler, cls) else None
+
     def start(self, action_name: str) -> None:
         """Note the time if a training batch is being fetched."""
         if action_name == "[_TrainingEpochLoop].train_dataloader_next":
@@ -53,8 +60,7 @@ class Throughput(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Put the fetch clock in place, unless a real profiler is there: then `data_seconds` is left out."""
-        if type(trainer.profiler) is PassThroughProfiler:
-            trainer.profiler = self._clock = FetchClock()
+        self._clock = FetchClock.of(trainer)
         device = trainer.strategy.root_device
         peak = peak_flops_per_second(device_name(device), gemm_format(pl_module.config.precision.compute_dtype, device))
         self._peak = None if peak is None else peak * trainer.world_size

@@ -11,7 +11,7 @@ so many are less likely than `ALPHA`, shared out over all tests of a check (Bonf
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
-from statistics import median, median_high
+from statistics import median
 
 ALPHA = 0.001
 """The most that the rate of checks may be which name any rank that is not slow: one in a thousand."""
@@ -47,6 +47,16 @@ def tail(rounds: int, successes: int) -> float:
     return sum(comb(rounds, each) for each in range(successes, rounds + 1)) / 2**rounds
 
 
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """Return for each of two values or more the (upper) median of all but itself."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    middle = (len(values) - 1) // 2
+    found = [values[order[middle]]] * len(values)
+    for place in range(middle + 1):  # without one of these the others move down by one
+        found[order[place]] = values[order[middle + 1]]
+    return found
+
+
 def slow_ranks(
     work: str, seconds: Sequence[Sequence[float]], tests: int, least_slowdown: float = LEAST_SLOWDOWN
 ) -> list[SlowRank]:
@@ -59,8 +69,9 @@ def slow_ranks(
         least_slowdown: the share by which a rank must be slower.
     """
     found, world = [], len(seconds[0])
+    usual = [medians_of_others(each) for each in seconds] if world > 1 else []
     for rank in range(world if world > 1 else 0):
-        ratios = [each[rank] / median_high([*each[:rank], *each[rank + 1 :]]) for each in seconds]
+        ratios = [each[rank] / others[rank] for each, others in zip(seconds, usual, strict=True)]
         slow_rounds = sum(ratio > 1 + least_slowdown for ratio in ratios)
         if (p_value := tail(len(seconds), slow_rounds)) <= ALPHA / tests:
             found.append(SlowRank(rank, work, median(ratios), slow_rounds, len(seconds), p_value))

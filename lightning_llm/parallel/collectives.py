@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_llm.parallel.torch_private import functional
+from lightning_llm.parallel.waiting import waited
 
 _all_gather, _reduce_scatter = functional("all_gather_into_tensor"), functional("reduce_scatter_tensor")
 _all_reduce, _wait = functional("all_reduce"), functional("wait_tensor")
@@ -36,7 +37,7 @@ class GroupRef(NamedTuple):
 def gathered(x: Tensor, group: GroupRef) -> Tensor:
     """Return `[B, R T, ...]`, the tokens of all R ranks in their order, from this rank's `[B, T, ...]`."""
     parts = _all_gather(x.contiguous(), group.size, group.name)  # [R B, T, ...]
-    by_rank: Tensor = _wait(parts).unflatten(0, (group.size, -1))
+    by_rank: Tensor = waited(_wait, parts).unflatten(0, (group.size, -1))
     return by_rank.transpose(0, 1).flatten(1, 2)
 
 
@@ -44,13 +45,13 @@ def reduce_scattered(x: Tensor, group: GroupRef) -> Tensor:
     """Return `[B, T / R, ...]`, this rank's tokens of the sum over the group, from `[B, T, ...]`."""
     by_rank = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()  # [R B, T / R, ...]
     part = _reduce_scatter(by_rank, "sum", group.size, group.name)
-    own: Tensor = _wait(part)
+    own: Tensor = waited(_wait, part)
     return own
 
 
 def all_reduced(x: Tensor, group: GroupRef) -> Tensor:
     """Return the sum of `x` over the group, a new tensor."""
-    total: Tensor = _wait(_all_reduce(x.contiguous(), "sum", group.name))
+    total: Tensor = waited(_wait, _all_reduce(x.contiguous(), "sum", group.name))
     return total
 
 

@@ -29,6 +29,8 @@ NCCL = {
 """NCCL's last collectives, kept in memory (https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html),
 and a watchdog that lets them be written: with 1, which torch's agent gives its ranks in place of torch's own default 3,
 it aborts the communicator and the file is lost (https://github.com/pytorch/pytorch/issues/121055)."""
+GLOO = {"TORCH_FR_BUFFER_SIZE": "128"}
+"""The same of gloo's collectives, for ranks on CPUs. A rank's sign of life reads them all, which takes 0.1 ms each."""
 SHARDED_TENSOR_PARALLEL = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """A hardware queue for each stream where FSDP2's collectives and tensor parallelism's run beside the GEMMs
 (https://github.com/pytorch/torchtitan/issues/1147; CUDA's own default is 8)."""
@@ -39,16 +41,18 @@ OTHER_NAMES = {
 }
 """Earlier names that torch still reads: whoever has set one has made a choice."""
 SHOWN = re.compile(r"(PYTORCH_(CUDA_|HIP_)?ALLOC_CONF|CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_\w+|TORCH_FR_\w+)")
+RECORDER = re.compile(r"TORCH_FR_\w+")
+"""Those of them that ranks on CPUs take notice of."""
 OURS = "LIGHTNING_LLM_ENVIRONMENT"
 """Names the variables that were set here, for ranks that inherit them."""
 AGENT = "TORCHELASTIC_RUN_ID"
 
 
 def wanted(plan: Plan) -> dict[str, str]:
-    """Return the variables that a plan's ranks are to have; none where they have no CUDA device."""
-    if plan.capability.compute_capability is None:
-        return {}
+    """Return the variables that a plan's ranks are to have."""
     degrees = plan.degrees
+    if plan.capability.compute_capability is None:
+        return GLOO if degrees.world > 1 else {}
     sharded = SHARDED_TENSOR_PARALLEL if degrees.tp > 1 and degrees.dp_shard > 1 else {}
     return {**ALLOCATOR, **(NCCL if degrees.world > 1 else {}), **sharded}
 
@@ -70,13 +74,11 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 def environment_line(device_type: str) -> str | None:
     """Return the variables that a run on such a device has, each with who set it; None where there is none to tell."""
-    if device_type != "cuda":
-        return None
-    ours = _ours()
+    ours, shown = _ours(), SHOWN if device_type == "cuda" else RECORDER
     found = [
         f"{name}={value} ({'lightning-llm' if name in ours else 'yours'})"
         for name, value in sorted(os.environ.items())
-        if SHOWN.fullmatch(name)
+        if shown.fullmatch(name)
     ]
     return f"env    {', '.join(found)}" if found else None
 
@@ -91,7 +93,7 @@ def _ours() -> list[str]:
     """Return the variables that were set here and are as they were set."""
     known = {**ALLOCATOR, **NCCL, **SHARDED_TENSOR_PARALLEL}
     names = filter(None, os.environ.get(OURS, "").split(","))
-    return [name for name in names if os.environ.get(name) == known.get(name)]
+    return [name for name in names if os.environ.get(name) in (known.get(name), GLOO.get(name))]
 
 
 def _cuda_is_used() -> bool:

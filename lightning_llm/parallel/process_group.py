@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.parallel.cuda_environment import NCCL, set_missing
+from lightning_llm.parallel.cuda_environment import GLOO, NCCL, set_missing
 
 JOINED = "lightning-llm/joined"
 """The key under which the ranks' store counts the groups that have met by it."""
@@ -29,8 +29,7 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
     if world == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    if device.type == "cuda":
-        set_missing(NCCL)
+    set_missing(NCCL if device.type == "cuda" else GLOO)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=timeout))

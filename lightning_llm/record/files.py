@@ -20,6 +20,9 @@ SOURCE_HASHES = "validation_hashes"
 RESTARTS = "restarts"
 """The key of summary.json that lists when ranks were lost and started again, and who was."""
 
+STRAGGLER = "straggler"
+"""The `event` of a step by which ranks or links have become slow. It says nothing of the loss, as others do."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -64,6 +64,11 @@ FAMILIES = {
     "tokens_per_second": Family("Tokens per second of the newest step, all ranks", "tokens_per_second"),
     "flops_per_second": Family("Model FLOP/s of the newest step, all ranks", "tflops_per_second", 1e12),
     "mfu_ratio": Family("Model FLOP/s over the devices' dense peak", "mfu"),
+    "rank_compute_seconds": Family("A rank's computing in a step, of late: median", "rank_compute_seconds/", 1, "rank"),
+    "rank_wait_seconds": Family("A rank's waiting for others in a step: mean", "rank_wait_seconds/", 1, "rank"),
+    "rank_data_seconds": Family("A rank's waiting for its batch in a step: mean", "rank_data_seconds/", 1, "rank"),
+    "rank_jitter_ratio": Family("95th percentile of its computing over the median, less 1", "rank_jitter/", 1, "rank"),
+    "straggler_ratio": Family("Share of a step that others wait for it; 0: no more", "straggler/", 1, "rank"),
     "timing_warmup": Family("1 where the newest step is no measure of speed", "timing_warmup"),
     "host_memory_bytes": Family("Resident memory of rank 0", "system/rss_bytes"),
     "host_memory_peak_bytes": Family("Its peak", "host_memory_peak_bytes"),
@@ -82,7 +87,7 @@ FAMILIES = {
 }
 """All metrics by their names without `PREFIX`."""
 
-EVENT_KINDS = ("spike", "plateau_shift", "divergence", "non_finite", "forgetting")
+EVENT_KINDS = ("spike", "plateau_shift", "divergence", "non_finite", "forgetting", "straggler")
 """Those that are counted from 0 on: an increase is only seen of what was there before."""
 UNMADE = ("stop", "rollback")
 """Values of `event_action` in the record of a step that was not made."""

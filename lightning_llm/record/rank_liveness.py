@@ -1,28 +1,24 @@
-"""A sign of life of every rank, so that a run which waits in vain can name the rank that it waits for.
-
-`ranks/RANK.json` in the run's folder: process, last step, and the line that its main thread is at. A thread writes it:
-it goes on while the rank waits in a collective, and ends when the process is stopped, killed or its machine gone.
-"""
+"""The ranks that a run waits for in vain, by the signs of life that `rank_heartbeat` has each rank give."""
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from lightning_llm.record.liveness import HEARTBEAT_SECONDS, whose
-from lightning_llm.record.provenance import has_ended, is_of_this_machine, process_mark
+from lightning_llm.record.liveness import whose
+from lightning_llm.record.provenance import has_ended, is_of_this_machine
 
 FOLDER = "ranks"
 NAMED_RANKS = 8
 """How many ranks an error names, of thousands."""
+Collective = Mapping[str, Any]
+"""What `parallel.flight_recorder` tells of one."""
 
 
 class RankSilentError(Exception):
@@ -31,13 +27,19 @@ class RankSilentError(Exception):
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said, `age_seconds` before the last that any rank did. `step`: optimizer steps it had made."""
+    """What a rank last said, `age_seconds` before the last that any rank did. `step`: optimizer steps it had made.
+
+    `stack`: what its main thread was at, the innermost line first; `waits`: it was waiting for others there.
+    """
 
     rank: int
     process: str
     step: int
     at: str
     age_seconds: float
+    stack: Sequence[str] = ()
+    waits: bool = False
+    collective: Collective | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -64,44 +66,40 @@ class Beat:
         state = ", which is stopped" if self.is_stopped else ""
         return (
             f"rank {self.rank} ({whose(self.process)}{state}) has given no sign of life for {self.age_seconds:.0f} s; "
-            f"it was last heard of in step {self.step + 1}, at {self.at}"
+            f"it was last heard of in step {self.step + 1}, at {self.at}{self._last_collective()}"
         )
 
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has begun no collective, and waited in none; 0 where that is not known."""
+        if self.waits or self.collective is None or not self.collective["ended"]:
+            return 0.0
+        return float(self.collective["age_seconds"]) + self.age_seconds
 
-class RankHeartbeat:
-    """Writes this rank's file every `interval_seconds`, between `start` and `stop`."""
+    def absence(self) -> str:
+        """Return what is known of a rank that lives, and has not come to what others wait in."""
+        return (
+            f"rank {self.rank} ({whose(self.process)}) has not come to what the others wait in: it has begun no "
+            f"collective for {self.idle_seconds:.0f} s, and is in step {self.step + 1}, at {self.at}"
+            f"{self._last_collective()}"
+        )
 
-    def __init__(self, run_dir: Path, rank: int, timeout_seconds: float, step: Callable[[], int]):
-        self.file = run_dir / FOLDER / f"{rank}.json"
-        self.interval_seconds = min(HEARTBEAT_SECONDS, timeout_seconds / 5)
-        self._about = {"rank": rank, "process": process_mark()}
-        self._step = step
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="rank heartbeat", daemon=True)
+    def _last_collective(self) -> str:
+        if self.collective is None:
+            return ""
+        state = "last in" if self.collective["ended"] else "waiting in"
+        return f", {state} {collective_line(self.collective)}"
 
-    def start(self) -> None:
-        """Begin; the first file is there on return."""
-        self._write()
-        self._thread.start()
 
-    def stop(self) -> None:
-        """End, and leave no file: nobody is going to wait for this rank."""
-        self._stopped.set()
-        self._thread.join()  # which may be about to write one more
-        self.file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have theirs
-            self.file.parent.rmdir()
+def last_collective(kept: Sequence[Collective]) -> Collective | None:
+    """Return the one that a rank waits in, the oldest of several, or else the last that it has ended."""
+    return next((each for each in kept if not each["ended"]), kept[-1] if kept else None)
 
-    def _beat(self) -> None:
-        while not self._stopped.wait(self.interval_seconds):
-            with contextlib.suppress(OSError):  # storage that is away for a while does not end the run
-                self._write()
 
-    def _write(self) -> None:
-        self.file.parent.mkdir(exist_ok=True)
-        partial = self.file.with_suffix(".partial")
-        partial.write_text(json.dumps({**self._about, "step": self._step(), "at": _line_of_main_thread()}))
-        os.replace(partial, self.file)
+def collective_line(collective: Collective) -> str:
+    """Return which one it is, for a reader: ranks of a group number theirs alike."""
+    name, number, group = (collective[key] for key in ("profiling_name", "collective_seq_id", "group"))
+    return f"{name} {number} of group {group}"
 
 
 def clear_beats(run_dir: Path) -> None:
@@ -125,24 +123,32 @@ def silent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
     return [each for each in beats(run_dir) if each.age_seconds > timeout_seconds / 2]
 
 
-def say_silent(silent: list[Beat], timeout_seconds: float) -> str:
-    """Return the error that names `silent`."""
-    more = f"; and {len(silent) - NAMED_RANKS} more" if len(silent) > NAMED_RANKS else ""
-    named = "; ".join(map(str, silent[:NAMED_RANKS]))
-    return f"{named}{more}. The others waited for it (parallel.timeout_seconds={timeout_seconds:g})"
+def absent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:
+    """Return the ranks that live, and for more than half of what the others wait have come to no collective.
+
+    Those of a pipeline that wait for a message of another's are none: their main thread is in torch.distributed.
+    """
+    return [each for each in beats(run_dir) if each.idle_seconds > timeout_seconds / 2]
+
+
+def say_silent(silent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+    """Return the error that names `silent`; the others waited for them in `waited_in`, if that is known."""
+    return _say(list(map(str, silent)), timeout_seconds, waited_in)
+
+
+def say_absent(absent: list[Beat], timeout_seconds: float, waited_in: Collective | None = None) -> str:
+    """Return the error that names ranks that live, and have not come to `waited_in`."""
+    return _say([each.absence() for each in absent], timeout_seconds, waited_in)
+
+
+def _say(named: list[str], timeout_seconds: float, waited_in: Collective | None) -> str:
+    more = f"; and {len(named) - NAMED_RANKS} more" if len(named) > NAMED_RANKS else ""
+    where = "" if waited_in is None else f" in {collective_line(waited_in)}"
+    listed = "; ".join(named[:NAMED_RANKS])
+    return f"{listed}{more}. The others waited for it{where} (parallel.timeout_seconds={timeout_seconds:g})"
 
 
 def says_silent(detail: str) -> bool:
-    """Return whether `detail`, of a run's summary, is what `say_silent` returned."""
-    return re.match(r"rank \d+ \(.* has given no sign of life for ", detail) is not None
-
-
-def _line_of_main_thread() -> str:
-    """Return the innermost line that is not torch's or Lightning's, as "file.py:12 function"."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    passed_over = ("/torch/", "/lightning/", __file__)
-    while frame is not None and any(part in frame.f_code.co_filename for part in passed_over):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
+    """Return whether `detail`, of a run's summary, is what `say_silent` or `say_absent` returned."""
+    said = r"rank \d+ \(.* has (given no sign of life for|not come to what the others wait in:) "
+    return re.match(said, detail) is not None

@@ -21,7 +21,7 @@ from lightning_llm.plan.describe import layout_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.record.evaluations import PREFIX, read_evaluations
-from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, ended_not_finite, read_records, summary_of
+from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, STRAGGLER, ended_not_finite, read_records, summary_of
 from lightning_llm.record.provenance import origin_of
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -207,7 +207,7 @@ def _read_metrics(run: Run, path: Path) -> None:
             run.tokens[step] = record.get("tokens", 0)
             run.train_seconds[step] = seconds
             continue
-        run.spikes += "event" in record
+        run.spikes += record.get("event", STRAGGLER) != STRAGGLER
         if record.get("event_action") == "stop":  # its update was not made
             run.stopping_event = record["event"]
             continue

@@ -10,8 +10,18 @@ import torch.distributed as dist
 
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
+from lightning_llm.parallel.flight_recorder import collectives
 from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.rank_liveness import RankHeartbeat, RankSilentError, say_silent, silent_ranks
+from lightning_llm.record.rank_heartbeat import RankHeartbeat
+from lightning_llm.record.rank_liveness import (
+    Beat,
+    RankSilentError,
+    absent_ranks,
+    last_collective,
+    say_absent,
+    say_silent,
+    silent_ranks,
+)
 from lightning_llm.train.callback_failure import callback_failures
 from lightning_llm.train.module import LanguageModule
 
@@ -29,7 +39,8 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
         yield
         return
     timeout = config.parallel.timeout_seconds
-    heartbeat = RankHeartbeat(Path(config.run.dir), dist.get_rank(), timeout, lambda: module.completed_steps)
+    folder = Path(config.run.dir)
+    heartbeat = RankHeartbeat(folder, dist.get_rank(), timeout, lambda: module.completed_steps, collectives)
     heartbeat.start()
     try:
         yield
@@ -58,19 +69,32 @@ def failures_marked(config: Config, chosen: Mapping[str, pl.Callback]) -> Iterat
 
 
 def name_silent_ranks(config: Config, error: Exception) -> None:
-    """Look for ranks that this one has waited for in vain, when its run fails; the first that is heard of speaks.
+    """Look for ranks that this one has waited for in vain, when its run fails; the first of the others speaks.
 
     Raises:
         RankSilentError: there are some, and they are named on stderr and in the summary; `error` is but what followed.
     """
-    folder, timeout = Path(config.run.dir), config.parallel.timeout_seconds
-    silent = silent_ranks(folder, timeout)
-    if not silent:
+    missed, text = _missed(Path(config.run.dir), config.parallel.timeout_seconds)
+    if not missed:
         return
-    text = say_silent(silent, timeout)
-    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in silent}):
+    if dist.get_rank() == min(set(range(dist.get_world_size())) - {each.rank for each in missed}):
         print(f"error: {text}", file=sys.stderr, flush=True)
-        mark_failed(folder, text)
-    for each in silent:
+        mark_failed(Path(config.run.dir), text)
+    for each in missed:
         each.end_if_stopped()
     raise RankSilentError(text) from error
+
+
+def _missed(folder: Path, timeout: float) -> tuple[list[Beat], str]:
+    """Return the ranks that this one has waited for, silent ones or else such as live and do not come, and the error.
+
+    None of the latter where this rank has begun a collective of late: it has failed for another reason.
+    """
+    kept = collectives()
+    waited_in = last_collective(kept[-1:])
+    if silent := silent_ranks(folder, timeout):
+        return silent, say_silent(silent, timeout, waited_in)
+    if waited_in is None or waited_in["age_seconds"] < timeout / 2:
+        return [], ""
+    absent = [each for each in absent_ranks(folder, timeout) if each.rank != dist.get_rank()]
+    return absent, say_absent(absent, timeout, waited_in) if absent else ""

@@ -1,16 +1,28 @@
 """Ranks that give no sign of life are told from those that wait; a second."""
 
+import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from lightning_llm.record.provenance import process_mark
-from lightning_llm.record.rank_liveness import RankHeartbeat, beats, clear_beats, say_silent, silent_ranks
+from lightning_llm.record.rank_heartbeat import RankHeartbeat
+from lightning_llm.record.rank_liveness import (
+    absent_ranks,
+    beats,
+    clear_beats,
+    say_absent,
+    say_silent,
+    says_silent,
+    silent_ranks,
+)
 
 TIMEOUT = 60.0
 
@@ -32,8 +44,18 @@ def stop(process: subprocess.Popen) -> None:
     os.waitpid(process.pid, os.WUNTRACED)
 
 
-def write(run_dir: Path, rank: int, mark: str, age: float, step: int = 3) -> None:
-    heartbeat = RankHeartbeat(run_dir, rank, TIMEOUT, lambda: step)
+def collective(number: int, age: float, ended: bool) -> dict:
+    return {
+        "profiling_name": "gloo:all_reduce",
+        "collective_seq_id": number,
+        "group": "default_pg",
+        "ended": ended,
+        "age_seconds": age,
+    }
+
+
+def write(run_dir: Path, rank: int, mark: str, age: float, step: int = 3, kept: tuple[dict, ...] = ()) -> None:
+    heartbeat = RankHeartbeat(run_dir, rank, TIMEOUT, lambda: step, lambda: kept)
     heartbeat._about["process"] = mark
     heartbeat._write()
     now = time.time()
@@ -90,3 +112,56 @@ def test_ranks_that_live_are_not_named_whatever_their_clock(tmp_path):
     assert silent_ranks(tmp_path, TIMEOUT) == []
     clear_beats(tmp_path)
     assert beats(tmp_path) == []
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named_with_what_it_was_last_in(tmp_path):
+    waits = collective(13, 61.0, ended=False)
+    write(tmp_path, 0, process_mark(), 0.0, kept=(collective(12, 61.1, ended=True), waits))
+    write(tmp_path, 1, process_mark(), 5.0, kept=(collective(11, 57.0, ended=True), collective(12, 56.0, ended=True)))
+    write(tmp_path, 2, process_mark(), 5.0, kept=(collective(12, 20.0, ended=True),))  # it may just be slow
+    write(tmp_path, 3, process_mark(), 0.0)  # nobody keeps its collectives
+    assert silent_ranks(tmp_path, TIMEOUT) == []
+    (absent,) = absent_ranks(tmp_path, TIMEOUT)
+    said = say_absent([absent], TIMEOUT, waits)
+    assert said.startswith(f"rank 1 (process {os.getpid()} of this machine) has not come to what the others wait in: ")
+    assert "begun no collective for 61 s, and is in step 4, at test_rank_heartbeat.py:" in said
+    assert ", last in gloo:all_reduce 12 of group default_pg. The others waited for it in gloo:all_reduce 13 of" in said
+    assert says_silent(said)
+    assert any(line.startswith("test_rank_heartbeat.py:") for line in absent.stack)
+
+
+def test_a_rank_that_waits_for_a_message_of_a_pipeline_is_not_taken_for_one_that_does_not_come(tmp_path, monkeypatch):
+    idle = (collective(12, 61.0, ended=True),)
+    lock, here = threading.Lock(), threading.Event()
+    work = SimpleNamespace(wait=lock.acquire)  # which is no Python, as that of torch's works
+
+    def stage() -> None:
+        here.set()
+        work.wait()
+
+    lock.acquire()
+    waiting = threading.Thread(target=stage)
+    waiting.start()
+    here.wait()
+    deadline = time.monotonic() + 30
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "main_thread", lambda: waiting)
+        write(tmp_path, 1, process_mark(), 0.0, kept=idle)
+        while absent_ranks(tmp_path, TIMEOUT) and time.monotonic() < deadline:  # it may not be at that line yet
+            write(tmp_path, 1, process_mark(), 0.0, kept=idle)
+    assert absent_ranks(tmp_path, TIMEOUT) == []
+    lock.release()
+    waiting.join()
+    write(tmp_path, 1, process_mark(), 0.0, kept=idle)
+    assert [each.rank for each in absent_ranks(tmp_path, TIMEOUT)] == [1]
+
+
+def test_what_a_rank_was_in_is_dumped_before_others_give_up(tmp_path):
+    write(tmp_path, 0, process_mark(), 0.0, kept=(collective(1, 40.0, True), collective(2, 29.0, True)))
+    assert not (tmp_path / "ranks" / "gloo_0").exists()
+    write(tmp_path, 0, process_mark(), 0.0, kept=(collective(1, 40.0, True), collective(2, 31.0, False)))
+    dump = json.loads((tmp_path / "ranks" / "gloo_0").read_text())
+    assert [each["collective_seq_id"] for each in dump["collectives"]] == [1, 2]
+    assert dump["collective"]["collective_seq_id"] == 2
+    assert any("test_what_a_rank_was_in" in line for line in dump["threads"]["MainThread"])
+    assert [each.rank for each in beats(tmp_path)] == [0]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import lightning.pytorch as pl
 
 
 class Fail(pl.Callback):
-    """Raises, or dies by SIGKILL, or is stopped by SIGSTOP, on `rank` after `step`.
+    """Raises, or dies by SIGKILL, or is stopped by SIGSTOP, or is stuck in Python, on `rank` after `step`.
 
     `marks`: a folder where it notes that it has done so, and does so `times` times; None: each time.
     """
@@ -20,10 +21,11 @@ class Fail(pl.Callback):
         step: int,
         kill: bool = False,
         stop: bool = False,
+        stick: bool = False,
         marks: str | None = None,
         times: int = 1,
     ):
-        self.rank, self.step, self.kill, self.stop = rank, step, kill, stop
+        self.rank, self.step, self.kill, self.stop, self.stick = rank, step, kill, stop, stick
         self.marks, self.times = marks, times
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
@@ -31,6 +33,8 @@ class Fail(pl.Callback):
             if self.stop:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 return
+            if self.stick:
+                time.sleep(600)
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("planted failure")

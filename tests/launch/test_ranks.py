@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from rank_group import forkserver
 from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.run import local_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMES = ["schedule.total_steps=300", "checkpoint.every_steps=null", "data.micro_batch_size=1"]
@@ -140,6 +142,32 @@ def test_a_rank_that_hangs_is_named_and_not_the_one_that_waited(small_run, tmp_p
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
     assert not list((tmp_path / "temporary").glob("*elastic*")) + list((tmp_path / "temporary").glob("*-ranks-*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["zero3", "pp"])
+def test_a_rank_that_lives_and_is_stuck_is_named_with_where_and_the_last_collective(
+    layout, small_run, tmp_path, forked_ranks, capfd, monkeypatch
+):
+    monkeypatch.setattr(local_ranks, "SAVE_SECONDS", 5)  # it does not listen
+    fault = "+callbacks.fault={_target_: faults.Fail, rank: 1, step: 3, stick: true}"
+    words = [f"parallel={layout}", "trainer.devices=2", "parallel.timeout_seconds=40", "trainer.max_steps=300", fault]
+    code = main(["train", *small_run(tmp_path, *TIMES, *words)])
+    told, complained = capfd.readouterr()
+    assert code == 1, complained
+    assert "env    TORCH_FR_BUFFER_SIZE=128 (lightning-llm)" in told
+    (said,) = [line for line in complained.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: rank 1 \(process \d+ of this machine\) has not come to what the others wait in: ", said)
+    assert re.search(r"in step 4, at faults.py:\d+ on_train_batch_end, last in gloo:\w+ \d+ of group \w+\. ", said)
+    assert re.search(r" The others waited for it in gloo:\w+ \d+ of group \w+ \(parallel.timeout_seconds=40\)$", said)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], f"error: {summary['detail']}") == ("failed", said)
+    beat = json.loads((tmp_path / "run" / "ranks" / "1.json").read_text())
+    assert beat["stack"][0].startswith("faults.py:")
+    dumps = {rank: json.loads((tmp_path / "run" / "ranks" / f"gloo_{rank}").read_text()) for rank in (0, 1)}
+    assert not dumps[0]["collectives"][-1]["ended"] or layout == "pp"
+    assert dumps[1]["collectives"][-1]["ended"]
+    assert any("faults.py" in line for line in dumps[1]["threads"]["MainThread"])
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.parallel import cuda_environment
-from lightning_llm.parallel.cuda_environment import AGENT, ALLOCATOR, NCCL, environment_line, set_missing, wanted
+from lightning_llm.parallel.cuda_environment import AGENT, ALLOCATOR, GLOO, NCCL, environment_line, set_missing, wanted
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.precision.native.capability import DEVICES
 
@@ -26,6 +26,7 @@ def of(*words, device="sm_90"):
 
 def test_what_ranks_are_to_have():
     assert of(device="cpu") == {}
+    assert of("parallel=zero3", "trainer.devices=4", device="cpu") == {"TORCH_FR_BUFFER_SIZE": "128"}
     assert of() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert of("parallel=zero3", "trainer.devices=4") == {**ALLOCATOR, **NCCL}
     both = of("parallel=fsdp_tp", "trainer.devices=4")
@@ -44,7 +45,16 @@ def test_a_users_own_value_stays_and_each_is_told(environment):
         "TORCH_FR_BUFFER_SIZE=2000 (lightning-llm), TORCH_NCCL_ASYNC_ERROR_HANDLING=3 (lightning-llm), "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=0 (yours)"
     )
+    assert environment_line("cpu") == "env    TORCH_FR_BUFFER_SIZE=2000 (lightning-llm)"
+
+
+def test_ranks_on_cpus_keep_gloos_collectives(environment):
     assert environment_line("cpu") is None
+    set_missing(GLOO)
+    assert environment_line("cpu") == "env    TORCH_FR_BUFFER_SIZE=128 (lightning-llm)"
+    environment["TORCH_FR_BUFFER_SIZE"] = "0"
+    set_missing(GLOO)
+    assert environment_line("cpu") == "env    TORCH_FR_BUFFER_SIZE=0 (yours)"
 
 
 def test_a_rank_knows_what_its_launcher_set(environment):
