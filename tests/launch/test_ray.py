@@ -121,7 +121,8 @@ def test_what_ray_is_asked_for() -> None:
 def test_what_a_user_gets_wrong(
     small_run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["train", *small_run(tmp_path, "launcher=ray", "world=3", "trainer.devices=2")]) == 2
+    of_three = "parallel=ddp", "data.global_batch_size=6"
+    assert main(["train", *small_run(tmp_path, "launcher=ray", "world=3", "trainer.devices=2", *of_three)]) == 2
     assert "world: is 3, no multiple of trainer.devices=2" in capsys.readouterr().err
     monkeypatch.setattr("lightning_llm.run.ray_cluster.find_spec", lambda name: None)
     words = small_run(tmp_path, "launcher=ray")
