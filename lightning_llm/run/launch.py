@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
 from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
@@ -177,7 +178,7 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
         said = by_ranks and failure.exitcode == 1 and not handed_on
         if not refused and not said and not found_unhealthy(error):
             if handed_on:
-                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+                print(redacted(failure.message["extraInfo"]["py_callstack"]), file=sys.stderr)
             print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
         raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
@@ -249,7 +250,7 @@ def found_unhealthy(error: Any) -> bool:
 
 def message_of(failure: Any) -> str:
     """Return what a failed rank raised, or the agent says of it."""
-    return str(failure.message["message"] if isinstance(failure.message, dict) else failure.message)
+    return redacted(str(failure.message["message"] if isinstance(failure.message, dict) else failure.message))
 
 
 def failure_line(rank: int, failure: Any) -> str:
