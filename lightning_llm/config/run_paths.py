@@ -65,7 +65,9 @@ def secret_problems(config: Config) -> Iterator[Problem]:
         texts = value if isinstance(value, (list, tuple)) else (value,)
         found = [name for each in texts if isinstance(each, str) and (name := secret_in(each)) is not None]
         if found and found[0]:
-            text = f"holds the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Leave it "
+            text = (
+                f"holds the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Leave it "
+            )
             yield Problem(key, f"{text}out: what needs it reads the variable itself.")
         elif found:
             text = "holds an address with a password or a token, and a config is written to the run's folder and to "

@@ -5,6 +5,7 @@ Reads its `Task` from the standard input as JSON; runs torch's agent; leaves in 
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Task:
 
 def main() -> int:
     """Run the ranks until all have ended; return 0, or 1 and a report where one failed or a signal came."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray's, which started it, has SIGINT blocked
     die_with_parent()
     report, task = Path(sys.argv[1]), Task(**json.load(sys.stdin))
     config = _read(task)

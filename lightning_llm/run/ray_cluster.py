@@ -14,9 +14,14 @@ from lightning_llm.errors import ConfigError, Problem
 ADDRESS = "RAY_ADDRESS"
 """Ray's own variable: `ray job submit` sets it for what it starts."""
 NAMESPACE = "lightning-llm"
-OF_THIS_MACHINE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+OF_THIS_MACHINE = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_worker_niceness": "0",
+}
 """For a Ray that is started here: it reports to nobody, and listens on the loopback interface alone, as it does by
-default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address)."""
+default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address). Its workers, and what they
+start, are no nicer than others: 15 is its default."""
 
 
 def ray_problems(config: Config) -> Iterator[Problem]:

@@ -195,7 +195,9 @@ def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
     reports = start.reports.values()
     if start.lost:
         number, why = min(start.lost.items())
-        detail = f"machine {number} of {len(start.nodes)} (ranks from {number * config.trainer.devices}) was lost: {why}"
+        detail = (
+            f"machine {number} of {len(start.nodes)} (ranks from {number * config.trainer.devices}) was lost: {why}"
+        )
         return _lost(detail, folder)
     if start.failures:
         return ended_by_failure(_child_failed(start.failures), folder, config.parallel.timeout_seconds)

@@ -22,11 +22,7 @@ class Listening(pl.Callback):
         here = psutil.Process()
         parent = here.parent()
         family = [here, *here.children(recursive=True), *([parent] if parent else [])]
-        found = {
-            f"{each.pid} {socket.laddr.ip}"
-            for each in family
-            for socket in listening(each)
-        }
+        found = {f"{each.pid} {socket.laddr.ip}" for each in family for socket in listening(each)}
         Path(self.folder, f"rank{trainer.global_rank}").write_text("\n".join(sorted(found)))
 
 
@@ -39,7 +35,9 @@ def test_the_store_that_ranks_meet_by_is_on_the_loopback_interface_and_gloo_is_s
     seen: dict[str, Any] = {}
 
     def launch(settings: Any, program: str) -> Any:
-        parameters = RendezvousParameters(settings.rdzv_backend, "", settings.run_id, settings.min_nodes, settings.max_nodes)
+        parameters = RendezvousParameters(
+            settings.rdzv_backend, "", settings.run_id, settings.min_nodes, settings.max_nodes
+        )
         before = listening(psutil.Process())
         info = get_rendezvous_handler(parameters).next_rendezvous()
         seen.update(info=info, sockets=listening(psutil.Process()) - before, gloo=os.environ.get("GLOO_SOCKET_IFNAME"))
@@ -69,7 +67,14 @@ def test_only_the_loopback_interface_is_listened_on(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     watch = f"+callbacks.listening={{_target_: test_sockets.Listening, folder: {tmp_path}}}"
     metrics = "+callbacks.prometheus={_target_: lightning_llm.callbacks.prometheus.Prometheus, port: 0}"
-    words = [f"parallel={layout}", "trainer.devices=2", "data.micro_batch_size=1", "trainer.max_steps=2", watch, metrics]
+    words = [
+        f"parallel={layout}",
+        "trainer.devices=2",
+        "data.micro_batch_size=1",
+        "trainer.max_steps=2",
+        watch,
+        metrics,
+    ]
     assert main(["train", *small_run(tmp_path, *words, "schedule.warmup_steps=0")]) == 0
     lines = [line for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines()]
     processes = {int(line.split()[0]) for line in lines}

@@ -122,7 +122,7 @@ RECIPES = {
     "logging": "# @package _global_\nhydra: {{job_logging: {{handlers: {{x: {{(): os.system, command: touch {mark}}}}}}}}}\n",
     "hydra's callbacks": "# @package _global_\nhydra: {{callbacks: {{x: {{_target_: os.system}}}}}}\n",
     "hydra's sweeper": "# @package _global_\nhydra: {{sweeper: {{_target_: os.system}}}}\n",
-    "a resolver": "# @package _global_\nseed: ${{eval:'__import__(\"os\").system(\"touch {mark}\")'}}\n",
+    "a resolver": '# @package _global_\nseed: ${{eval:\'__import__("os").system("touch {mark}")\'}}\n',
     "code beside it": "# @package _global_\ncallbacks: {{x: {{_target_: code_beside.Runs}}}}\n",
 }
 
@@ -185,7 +185,10 @@ def arrow_extension(folder: Path, mark: Path) -> None:
     import pyarrow.parquet as pq
 
     about = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled(mark)}
-    table = pa.table([pa.array([f"a text {number} of some words" for number in range(200)])], schema=pa.schema([pa.field("text", pa.string(), metadata=about)]))
+    table = pa.table(
+        [pa.array([f"a text {number} of some words" for number in range(200)])],
+        schema=pa.schema([pa.field("text", pa.string(), metadata=about)]),
+    )
     pq.write_table(table, folder / "data.parquet")
 
 

@@ -68,7 +68,9 @@ def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
         metrics = f"{{_target_: lightning_llm.callbacks.prometheus.Prometheus, port: null, textfile: {root}}}"
         leaks = "{_target_: secret_callbacks.Leaks}"
         watching = [f"+callbacks.prometheus={metrics}", "+callbacks.leaks=" + leaks]
-        watching += [f"+callbacks.{name}={{_target_: lightning_llm.callbacks.{name}.{name.title()}}}" for name in ("memory",)]
+        watching += [
+            f"+callbacks.{name}={{_target_: lightning_llm.callbacks.{name}.{name.title()}}}" for name in ("memory",)
+        ]
         assert main(["train", *small_run(root, *more, *watching)]) == 1
         said = capfd.readouterr()
     assert "RuntimeError: PUT https://127.0.0.1:9/x refused; sent Authorization: Bearer $HF_TOKEN" in said.err
@@ -88,7 +90,9 @@ def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest
     for verb in ("plan", "train"):
         assert main([verb, *small_run(tmp_path, interpolated, typed)]) == 2
         said = capsys.readouterr()
-        assert "callbacks.own.note: holds the value of $HF_TOKEN, and a config is written to the run's folder" in said.err
+        assert (
+            "callbacks.own.note: holds the value of $HF_TOKEN, and a config is written to the run's folder" in said.err
+        )
         assert "logger.tags.source: holds an address with a password or a token" in said.err
         assert CANARY not in said.out + said.err
     assert main(["train", "-m", *small_run(tmp_path, typed), "seed=0,1"]) == 2
@@ -100,7 +104,11 @@ def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest
 def test_what_is_secret() -> None:
     token = os.environ["HF_TOKEN"]
     assert redacted(f"a {token} and s3://u:{CANARY}@h/b?x=1") == "a $HF_TOKEN and s3://h/b?x=1"
-    assert (secret_in(f"x{token}"), secret_in(f"https://u:{CANARY}@h"), secret_in("https://h/a@b")) == ("HF_TOKEN", "", None)
+    assert (secret_in(f"x{token}"), secret_in(f"https://u:{CANARY}@h"), secret_in("https://h/a@b")) == (
+        "HF_TOKEN",
+        "",
+        None,
+    )
     os.environ["HF_TOKEN"] = "short"
     assert secret_in("short") is None
 
@@ -126,7 +134,10 @@ def test_modes_and_secrets_of_a_sweep_and_an_export(mask: int, tmp_path: Path, s
     with umask(mask):
         root.mkdir()
         more = ["trainer.max_steps=2", f"data.cache_dir={root}/cache", "logger=mlflow", "trainer.max_restarts=1"]
-        more += ["+callbacks.sample={_target_: lightning_llm.callbacks.sample.Sample, prompts: [a]}", "spikes.policy=rollback"]
+        more += [
+            "+callbacks.sample={_target_: lightning_llm.callbacks.sample.Sample, prompts: [a]}",
+            "spikes.policy=rollback",
+        ]
         words = [word for word in small_run(root, *more) if not word.startswith("run.dir=")]
         assert main(["train", "-m", *words, "seed=0,1", "run.name=swept", "launcher.at_once=2"]) == 0
         (run,) = (each.parent for each in root.rglob("0/config.yaml"))
