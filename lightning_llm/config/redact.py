@@ -37,7 +37,7 @@ def redacted(text: str) -> str:
 
 
 def secret_in(text: str) -> str | None:
-    """Return what is secret in `text`: the name of a variable whose value it holds, "" for an address's; None: nothing."""
+    """Return what is secret in `text`: the variable whose value it holds, "" for a password in an address, or None."""
     named = next((name for name, value in _secrets() if value in text), None)
     is_address = "://" in text and redact_uri(text) != text
     return "" if named is None and is_address else named

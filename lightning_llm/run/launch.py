@@ -37,7 +37,7 @@ LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote
 
 @dataclass(frozen=True)
 class Node:
-    """One of `count` machines whose ranks are one group: the `rank`-th. Their agents meet at `endpoint` of the first."""
+    """One of `count` machines whose ranks are one group, the `rank`-th. Agents meet at `endpoint` of the first."""
 
     rank: int
     count: int

@@ -1,4 +1,4 @@
-"""A Ray cluster (https://docs.ray.io) that ranks are placed on: reaching it, and what is asked of it. Imports no torch."""
+"""A Ray cluster (https://docs.ray.io) that ranks are placed on: reaching it, and asking it. Imports no torch."""
 
 import logging
 import os
@@ -20,8 +20,8 @@ OF_THIS_MACHINE = {
     "RAY_worker_niceness": "0",
 }
 """For a Ray that is started here: it reports to nobody, and listens on the loopback interface alone, as it does by
-default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address). Its workers, and what they
-start, are no nicer than others: 15 is its default."""
+default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address). Its workers, and what
+they start, are no nicer than others: 15 is its default."""
 
 
 def ray_problems(config: Config) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Jobs of a sweep as processes on this machine; with launcher=ray each has its ranks placed by Ray, and waits for them."""
+"""Jobs of a sweep as processes on this machine; with launcher=ray each has its ranks placed by Ray, and waits."""
 
 import os
 import subprocess

@@ -53,9 +53,8 @@ def test_a_release_is_whole_and_says_what_it_needs(tmp_path: Path) -> None:
         ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, capture_output=True, text=True
     )
     assert check.returncode == 0, check.stdout + check.stderr
-    assert {each.name for each in folder.iterdir()} == {
-        "SHA256SUMS", f"lightning-llm-{own}.cdx.json", f"lightning_llm-{own}.tar.gz", f"lightning_llm-{own}-py3-none-any.whl"
-    }  # fmt: skip
+    files = {f"lightning_llm-{own}.tar.gz", f"lightning_llm-{own}-py3-none-any.whl", f"lightning-llm-{own}.cdx.json"}
+    assert {each.name for each in folder.iterdir()} == {"SHA256SUMS", *files}
     bom = json.loads((folder / f"lightning-llm-{own}.cdx.json").read_text())
     assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
     named = {each["name"]: each for each in bom["components"]}
