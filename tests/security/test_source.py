@@ -43,7 +43,7 @@ def found_in(text: str, where: str) -> Iterator[str]:
             "torch.load without weights_only=True": called == "torch.load" and keywords.get("weights_only") != "True",
             "allow_pickle": keywords.get("allow_pickle", "False") != "False",
             "trust_remote_code": keywords.get("trust_remote_code", "False") != "False",
-            "shell": keywords.get("shell", "False") != "False",
+            "shell": called.startswith("subprocess.") and keywords.get("shell", "False") != "False",
             "yaml.load by what is no safe loader": called == "yaml.load"
             and not any("Loader" in ast.unparse(each) for each in [*node.args[1:], *(k.value for k in node.keywords)]),
         }
