@@ -5,7 +5,7 @@ import os
 import pickle
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_run: Any) -> Path:
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def some_in_full(every: Iterable[Any], *cheap: Any) -> list[Any]:
+    """Parameters of a test that tries all of `every`, those but `cheap` in `make test-full` alone."""
+    return [pytest.param(each, marks=() if each in cheap else pytest.mark.full) for each in every]
 
 
 def refused(mark: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -136,7 +141,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some_in_full(RECIPES, "yaml", "callback", "logging", "code beside it"))
 def test_a_recipe(name: str, tmp_path: Path, mark: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "own"
     (folder / "recipe").mkdir(parents=True)
@@ -145,7 +150,6 @@ def test_a_recipe(name: str, tmp_path: Path, mark: Path, capsys: pytest.CaptureF
     for beside in (folder, folder / "recipe"):
         (beside / "code_beside.py").write_text(python_code(mark))
     words = ["--config-dir", str(folder), "recipe=bad", f"run.root={tmp_path}"]
-    refused(mark, capsys, "plan", *words)
     refused(mark, capsys, "train", *words)
     assert main(["recipes", "--config-dir", str(folder)]) in (0, 2)
     assert not mark.exists()
@@ -214,7 +218,9 @@ DATASETS: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize(
+    "name", some_in_full(DATASETS, "a script and a card", "an archive of samples", "an arrow type")
+)
 def test_a_data_set(name: str, tmp_path: Path, small_run: Any, mark: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loader, plant = DATASETS[name]
     folder = tmp_path / "dataset"
@@ -289,7 +295,7 @@ def weights(tmp_path: Path) -> Path:
     return write_huggingface(tmp_path / "hf", shape)
 
 
-@pytest.mark.parametrize("plant", WEIGHTS)
+@pytest.mark.parametrize("plant", some_in_full(WEIGHTS, header_bomb, pickle_alone, code_of_its_own))
 def test_a_folder_of_weights(
     plant: Any, weights: Path, tmp_path: Path, corpus_folder: Path, mark: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
