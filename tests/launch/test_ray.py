@@ -141,7 +141,7 @@ def two_nodes(of_this_machine: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.second = cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1)
     yield cluster
     cluster.shutdown()
 
@@ -175,15 +175,20 @@ def test_a_rank_killed_on_another_machine_is_named_and_the_run_comes_to_the_same
 def test_a_lost_machine_is_named_and_another_takes_its_place(
     small_run: Any, tmp_path: Path, two_nodes: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    import ray
+
     run = tmp_path / "run"
 
     def pull() -> None:
         metrics, until = run / "metrics.jsonl", time.monotonic() + 240
         while not (metrics.is_file() and metrics.read_text().count("\n") >= 4) and time.monotonic() < until:
             time.sleep(0.05)
-        two_nodes.remove_node(two_nodes.second, allow_graceful=False)
-        two_nodes.add_node(num_cpus=1)
+        (group,) = ray.util.placement_group_table().values()
+        used = set(group["bundles_to_node_id"].values())
+        lost = next(each for each in two_nodes.worker_nodes if each.node_id in used)
+        two_nodes.remove_node(lost, allow_graceful=False)
 
+    two_nodes.add_node(num_cpus=1)  # one is left over
     thread = threading.Thread(target=pull)
     thread.start()
     steps = ["trainer.max_steps=120", "schedule.total_steps=120", "checkpoint.every_steps=10"]

@@ -1,7 +1,6 @@
 """Secrets of the environment and of addresses are in nothing that a run prints or leaves; modes follow the umask."""
 
 import os
-import shutil
 import sqlite3
 import stat
 import sys
@@ -56,16 +55,24 @@ def wrong_modes(root: Path, mask: int) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("secrets")
-@pytest.mark.parametrize("logger", ["none", pytest.param("mlflow", marks=pytest.mark.full)])
 def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
-    logger: str, tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    fail_under_077(tmp_path, small_run, capfd, "logger=none")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("secrets", "own_writer")
+def test_so_does_one_that_mlflow_tracks(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    fail_under_077(tmp_path, small_run, capfd, "logger=mlflow")
+    assert (tmp_path / "runs" / "mlflow.db").is_file()
+
+
+def fail_under_077(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], logger: str) -> None:
     root = tmp_path / "runs"
     with umask(0o077):
         root.mkdir()
-        if logger == "mlflow":
-            shutil.copyfile(request.getfixturevalue("empty_store"), root / "mlflow.db")
-        more = ["trainer.max_steps=2", "checkpoint.every_steps=1", f"data.cache_dir={root}/cache", f"logger={logger}"]
+        more = ["trainer.max_steps=2", "checkpoint.every_steps=1", f"data.cache_dir={root}/cache", logger]
         metrics = f"{{_target_: lightning_llm.callbacks.prometheus.Prometheus, port: null, textfile: {root}}}"
         leaks = "{_target_: secret_callbacks.Leaks}"
         watching = [f"+callbacks.prometheus={metrics}", "+callbacks.leaks=" + leaks]
@@ -143,7 +150,7 @@ def test_modes_and_secrets_of_a_sweep_and_an_export(mask: int, tmp_path: Path, s
         root.mkdir()
         more = ["trainer.max_steps=2", f"data.cache_dir={root}/cache", "logger=mlflow", "trainer.max_restarts=1"]
         more += [
-            "+callbacks.sample={_target_: lightning_llm.callbacks.sample.Sample, prompts: [a]}",
+            "+callbacks.sample={_target_: lightning_llm.callbacks.sample.Sample, prompt: a, max_new_tokens: 4}",
             "spikes.policy=rollback",
         ]
         words = [word for word in small_run(root, *more) if not word.startswith("run.dir=")]
