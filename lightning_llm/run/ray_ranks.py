@@ -70,6 +70,8 @@ def _run_once(ray: Any, config: Config, relay: Relay, quiet: bool) -> Ended:
             for number in (relay.received,) if relay.received else ():
                 start.send_signal(number)  # it came while they were placed
             start.run(config, int(asked["CPU"]), quiet)
+        except ray.exceptions.RayError as error:
+            return _lost(f"Ray lost a machine before its ranks had started: {_first_line(error)}", folder)
         finally:
             relay.processes.discard(start)
     return _how_it_ended(start, config)
@@ -127,7 +129,7 @@ class PlacedRanks:
         self.lost: dict[int, str] = {}
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._ended_others = False
+        self.addresses: list[str] = []
 
     def send_signal(self, number: int, /) -> None:
         """Take a signal, within a handler: it goes out from `run`."""
@@ -145,7 +147,7 @@ class PlacedRanks:
             while not self._signals.empty():
                 self._to_all("send_signal", self._signals.get())
             if time.monotonic() > until:
-                self._ended_others, until = True, float("inf")
+                until = float("inf")
                 self._to_all("kill")
             try:
                 number, kind, what = self._events.get(timeout=0.2)
@@ -162,9 +164,10 @@ class PlacedRanks:
 
     def _tasks(self, config: Config, cpus: int, quiet: bool) -> Iterator[Task]:
         count, text, run_id = len(self.nodes), config_text(config), uuid.uuid4().hex
-        endpoint = self.ray.get(self.nodes[0].endpoint.remote()) if count > 1 else ""
+        endpoints = self.ray.get([node.endpoint.remote() for node in self.nodes])
+        self.addresses = [each.rpartition(":")[0] for each in endpoints]
         for number in range(count):
-            node = asdict(Node(number, count, endpoint, run_id)) if count > 1 else None
+            node = asdict(Node(number, count, endpoints[0], run_id)) if count > 1 else None
             yield Task(text, config_dir_arguments(), cpus, node, quiet)
 
     def _read(self, number: int, events: Any) -> None:
@@ -172,8 +175,7 @@ class PlacedRanks:
             for reference in events:
                 self._events.put((number, *self.ray.get(reference)))
         except self.ray.exceptions.RayError as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            self._events.put((number, "lost", lines[0].strip() if lines else type(error).__name__))
+            self._events.put((number, "lost", _first_line(error)))
 
     def _to_all(self, method: str, *arguments: Any) -> None:
         for number, node in enumerate(self.nodes):
@@ -196,7 +198,8 @@ def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
     if start.lost:
         number, why = min(start.lost.items())
         detail = (
-            f"machine {number} of {len(start.nodes)} (ranks from {number * config.trainer.devices}) was lost: {why}"
+            f"machine {number} of {len(start.nodes)} ({start.addresses[number]}, ranks from "
+            f"{number * config.trainer.devices}) was lost: {why}"
         )
         return _lost(detail, folder)
     if start.failures:
@@ -206,6 +209,10 @@ def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
     if codes := [report["code"] for report in reports if report["code"]]:
         return _lost(f"torch's agent on a machine of Ray's ended with {codes[0]}", folder)
     return Ended(0)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _lost(detail: str, folder: Path) -> Ended:

@@ -196,7 +196,7 @@ def test_a_lost_machine_is_named_and_another_takes_its_place(
     thread.join()
     said = capfd.readouterr()
     assert code == 0, said.err
-    assert re.search(r"error: machine [01] of 2 \(ranks from [01]\) was lost: ", said.err)
+    assert re.search(r"error: machine [01] of 2 \(127.0.0.1, ranks from [01]\) was lost: ", said.err)
     assert main(["train", *small_run(tmp_path / "alone", *STEPS, *steps)]) == 0
     assert curve(run) == curve(tmp_path / "alone" / "run")
 
