@@ -6,6 +6,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ import pytest
 from lightning_llm.__main__ import main
 from lightning_llm.config.redact import redacted, secret_in
 from lightning_llm.record.files import summary_of
+from lightning_llm.record.mlflow.tracker import MLflowTracker
+from lightning_llm.run import rank
 
 CANARY = "c4nary0f"
 SECRETS = (
@@ -63,7 +66,10 @@ def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("secrets", "own_writer")
-def test_so_does_one_that_mlflow_tracks(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_so_does_one_that_mlflow_tracks(
+    tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "MLflowTracker", partial(MLflowTracker, close_seconds=300.0))
     fail_under_077(tmp_path, small_run, capfd, "logger=mlflow")
     assert (tmp_path / "runs" / "mlflow.db").is_file()
 
