@@ -10,7 +10,7 @@ ARGS ?=
 COMPILED := $(BIN)/python -m compileall -q lightning_llm callbacks && PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train sweep compare plan test test-full chaos golden lint format bench gpu-check ui clean
+.PHONY: help setup hashes release train sweep compare plan test test-full chaos golden lint format bench gpu-check ui clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -18,17 +18,32 @@ help:  ## list the targets
 setup: $(STAMP)  ## create or update .venv (uses a torch that $(PYTHON) already has)
 
 # A torch that the machine brings (a GPU image's, say) is used as it is; otherwise the one that development is pinned to.
-$(STAMP): pyproject.toml requirements/dev.txt requirements/transformer_engine.txt
+# Everything else is checked against requirements/hashes.txt (a build of torch's has a hash of its own, and brings what it
+# needs); `make setup HASHES=` leaves that out, for a mirror whose files are others.
+HASHES ?= requirements/hashes.txt
+PIP := $(BIN)/python -m pip install --quiet
+$(STAMP): pyproject.toml requirements/dev.txt requirements/hashes.txt requirements/build.txt requirements/transformer_engine.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed: make PYTHON=python3.12"; exit 1; }
 	@if $(PYTHON) -c 'import torch; assert (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)' 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' requirements/dev.txt > $(VENV)/constraints.txt && \
 	  $(PYTHON) -c 'import torch; print("torch==" + torch.__version__)' >> $(VENV)/constraints.txt; \
 	else $(PYTHON) -m venv $(VENV) && cp requirements/dev.txt $(VENV)/constraints.txt; fi
 	@echo "installing into $(VENV): about two minutes"
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/transformer_engine -r requirements/transformer_engine.txt
+	$(PIP) --require-hashes --no-deps -r requirements/build.txt
+	$(if $(HASHES),$(PIP) --require-hashes --no-deps --no-build-isolation -r $(HASHES))
+	$(PIP) -c $(VENV)/constraints.txt torch
+	$(PIP) -c $(VENV)/constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) --require-hashes --no-deps --no-compile --upgrade --target $(VENV)/transformer_engine -r requirements/transformer_engine.txt
 	@touch $(STAMP)
+
+# uv (https://docs.astral.sh/uv) asks the index for the hashes of every file of a version: those of all platforms.
+hashes:  ## write requirements/hashes.txt and build.txt for the versions of requirements/dev.txt (needs uv)
+	grep -v '^torch==' requirements/dev.txt | uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header - -o build.hashes
+	{ echo '# By `make hashes`: the versions of dev.txt with the hashes of their files, on all platforms, but for torch.'; \
+	  cat build.hashes; } > requirements/hashes.txt
+	{ echo '# By `make hashes`: what builds the package, which is installed first.'; \
+	  awk '/^[a-zA-Z]/ {wanted = /^(setuptools|wheel)==/} wanted' build.hashes; } > requirements/build.txt
+	rm build.hashes
 
 train: setup  ## train the quickstart, or RECIPE=name (more in ARGS="key=value ...")
 	$(BIN)/lightning-llm train recipe=$(RECIPE) $(ARGS)
@@ -75,6 +90,9 @@ bench: setup  ## the benchmark suite (ARGS="startup loader ...": some of it); re
 # Offline, on a machine without .venv, the Python that has torch does; what else it lacks comes from wheels in carry/.
 gpu-check:  ## what needs a GPU, under nine minutes; a second call goes on (ARGS="speed ...": some of it)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m gpu_check $(ARGS)
+
+release: setup  ## build wheel and sdist into dist/, with an SBOM (CycloneDX) and SHA256SUMS
+	$(BIN)/python requirements/release.py dist
 
 clean:  ## remove .venv and caches (outputs/ stays)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

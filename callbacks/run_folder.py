@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.errors import ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
 from lightning_llm.record.files import (
@@ -170,6 +171,7 @@ class RunFolder(pl.Callback):
         if self._file is None or self._file.closed:
             return
         self._file.close()
+        detail = redacted(detail)
         figures = final_figures(read_records(self.metrics_path))
         ended = time.time()
         if figures.get("useful_seconds"):

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from lightning_llm.config.config_dir import open_config_dir
 from lightning_llm.config.hydra_options import without_hydra_options
-from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.redact import print_redacted, redacted
 from lightning_llm.errors import ConfigError, Terminated, did_you_mean
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.slow_imports import slow_imports, take_process
@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     if argv is None:
         take_process()
+        sys.excepthook = print_redacted
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = _parse(words)
@@ -113,7 +114,7 @@ def _report(error: ConfigError) -> int:
         file=sys.stderr,
     )
     for problem in error.problems:
-        print(f"  - {escaped(redact_uri(str(problem)))}", file=sys.stderr)
+        print(f"  - {escaped(redacted(str(problem)))}", file=sys.stderr)
     return 2
 
 

@@ -20,7 +20,7 @@ HERE_INSTEAD = {
     "hydra.run": "run.dir=FOLDER, or run.root=, run.experiment= and run.name=, which it is made of",
     "hydra.sweep": "run.root=, run.experiment= and run.name=: a sweep's jobs lie in run.root/run.experiment/run.name/N",
     "hydra.sweeper": "several values (seed=0,1) with -m; hydra.sweeper.params is read in a recipe's file",
-    "hydra.launcher": "launcher=local or launcher=slurm, and their keys launcher.*",
+    "hydra.launcher": "launcher=local, slurm or ray, and their keys launcher.*",
     "hydra.searchpath": "--config-dir DIR",
     "hydra.mode": "-m",
     "hydra.job.chdir": "absolute paths: no run depends on the working directory",

@@ -1,4 +1,4 @@
-"""Credentials in addresses: left out of everything that is printed or written, and kept for this process's children.
+"""Credentials: left out of everything that is printed or written; those of addresses kept for this process's children.
 
 A config never holds them (`withheld` takes them out where it is composed), so that no file, artifact, tag or checkpoint
 can. `with_credentials` gives the whole address to what talks to the server.
@@ -6,6 +6,10 @@ can. `with_credentials` gives the whole address to what talks to the server.
 
 import os
 import re
+import sys
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
 
 WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
 """Of the environment: tracking addresses as they were given, one a line, for this process and those it starts."""
@@ -15,6 +19,39 @@ WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
 _USER = re.compile(r"(\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(?::[^\s'\"]*)?@")
 _SECRET = re.compile(r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)[\w-]*=[^&;#\s'\"]*&?", re.IGNORECASE)
 _LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&;#](?=$|[\s'\"])")
+
+
+_SECRET_VARIABLE = re.compile(
+    r"(\w+_)?(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|ACCESS_KEY_ID|CREDENTIALS?|WEBHOOK(_URL)?)", re.IGNORECASE
+)
+"""Of the environment: what a variable is called whose value is for nobody else: HF_TOKEN, AWS_SECRET_ACCESS_KEY, ..."""
+_LEAST_SECRET = 8
+"""Characters: what is shorter may stand anywhere by chance."""
+
+
+def redacted(text: str) -> str:
+    """Return `text` without credentials of addresses, and with $NAME for the value of a secret variable."""
+    for name, value in _secrets():
+        text = text.replace(value, f"${name}")
+    return redact_uri(text)
+
+
+def secret_in(text: str) -> str | None:
+    """Return what is secret in `text`: the variable whose value it holds, "" for a password in an address, or None."""
+    named = next((name for name, value in _secrets() if value in text), None)
+    is_address = "://" in text and redact_uri(text) != text
+    return "" if named is None and is_address else named
+
+
+def _secrets() -> Iterator[tuple[str, str]]:
+    for name, value in os.environ.items():
+        if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _LEAST_SECRET and not os.path.exists(value):
+            yield name, value
+
+
+def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what ends this process as Python does (`sys.excepthook`), but for what is secret in it."""
+    print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
 
 
 def redact_uri(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks of where a run is kept and tracked: `run.*` and `logger.tracking_uri`. Imports no MLflow."""
+"""Checks of where a run is kept and tracked, and of what may be kept there: no secret. Imports no MLflow."""
 
 import os
 import unicodedata
@@ -7,7 +7,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.identity import flatten
+from lightning_llm.config.redact import redact_uri, secret_in
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import Problem, did_you_mean
 
@@ -56,6 +57,21 @@ def tracking_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             key, f"is '{uri}', which names no database or server. Write sqlite:////FOLDER/mlflow.db, or null."
         )
+
+
+def secret_problems(config: Config) -> Iterator[Problem]:
+    """Yield the keys that hold a secret, which config.yaml, summaries, MLflow and checkpoints would all have."""
+    for key, value in flatten(config.model_dump(warnings=False)).items():
+        texts = value if isinstance(value, (list, tuple)) else (value,)
+        found = [name for each in texts if isinstance(each, str) and (name := secret_in(each)) is not None]
+        if found and found[0]:
+            text = (
+                f"holds the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Leave it "
+            )
+            yield Problem(key, f"{text}out: what needs it reads the variable itself.")
+        elif found:
+            text = "holds an address with a password or a token, and a config is written to the run's folder and to "
+            yield Problem(key, f"{text}MLflow. Leave them out of it, and give them in the environment.")
 
 
 @cache

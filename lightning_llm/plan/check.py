@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from lightning_llm.config.run_paths import run_path_problems, tracking_problems
+from lightning_llm.config.run_paths import run_path_problems, secret_problems, tracking_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
@@ -57,6 +57,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         lambda: attention_kernel_problems(found),
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),
+        lambda: secret_problems(config),
         lambda: tracking_problems(config),
         *cluster_rules(config),
         lambda: retention_problems(config),

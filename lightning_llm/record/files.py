@@ -1,4 +1,4 @@
-"""`metrics.jsonl` (a JSON object per line, valid whatever was measured) and `summary.json`. Standard library alone."""
+"""`metrics.jsonl` (a JSON object per line, valid whatever was measured) and `summary.json`. Imports nothing heavy."""
 
 import json
 import math
@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from lightning_llm.config.redact import redacted
 
 Record = Mapping[str, Any]
 Status = Literal["finished", "failed", "stopped"]
@@ -154,7 +156,7 @@ def mark_failed(folder: Path, detail: str) -> None:
     One that failed before it had a summary gets one; a folder that holds no run stays as it is.
     """
     if (folder / "config.yaml").is_file() or (folder / "summary.json").is_file():
-        write_json(folder / "summary.json", {**summary_of(folder), "status": "failed", "detail": detail})
+        write_json(folder / "summary.json", {**summary_of(folder), "status": "failed", "detail": redacted(detail)})
 
 
 def _safe(value: Any) -> Any:

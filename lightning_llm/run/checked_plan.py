@@ -44,10 +44,13 @@ def checked_plan(arguments: argparse.Namespace, *, to_train: bool) -> Plan:
     return checked_resolution(read_arguments(arguments), to_train=to_train).plan()
 
 
-def checked_resolution(reading: Reading, *, to_train: bool, saves: bool = True) -> Resolution:
+def checked_resolution(
+    reading: Reading, *, to_train: bool, saves: bool = True, by_launcher: bool = False
+) -> Resolution:
     """Return what follows from a config that every check has passed. Raises ConfigError as `checked_plan` does.
 
-    `saves`: whether checkpoints will be written, for which the disk needs room.
+    `saves`: whether checkpoints will be written, for which the disk needs room. `by_launcher`: whether `launcher` says
+    where ranks run: what the machines are on which Ray places them is not known on this one.
     """
     if to_train and (rank_environment() is not None or is_started_again()):
         config = adopt_world(reading.checked())
@@ -55,7 +58,8 @@ def checked_resolution(reading: Reading, *, to_train: bool, saves: bool = True) 
     reading = settled(reading)
     if reading.config is None:
         raise ConfigError(reading.problems)
-    found = Resolution(reading.config, to_train=to_train)
+    elsewhere = by_launcher and rank_environment() is None and reading.config.launcher.name == "ray"
+    found = Resolution(reading.config, to_train=to_train and not elsewhere)
     if problems := dict.fromkeys([*reading.problems, *problems_beyond(found, saves=saves)]):
         raise ConfigError(problems)
     return found

@@ -51,7 +51,13 @@ def die_with_launcher() -> None:
     A launcher that is killed cannot end its ranks, which would train on unseen, and write where a resumed run does
     (prctl(2), PR_SET_PDEATHSIG). Nothing happens in a process that is no rank.
     """
-    if rank_environment() is None or not sys.platform.startswith("linux"):
+    if rank_environment() is not None:
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Have Linux send this process SIGTERM when the one that started it is gone."""
+    if not sys.platform.startswith("linux"):
         return
     launcher = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

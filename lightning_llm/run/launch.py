@@ -10,9 +10,11 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
 from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
@@ -33,6 +35,16 @@ LOST_PEER = re.compile(r"gloo/transport|Connection (closed|reset) by peer|remote
 """What gloo, NCCL and torch's store say on a rank whose peer is gone."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """One of `count` machines whose ranks are one group, the `rank`-th. Agents meet at `endpoint` of the first."""
+
+    rank: int
+    count: int
+    endpoint: str
+    run_id: str
+
+
 def launch_ranks(
     count: int,
     words: Sequence[str],
@@ -42,13 +54,15 @@ def launch_ranks(
     quiet: bool = False,
     first_alone: bool = False,
     environment: Mapping[str, str] | None = None,
+    node: Node | None = None,
 ) -> None:
     """Run `lightning-llm WORDS` as `count` ranks on this machine, until all have ended.
 
     The agent watches the ranks: when one fails it ends the others, and passes SIGINT and SIGTERM on to all, which then
     have `shutdown_seconds`. `threads`: of each on the CPU; None: cores are shared out. `quiet`: nobody sees what they
     print on the standard output. `first_alone`: nor anything that ranks but the first print. `environment`: of the
-    ranks, where this process has none of a variable.
+    ranks, where this process has none of a variable. `node`: this machine among others; None: ranks are here alone, and
+    so are their sockets.
 
     Raises:
         ChildFailedError: of torch.distributed.elastic, a rank failed.
@@ -59,6 +73,8 @@ def launch_ranks(
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from lightning_llm.run.rendezvous import LOOPBACK
+
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they report is printed by the caller, in a line
     logs = tempfile.mkdtemp(prefix="lightning-llm-ranks-")  # ranks leave there what they raised
@@ -66,24 +82,37 @@ def launch_ranks(
     hidden |= dict.fromkeys(range(1, count), Std.ALL) if first_alone else {}
     settings = LaunchConfig(
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=hidden),
-        min_nodes=1,
-        max_nodes=1,
         nproc_per_node=count,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
         max_restarts=0,
         shutdown_timeout=shutdown_seconds,
+        **_meeting(node),
     )
     try:
         cores = threads or max(1, (os.cpu_count() or 1) // count)
-        with _for_ranks({"OMP_NUM_THREADS": str(cores), **(environment or {})}):
+        own = {} if node else LOOPBACK
+        with _for_ranks({"OMP_NUM_THREADS": str(cores), **own, **(environment or {})}):
             elastic_launch(settings, sys.executable)("-m", "lightning_llm", *words)
     except ChildFailedError as error:
-        _add_failures(error, Path(logs))
+        _add_failures(error, Path(logs), first_rank=node.rank * count if node else 0)
         raise
     finally:
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def _meeting(node: Node | None) -> dict[str, Any]:
+    """Return the part of torch's LaunchConfig that says where agents meet."""
+    if node is None:
+        from lightning_llm.run.rendezvous import register
+
+        return {"min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_backend": register()}
+    return {
+        "min_nodes": node.count,
+        "max_nodes": node.count,
+        "run_id": node.run_id,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": node.endpoint,
+        "rdzv_configs": {"rank": node.rank},
+    }
 
 
 def launch_reported(
@@ -149,7 +178,7 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
         said = by_ranks and failure.exitcode == 1 and not handed_on
         if not refused and not said and not found_unhealthy(error):
             if handed_on:
-                print(failure.message["extraInfo"]["py_callstack"], file=sys.stderr)
+                print(redacted(failure.message["extraInfo"]["py_callstack"]), file=sys.stderr)
             print(f"error: {failure_line(rank, failure)}", file=sys.stderr)
         raise RanksFailedError(2 if refused else 1, failure_line(rank, failure)) from error
 
@@ -172,17 +201,17 @@ def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _add_failures(error: Any, logs: Path) -> None:
+def _add_failures(error: Any, logs: Path, first_rank: int) -> None:
     """Add to the failures that the agent has seen those of ranks that had written down theirs and had not ended yet.
 
-    A rank takes a moment to end, in which its peers lose it, fail and may end before it.
+    A rank takes a moment to end, in which its peers lose it, fail and may end before it. `first_rank`: of this machine.
     """
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    for file in logs.glob("*/attempt_0/*/error.json"):  # RUN/attempt_0/RANK: a machine's ranks are all that there are
-        rank = int(file.parent.name)
-        if rank not in error.failures:
-            error.failures[rank] = ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=str(file))
+    for file in logs.glob("*/attempt_0/*/error.json"):  # RUN/attempt_0/LOCAL_RANK
+        local = int(file.parent.name)
+        if (rank := first_rank + local) not in error.failures:
+            error.failures[rank] = ProcessFailure(local_rank=local, pid=0, exitcode=1, error_file=str(file))
 
 
 def first_failure(error: Any) -> tuple[int, Any]:
@@ -221,7 +250,7 @@ def found_unhealthy(error: Any) -> bool:
 
 def message_of(failure: Any) -> str:
     """Return what a failed rank raised, or the agent says of it."""
-    return str(failure.message["message"] if isinstance(failure.message, dict) else failure.message)
+    return redacted(str(failure.message["message"] if isinstance(failure.message, dict) else failure.message))
 
 
 def failure_line(rank: int, failure: Any) -> str:

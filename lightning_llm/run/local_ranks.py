@@ -59,24 +59,29 @@ def _run_ranks(config: Config, quiet: bool) -> Ended:
     try:
         with in_memory(config) as file:  # the run's folder holds it as config.yaml
             words = "train", "--config", str(file), *config_dir_arguments()
-            with _passed_on(folder):
+            with passed_on(folder):
                 launch_ranks(
                     trainer.devices, words, threads=trainer.threads, shutdown_seconds=SAVE_SECONDS, quiet=quiet
                 )
     except SignalException as stop:
-        if (detail := summary_of(folder)) and detail["status"] == "running":
-            print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
-            mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
-            print(how_to_go_on(folder), file=sys.stderr)
-            return Ended(1)
-        return Ended(exit_code(stop.sigval))
+        return ended_by_signal(stop.sigval, folder)
     except ChildFailedError as error:
-        return _first_failure(error, folder, config.parallel.timeout_seconds)
+        return ended_by_failure(error, folder, config.parallel.timeout_seconds)
     return Ended(0)
 
 
+def ended_by_signal(number: int, folder: Path) -> Ended:
+    """Return how a run ended whose ranks were sent a signal, and say so where they did not save in time."""
+    if (detail := summary_of(folder)) and detail["status"] == "running":
+        print(f"error: ranks did not save within {SAVE_SECONDS} s of the signal and were killed", file=sys.stderr)
+        mark_failed(folder, f"killed {SAVE_SECONDS} s after a signal, before its state was saved")
+        print(how_to_go_on(folder), file=sys.stderr)
+        return Ended(1)
+    return Ended(exit_code(number))
+
+
 @contextmanager
-def _passed_on(folder: Path) -> Iterator[None]:
+def passed_on(folder: Path) -> Iterator[None]:
     """Pass SIGUSR1, which torch's agent does not know, on to the ranks; end what has not begun to train."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -93,7 +98,7 @@ def _passed_on(folder: Path) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
 
 
-def _first_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
+def ended_by_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     """Say which rank failed first, and why, on stderr and in the run's summary; return how the run ended."""
     rank, failure = first_failure(error)
     if say_refused(rank, failure):  # what is wrong with the data, say, is found by the rank that reads them first

@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from lightning_llm.callbacks.run_folder import RunLogger
 from lightning_llm.config.commands import how_to_go_on
+from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
@@ -128,9 +129,9 @@ def report_end(error: BaseException, folder: str) -> int:
         return exit_code(error.number)
     if isinstance(error, StorageError):
         text = f"what was saved before is whole, and once the folder can be written again, {further}"
-        say(f"error: {error}; {text}", sys.stderr)
+        say(f"error: {redacted(str(error))}; {text}", sys.stderr)
     elif not isinstance(error, RankSilentError):
-        say(f"error: {error}", sys.stderr)
+        say(f"error: {redacted(str(error))}", sys.stderr)
         say(further, sys.stderr)
     return 1
 

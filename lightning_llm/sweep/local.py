@@ -1,52 +1,23 @@
-"""Jobs of a sweep as processes on this machine."""
+"""Jobs of a sweep as processes on this machine; with launcher=ray each has its ranks placed by Ray, and waits."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
 from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.run.relay import Relay
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
 from lightning_llm.sweep.job_locks import Outcome, locked
 from lightning_llm.sweep.progress import Progress
-
-
-class Relay:
-    """Hands a signal to the jobs under way, whenever it comes; `received`: the first, or 0."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self.processes: set[subprocess.Popen[bytes]] = set()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.received = self.received or number
-        for process in list(self.processes):
-            process.send_signal(number)
-
-
-@contextmanager
-def signals_passed_on() -> Iterator[Relay]:
-    """Catch these signals for the jobs while the context lasts."""
-    relay = Relay()
-    before: dict[Any, Any] = {
-        number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    }
-    try:
-        yield relay
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
@@ -94,7 +65,7 @@ def job_command(job: Job) -> tuple[list[str], Path]:
 
 
 def _may_use_cuda(job: Job) -> bool:
-    return job.config.trainer.accelerator != "cpu"
+    return job.config.trainer.accelerator != "cpu" and job.config.launcher.name != "ray"  # Ray gives out its own
 
 
 def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:

@@ -20,10 +20,12 @@ from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
+from lightning_llm.run.ray_cluster import in_sweep, ray_problems
+from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.run.trunk import settled
 from lightning_llm.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
-from lightning_llm.sweep.local import run_here, signals_passed_on
+from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.terminal.waiting import Waiting
@@ -60,12 +62,12 @@ def sweep(arguments: argparse.Namespace) -> int:
         whole = _open(define(*composed))
     todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
     launcher = todo[0].config.launcher
-    here = launcher.name == "local"  # what Slurm's machines are is not known on the one that submits
+    here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
     plans = [Resolution(job.config, to_train=here).plan() for job in todo]
     for line in dict.fromkeys(line for plan in plans for line in notes(plan, to_train=True)):
         print(line, flush=True)
     progress = Progress(len(todo), queued=launcher.name == "slurm")
-    with signals_passed_on() as relay:
+    with in_sweep(launcher), signals_passed_on() as relay:
         if launcher.name == "slurm":
             run_on_slurm(todo, relay, progress)
         else:
@@ -116,6 +118,8 @@ def _launcher_problems(configs: list[Config], to_train: bool) -> Iterator[Proble
         yield Problem("launcher", "is one for all jobs of a sweep, and these differ in it.")
     elif to_train and configs:
         yield from slurm_problems(configs[0].launcher)
+        for config in configs:
+            yield from ray_problems(config)
 
 
 def _open(whole: Sweep) -> Sweep:

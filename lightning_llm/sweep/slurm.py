@@ -16,8 +16,9 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed, write_json
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.run.relay import Relay
 from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
-from lightning_llm.sweep.local import Relay, frozen_config, job_command
+from lightning_llm.sweep.local import frozen_config, job_command
 from lightning_llm.sweep.progress import Progress
 
 POLL_SECONDS = 2.0

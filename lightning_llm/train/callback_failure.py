@@ -1,5 +1,6 @@
 """A callback of the config that raises, or ends the process: which, in which hook, where and why, in one line."""
 
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.errors import CallbackFailedError, ConfigError, StorageError
 from lightning_llm.terminal.text import one_line
 from lightning_llm.train.health.nonfinite import StepNotMadeError
@@ -33,7 +35,7 @@ def callback_failures(chosen: Mapping[str, pl.Callback], folder: Path, rank: int
         interrupted = isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
         cause = error.__context__ if interrupted and error.__context__ else error  # Lightning exits upon that
         if (where := _place(cause, chosen)) is not None:
-            reason = f"{where}: {type(cause).__name__}: {one_line(str(cause))}"
+            reason = f"{where}: {type(cause).__name__}: {one_line(redacted(str(cause)))}"
             raise CallbackFailedError(f"{reason} | whole traceback: {_keep(cause, folder, rank)}") from error
         if isinstance(error, SystemExit):
             raise RuntimeError(f"something ended the process within training: SystemExit({error.code})") from error
@@ -59,10 +61,10 @@ def _place(error: BaseException, chosen: Mapping[str, pl.Callback]) -> str | Non
 
 def _keep(error: BaseException, folder: Path, rank: int) -> Path | str:
     file = folder / (f"traceback-{rank}.txt" if rank else "traceback.txt")
-    text = "".join(traceback.format_exception(error))
+    text = redacted("".join(traceback.format_exception(error)))
     try:
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as problem:
-        traceback.print_exception(error)
+        print(text, file=sys.stderr)
         return f"above ({file} could not be written: {problem.strerror})"
     return file

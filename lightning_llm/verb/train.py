@@ -16,11 +16,12 @@ from lightning_llm.config.schema.strict import read_config
 from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated, UnhealthyError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.run.checked_plan import checked_plan, checked_resolution
+from lightning_llm.run.checked_plan import checked_resolution, read_arguments
 from lightning_llm.run.environment import rank_environment, world_problems
 from lightning_llm.run.going_on import refuse_unnamed_resume
 from lightning_llm.run.local_ranks import crowd_note, start_ranks
 from lightning_llm.run.lock import lock_run
+from lightning_llm.run.ray_cluster import ray_problems
 from lightning_llm.run.restarts import is_started_again
 from lightning_llm.run.start import decide_start
 from lightning_llm.slow_imports import slow_imports
@@ -38,7 +39,7 @@ def train(arguments: argparse.Namespace) -> int:
                 raise ConfigError(Problem("-m", text))
             return sweep(arguments)
         set_allocator()
-        plan = checked_plan(arguments, to_train=True)
+        plan = checked_resolution(read_arguments(arguments), to_train=True, by_launcher=True).plan()
         set_missing(wanted(plan))
         unnamed = arguments.config is None and plan.config.resume == "auto"
         if unnamed and (rank_environment() is None or is_started_again()):
@@ -59,7 +60,7 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
     try:
         # A copy with other values (pydantic's model_copy) was never looked at.
         reading = read_config(config.model_dump(warnings=False))
-        plan = checked_resolution(reading, to_train=True).plan()
+        plan = checked_resolution(reading, to_train=True, by_launcher=True).plan()
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     if problems:
@@ -122,14 +123,19 @@ def _terminated_in_words() -> Iterator[None]:
 def _start(plan: Plan, quiet: bool = False) -> int:
     """Train one run, in this process or in ranks that are started for it."""
     config = plan.config
-    if problems := world_problems(config):
+    on_ray = config.launcher.name == "ray"
+    if problems := list(ray_problems(config)) if on_ray else world_problems(config):
         raise ConfigError(problems)
-    if config.trainer.devices == 1 and config.trainer.max_restarts == 0:
+    if not on_ray and config.trainer.devices == 1 and config.trainer.max_restarts == 0:
         return _run_alone(plan)
     start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide
     if start.finished and decide_start(config, content_damage).finished:
         print(start.nothing_left(config))
         return 0
+    if on_ray:
+        from lightning_llm.run.ray_ranks import start_ranks_on_ray
+
+        return start_ranks_on_ray(config, quiet)
     if note := crowd_note(config, os.cpu_count() or 1):
         print(note, flush=True)
     return start_ranks(config, quiet)

@@ -49,7 +49,7 @@ FILES = {
     "half_package": ("# @package\nseed: 1\n", "Write `# @package NAME`"),
     "no_list": ("defaults: 3\n", "`defaults` must be a list"),
     "number": ("defaults:\n  - 3\n", "`defaults` has `3`"),
-    "launcher": ("defaults:\n  - override /hydra/launcher: submitit\n", "Use launcher=local or launcher=slurm"),
+    "launcher": ("defaults:\n  - override /hydra/launcher: submitit\n", "Use launcher=local, slurm or ray"),
     "hydra": ("hydra:\n  run:\n    dir: x\n", "hydra.run.dir: is Hydra's own"),
     "hydra_text": ("hydra: x\n", "`hydra` must be a mapping"),
 }

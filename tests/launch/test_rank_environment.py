@@ -15,7 +15,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
 from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
 from lightning_llm.run.launch import first_failure, launch_ranks
-from lightning_llm.run.local_ranks import _first_failure, crowd_note, start_ranks
+from lightning_llm.run.local_ranks import crowd_note, ended_by_failure, start_ranks
 from lightning_llm.run.restarts import Ended
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -84,7 +84,7 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         error = SimpleNamespace(
             failures={rank: failure}, get_first_failure=lambda rank=rank, failure=failure: (rank, failure)
         )
-        assert _first_failure(error, tmp_path, 600.0) == Ended(2)
+        assert ended_by_failure(error, tmp_path, 600.0) == Ended(2)
         assert capsys.readouterr().err == said
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_the_agent_ended_since_another_failed_was_not_stopped(status
     (tmp_path / "summary.json").write_text(json.dumps({"status": status, "detail": "NonFiniteError: step 2"}))
     failure = SimpleNamespace(exitcode=143, message="Signal 15")
     error = SimpleNamespace(failures={0: failure}, get_first_failure=lambda: (0, failure))
-    assert _first_failure(error, tmp_path, 600.0).code == code
+    assert ended_by_failure(error, tmp_path, 600.0).code == code
 
 
 @pytest.mark.parametrize("first_too", [True, False])
@@ -104,7 +104,7 @@ def test_a_callback_that_fails_on_another_rank_is_said_once(first_too, tmp_path,
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "detail": detail}))
     failure = SimpleNamespace(exitcode=1, message={"message": text})
     error = SimpleNamespace(failures={1: failure}, get_first_failure=lambda: (1, failure))
-    assert _first_failure(error, tmp_path, 600.0) == Ended(1)
+    assert ended_by_failure(error, tmp_path, 600.0) == Ended(1)
     said = r"rank 1 failed first (exit code 1): CallbackFailedError: callbacks.own failed: \x1b[31m"
     printed = capsys.readouterr().err
     assert printed.splitlines()[:1] == ([] if first_too else [f"error: {said}"])

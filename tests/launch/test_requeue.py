@@ -21,18 +21,27 @@ ROOT = Path(__file__).parents[2]
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=100", "data.micro_batch_size=1"]
 SCONTROL = '#!/bin/sh\necho "$@" >> {folder}/requeued\n'
 SRUN = """#!{python}
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 tasks, started = int(os.environ["FAKE_TASKS"]), []
-words = sys.argv[1:]
+words, options = sys.argv[1:], []
 while words[0].startswith("--"):
-    del words[0]
+    options.append(words.pop(0))
 step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": str(tasks), "SLURM_STEP_NODELIST": "localhost"}}
 for task in range(tasks):
     of_task = {{"SLURM_NTASKS": str(tasks), "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "SLURM_NODEID": "0"}}
     started.append(subprocess.Popen(words, env=os.environ | step | of_task))
 signal.signal(signal.SIGUSR1, lambda number, frame: [task.send_signal(number) for task in started])
-codes = [task.wait() for task in started]
-sys.exit(max(codes))
+# srun(1), --kill-on-bad-exit=1: the step ends where a task does with another code than 0; SIGTERM, and after KillWait
+# SIGKILL.
+told = 0
+while any(task.poll() is None for task in started):
+    if "--kill-on-bad-exit=1" in options and not told and any(task.poll() for task in started):
+        told = time.monotonic()
+        [task.terminate() for task in started if task.poll() is None]
+    if told and time.monotonic() > told + 30:
+        [task.kill() for task in started if task.poll() is None]
+    time.sleep(0.02)
+sys.exit(max(code if code >= 0 else 128 - code for code in (task.wait() for task in started)))
 """
 SBATCH = """#!{python}
 import os, re, subprocess, sys
@@ -43,6 +52,7 @@ environment = os.environ | {{"SLURM_JOB_ID": "17", "SLURM_NODELIST": "localhost"
 for count in range(5):
     again = {{"SLURM_RESTART_COUNT": str(count)}} if count else {{}}
     code = subprocess.run(["bash", script], env=environment | again).returncode
+    print(f"job ended with {{code}}", flush=True)
     if not os.path.exists("{folder}/requeued"):
         sys.exit(code)
     os.rename("{folder}/requeued", f"{folder}/requeued.{{count}}")
@@ -122,6 +132,28 @@ def test_the_batch_script_of_the_docs_goes_on_to_the_same_bits(small_run, tmp_pa
     assert done.returncode == 0, done.stderr
     assert (slurm / "requeued.0").read_text() == "requeue 17\n"
     assert re.search(r"resume from step [34]: ", done.stdout)
+    undisturbed = [word for word in words if not word.startswith(("parallel", "run."))]
+    assert main(["train", *undisturbed, f"run.dir={tmp_path}/undisturbed"]) == 0
+    assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
+
+
+@pytest.mark.full
+def test_a_killed_rank_ends_the_job_with_the_others_and_the_next_goes_on(small_run, tmp_path, slurm):
+    """`--kill-on-bad-exit` of the docs' script: without it the others would wait `parallel.timeout_seconds`."""
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    (script,) = re.findall(r"^```bash\n(#!/bin/bash\n#SBATCH.*?)^```", text, re.DOTALL | re.MULTILINE)
+    words = small_run(tmp_path, *STEPS[:1], "checkpoint.every_steps=2", "data.micro_batch_size=1", "parallel=hsdp")
+    words += ["parallel.dp_shard=2", "data.global_batch_size=8"]
+    fault = f"+callbacks.fault={{_target_: faults.Fail, rank: 3, step: 3, kill: true, marks: {tmp_path}}}"
+    planted = script.replace(
+        "recipe=quickstart parallel=hsdp run.name=slurm", f'{" ".join(words)} "$FAULT" resume=auto'
+    )
+    (tmp_path / "job.sh").write_text(planted)
+    for number in (1, 2):
+        environment = os.environ | {"FAULT": fault}
+        done = subprocess.run(["sbatch", str(tmp_path / "job.sh")], env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) == (number == 2), done.stderr
+    assert re.search(r"resume from step 2: ", done.stdout)
     undisturbed = [word for word in words if not word.startswith(("parallel", "run."))]
     assert main(["train", *undisturbed, f"run.dir={tmp_path}/undisturbed"]) == 0
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")

@@ -167,20 +167,31 @@ class LoggerConfig(Group):
 
 
 class LauncherConfig(Group):
-    """`launcher`: where the jobs of a sweep (`train -m`) run. One run alone does not read it."""
+    """`launcher`: where the jobs of a sweep (`train -m`) run, and with `ray` the ranks of one run, too."""
 
-    name: Literal["local", "slurm"] = Field("local", description="processes here, or Slurm arrays by submitit")
+    name: Literal["local", "slurm", "ray"] = Field(
+        "local", description="processes here, Slurm arrays by submitit, or ranks that Ray places"
+    )
     at_once: PositiveInt = Field(1, description="jobs that run at the same time")
+    address: str | None = Field(
+        None, description="of Ray: HOST:PORT, or auto; null: RAY_ADDRESS, else a Ray of this machine alone is started"
+    )
     cluster: Literal["slurm", "local"] = Field("slurm", description="local: try a submission without Slurm")
     partition: str | None = Field(None, description="Slurm's --partition")
     account: str | None = Field(None, description="Slurm's --account")
     qos: str | None = Field(None, description="Slurm's --qos")
     constraint: str | None = Field(None, description="Slurm's --constraint")
-    timeout_minutes: PositiveInt = Field(1440, description="after which Slurm ends a job")
-    cpus_per_task: PositiveInt | None = Field(None, description="CPU cores per job")
-    gpus_per_node: PositiveInt | None = Field(None, description="GPUs per job")
+    timeout_minutes: PositiveInt = Field(
+        1440, description="after which Slurm ends a job; how long ranks wait for Ray to have room"
+    )
+    cpus_per_task: PositiveInt | None = Field(
+        None, description="CPU cores per job, of each machine; null: Slurm's default, with Ray one per rank"
+    )
+    gpus_per_node: PositiveInt | None = Field(
+        None, description="GPUs per job, of each machine; null: none asked of Slurm, of Ray one per rank on CUDA"
+    )
     memory_gb: PositiveInt | None = Field(None, description="per node")
-    setup: list[str] = Field([], description="shell lines before the job, say to load modules")
+    setup: list[str] = Field([], description="Slurm: shell lines before the job, say to load modules")
 
 
 Callbacks = dict[str, dict[str, Any] | None]

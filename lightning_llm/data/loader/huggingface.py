@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.schema.data import TextSourceConfig
-from lightning_llm.data.loader.records import column_of
+from lightning_llm.data.loader.records import column_of, said_in_a_line
 from lightning_llm.data.source import these_files
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
@@ -53,7 +53,8 @@ def _load(key: str, path: str, config: TextSourceConfig, **options: Any) -> Any:
     import datasets
 
     try:
-        return datasets.load_dataset(path, name=config.subset, split=config.split, **options)
+        with said_in_a_line():
+            return datasets.load_dataset(path, name=config.subset, split=config.split, **options)
     except (ValueError, OSError) as error:  # names the splits or subsets there are
         wanted = f"subset {config.subset!r}, split {config.split!r}"
         raise ConfigError(Problem(f"{key}.path", f"{path!r} ({wanted}) cannot be loaded: {error}")) from error

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_llm.config.schema.data import TextSourceConfig
-from lightning_llm.data.loader.records import column_of
+from lightning_llm.data.loader.records import column_of, said_in_a_line
 from lightning_llm.data.source import streamed, these_files
 
 
@@ -16,5 +16,6 @@ class ParquetReader:
 
     def documents(self) -> Iterator[str | None]:
         """Yield each row's text."""
-        rows = streamed("parquet", self.files)
+        with said_in_a_line():
+            rows = streamed("parquet", self.files)
         return column_of(rows, self.config.text_key, self.key, these_files(self.config.path, self.files))

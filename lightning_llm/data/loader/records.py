@@ -1,9 +1,13 @@
 """The text of one record, as the loaders of records find it."""
 
+import logging
+import pickle
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import unpickling_problem
 
 
 def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str | None:
@@ -24,7 +28,26 @@ def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str
 
 def column_of(rows: Any, column: str, key: str, where: str) -> Iterator[str | None]:
     """Yield `text_of` each row of a dataset of `datasets`, reading that column alone."""
-    if column in (rows.column_names or ()):  # a missing one is reported from the first row
-        rows = rows.select_columns([column])
-    for record in rows:
-        yield text_of(record, column, key, where)
+    with said_in_a_line():
+        if column in (rows.column_names or ()):  # a missing one is reported from the first row
+            rows = rows.select_columns([column])
+        for record in rows:
+            yield text_of(record, column, key, where)
+
+
+@contextmanager
+def said_in_a_line() -> Iterator[None]:
+    """Have what `datasets` raises in the block, of whatever library, be a ValueError of one line.
+
+    Its readers of files log tracebacks beside: those are left out.
+    """
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+    try:
+        yield
+    except (ConfigError, ValueError, OSError, EOFError, KeyError):  # of which a source makes a line
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"a sample {unpickling_problem(error)}") from error
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{first} (nothing that lies beside data is run here)") from error

@@ -1,0 +1,171 @@
+"""Secrets of the environment and of addresses are in nothing that a run prints or leaves; modes follow the umask."""
+
+import os
+import sqlite3
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from lightning_llm.__main__ import main
+from lightning_llm.config.redact import redacted, secret_in
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.mlflow.tracker import MLflowTracker
+from lightning_llm.run import rank
+
+CANARY = "c4nary0f"
+SECRETS = (
+    "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "OPENAI_API_KEY", "GITHUB_TOKEN",
+    "SLACK_WEBHOOK_URL", "DB_PASSWORD", "CANARY_OF_ADDRESS",
+)  # fmt: skip
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"{CANARY}_{name.lower()}_1234")
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def holding(root: Path) -> list[Path]:
+    """Files with a canary in them; of a database, its tables too, whatever its pages look like."""
+    files = [file for file in root.rglob("*") if file.is_file()]
+    found = [file for file in files if CANARY.encode() in file.read_bytes()]
+    for file in (each for each in files if each.suffix == ".db"):
+        with sqlite3.connect(file) as database:
+            found += [file] if CANARY in "\n".join(database.iterdump()) else []
+    return found
+
+
+def wrong_modes(root: Path, mask: int) -> dict[str, str]:
+    wanted = {True: 0o777 & ~mask, False: 0o666 & ~mask}
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in root.rglob("*") if not path.is_symlink()}
+    return {str(path.relative_to(root)): oct(mode) for path, mode in modes.items() if mode != wanted[path.is_dir()]}
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_run_that_fails_leaves_no_secret_and_modes_are_the_users(
+    tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fail_under_077(tmp_path, small_run, capfd, "logger=none")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("secrets", "own_writer")
+def test_so_does_one_that_mlflow_tracks(
+    tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "MLflowTracker", partial(MLflowTracker, close_seconds=300.0))
+    fail_under_077(tmp_path, small_run, capfd, "logger=mlflow")
+    assert (tmp_path / "runs" / "mlflow.db").is_file()
+
+
+def fail_under_077(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[str], logger: str) -> None:
+    root = tmp_path / "runs"
+    with umask(0o077):
+        root.mkdir()
+        more = ["trainer.max_steps=2", "checkpoint.every_steps=1", f"data.cache_dir={root}/cache", logger]
+        metrics = f"{{_target_: lightning_llm.callbacks.prometheus.Prometheus, port: null, textfile: {root}}}"
+        leaks = "{_target_: secret_callbacks.Leaks}"
+        watching = [f"+callbacks.prometheus={metrics}", "+callbacks.leaks=" + leaks]
+        watching += [
+            f"+callbacks.{name}={{_target_: lightning_llm.callbacks.{name}.{name.title()}}}" for name in ("memory",)
+        ]
+        assert main(["train", *small_run(root, *more, *watching)]) == 1
+        said = capfd.readouterr()
+    assert "RuntimeError: PUT https://127.0.0.1:9/x refused; sent Authorization: Bearer $HF_TOKEN" in said.err
+    assert "$HF_TOKEN" in (root / "run" / "traceback.txt").read_text()
+    assert "$HF_TOKEN" in summary_of(root / "run")["detail"]
+    assert (root / "run" / "checkpoints").is_dir()
+    assert list(root.glob("*.prom"))
+    assert CANARY not in said.out + said.err
+    assert holding(root) == []
+    assert wrong_modes(root, 0o077) == {}
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    interpolated = "+callbacks.own={_target_: own_callbacks.Remembers, note: '${oc.env:HF_TOKEN}'}"
+    typed = f"logger.tags.source=see https://me:{CANARY}@host/x"
+    for verb in ("plan", "train"):
+        assert main([verb, *small_run(tmp_path, interpolated, typed)]) == 2
+        said = capsys.readouterr()
+        assert (
+            "callbacks.own.note: holds the value of $HF_TOKEN, and a config is written to the run's folder" in said.err
+        )
+        assert "logger.tags.source: holds an address with a password or a token" in said.err
+        assert CANARY not in said.out + said.err
+    assert main(["train", "-m", *small_run(tmp_path, typed), "seed=0,1"]) == 2
+    assert CANARY not in capsys.readouterr().err
+    assert holding(tmp_path) == []
+
+
+@pytest.mark.usefixtures("secrets")
+def test_what_is_secret() -> None:
+    token = os.environ["HF_TOKEN"]
+    assert redacted(f"a {token} and s3://u:{CANARY}@h/b?x=1") == "a $HF_TOKEN and s3://h/b?x=1"
+    assert (secret_in(f"x{token}"), secret_in(f"https://u:{CANARY}@h"), secret_in("https://h/a@b")) == (
+        "HF_TOKEN",
+        "",
+        None,
+    )
+    os.environ["HF_TOKEN"] = "short"
+    assert secret_in("short") is None
+
+
+@pytest.mark.usefixtures("secrets")
+def test_what_ends_a_command_unforeseen_is_printed_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str]) -> None:
+        raise RuntimeError(f"sent {os.environ['HF_TOKEN']}")
+
+    monkeypatch.setattr("lightning_llm.__main__._parse", fail)
+    monkeypatch.setattr("lightning_llm.__main__.take_process", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["lightning-llm", "plan"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+    try:
+        main()
+    except RuntimeError:
+        sys.excepthook(*cast(Any, sys.exc_info()))
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.endswith("RuntimeError: sent $HF_TOKEN\n")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("secrets", "own_writer")
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_modes_and_secrets_of_a_sweep_and_an_export(mask: int, tmp_path: Path, small_run: Any, capfd: Any) -> None:
+    root = tmp_path / "runs"
+    with umask(mask):
+        root.mkdir()
+        more = ["trainer.max_steps=2", f"data.cache_dir={root}/cache", "logger=mlflow", "trainer.max_restarts=1"]
+        more += [
+            "+callbacks.sample={_target_: lightning_llm.callbacks.sample.Sample, prompt: a, max_new_tokens: 4}",
+            "spikes.policy=rollback",
+        ]
+        words = [word for word in small_run(root, *more) if not word.startswith("run.dir=")]
+        assert main(["train", "-m", *words, "seed=0,1", "run.name=swept", "launcher.at_once=2"]) == 0
+        (run,) = (each.parent for each in root.rglob("0/config.yaml"))
+        assert main(["export", str(run), "--output", str(root / "exported"), "--no-parity"]) == 0
+        assert main(["compare", str(run), str(run.with_name("1"))]) in (0, 2)
+        assert main(["evaluate", str(run)]) == 0
+    said = capfd.readouterr()
+    assert CANARY not in said.out + said.err
+    assert holding(root) == []
+    assert wrong_modes(root, mask) == {}
