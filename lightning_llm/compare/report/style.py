@@ -1,0 +1,68 @@
+"""Colours, marks and letters of the report: told apart by readers who see no red or green, and in black and white."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lightning_llm.compare.statistics import Decision
+
+COLOURS: dict[Decision, str] = {"lossless": "#00695c", "inconclusive": "#5f6368", "lossy": "#b84300"}
+"""On white each has a contrast of at least 4.5, which text needs (WCAG 2.2, 1.4.3)."""
+DARK_COLOURS: dict[Decision, str] = {"lossless": "#4fc3ac", "inconclusive": "#b4b9c0", "lossy": "#ff9a5c"}
+"""The same on a dark page."""
+SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy": "✗"}
+MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}
+INK, FAINT, FLOOR = "#222222", "#777777", "#f0e4b4"
+FAILED = "#8e24aa"
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """How one recipe's line is drawn where several share a panel."""
+
+    colour: str
+    marker: str
+    dashes: str
+
+
+LINES = tuple(
+    LineStyle(colour, marker, dashes)
+    for colour, marker, dashes in zip(
+        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9"),
+        ("o", "s", "D", "^", "v", "P"),
+        ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1))),
+        strict=True,
+    )
+)
+"""In turn; the colours are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
+
+SETTINGS = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9.0,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.0,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "axes.edgecolor": FAINT,
+    "svg.hashsalt": "lightning-llm",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+}
+
+
+@contextmanager
+def drawing_style() -> Iterator[None]:
+    """Draw and save in the report's style; the same data give the same file."""
+    from matplotlib import rc_context
+
+    with rc_context(SETTINGS):
+        yield
+
+
+def line_style(place: int) -> LineStyle:
+    """Return the style of the recipe at `place`."""
+    return LINES[place % len(LINES)]
