@@ -11,11 +11,14 @@ ORDER: tuple[Decision, ...] = ("lossless", "lossy", "inconclusive")
 
 @dataclass(frozen=True)
 class Headline:
-    """One setting's verdicts: `setting` in words, `scale`: the model's size and the tokens, recipes by verdict."""
+    """One setting's verdicts: `setting` in words, `scale`: the model's size and the tokens.
+
+    `recipes`: (verdict, the verdict whose colour it is shown in, names).
+    """
 
     setting: str
     scale: str
-    recipes: tuple[tuple[Decision, tuple[str, ...]], ...]
+    recipes: tuple[tuple[Decision, Decision, tuple[str, ...]], ...]
 
 
 def headlines(comparison: Comparison) -> list[Headline]:
@@ -25,14 +28,15 @@ def headlines(comparison: Comparison) -> list[Headline]:
         verdicts = comparison.verdicts_of(family)
         if not verdicts:
             continue
-        groups: dict[Decision, list[str]] = {}
+        groups: dict[tuple[Decision, Decision], list[str]] = {}
         for verdict in verdicts:
             against = verdict.qualified.partition(" (")[2].rstrip(")")
             said = f"{verdict.name} ({against})" if against and verdict.decision != "inconclusive" else verdict.name
-            groups.setdefault(verdict.decision, []).append(said)
+            groups.setdefault((verdict.decision, verdict.colour), []).append(said)
         first = verdicts[0]
         scale = f"{short(first.parameters)} parameters, {short(first.tokens)} tokens"
-        recipes = tuple((decision, tuple(groups[decision])) for decision in ORDER if decision in groups)
+        ordered = sorted(groups, key=lambda group: (ORDER.index(group[0]), group[0] != group[1]))
+        recipes = tuple((*group, tuple(groups[group])) for group in ordered)
         found.append(Headline(family.words, scale, recipes))
     return found
 

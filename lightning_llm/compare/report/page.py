@@ -75,7 +75,7 @@ def _with_numbers(text: str, methods: Methods) -> Markup:
     numbers = {reference.key: number for number, reference in enumerate(methods.references, 1)}
     parts, end = [], 0
     for found in CITATION.finditer(text):
-        links = [Markup('<a href="#ref-{0}">{0}</a>').format(numbers[key]) for key in keys_in(found[0])]
+        links = [Markup('<a href="#ref-{}">{}</a>').format(key, numbers[key]) for key in keys_in(found[0])]
         place = f", {found[2]}" if found[2] else ""
         parts += [escape(text[end : found.start()]), Markup(" [{}{}]").format(Markup(", ").join(links), place)]
         end = found.end()

@@ -89,9 +89,9 @@ def _headlines(comparison: Comparison) -> list[Block]:
     for headline in headlines(comparison):
         where = f"{headline.setting} ({headline.scale})" if headline.setting else headline.scale
         blocks += text(where, size=9, weight="bold", above=0.06)
-        for decision, names in headline.recipes:
+        for decision, colour, names in headline.recipes:
             words = f"{SYMBOLS[decision]} {decision}: {', '.join(names)}"
-            blocks += text(words, size=9, colour=COLOURS[decision], above=0.0)
+            blocks += text(words, size=9, colour=COLOURS[colour], above=0.0)
     return blocks
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lightning_llm.compare.statistics import Decision
 
-COLOURS: dict[Decision, str] = {"lossless": "#00695c", "inconclusive": "#5f6368", "lossy": "#b84300"}
+COLOURS: dict[Decision, str] = {"lossless": "#0057b7", "inconclusive": "#6b6f75", "lossy": "#b84300"}
 """On white each has a contrast of at least 4.5, which text needs (WCAG 2.2, 1.4.3)."""
-DARK_COLOURS: dict[Decision, str] = {"lossless": "#4fc3ac", "inconclusive": "#b4b9c0", "lossy": "#ff9a5c"}
+DARK_COLOURS: dict[Decision, str] = {"lossless": "#5aa9ff", "inconclusive": "#c4c8cd", "lossy": "#ff9a5c"}
 """The same on a dark page."""
 SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy": "✗"}
 MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}

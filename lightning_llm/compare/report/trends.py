@@ -1,6 +1,6 @@
 """How the gap moves with what varies beside the recipe: model size, tokens, a rate, any number of the settings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.panels import Interval, interval_of
 from lightning_llm.compare.statistics import Decision
 from lightning_llm.compare.verdict import Verdict
+from lightning_llm.compare.wording import short
 
 PARAMETERS, TOKENS = "parameters", "tokens"
 TOKEN_KEYS = ("trainer.max_steps", "schedule.", "data.global_batch_size", "data.sequence_length")
@@ -64,19 +65,21 @@ class Quantity:
 def trends(comparison: Comparison) -> list[Trend]:
     """Return a trend for each quantity of which two values or more were judged, and each combination of the others.
 
-    Over sizes whose numbers of tokens grow with them, lines are at as many tokens per parameter.
+    Where no two verdicts have all else the same, what has one value at each of the quantity's may move with it (a rate
+    that was chosen for each size); and over sizes whose tokens grow with them, lines are at as many per parameter.
     """
     verdicts = comparison.verdicts
     settings = {id(verdict): verdict.family.setting for verdict in verdicts}
     found: list[Trend] = []
     for quantity in _quantities(verdicts, settings):
         rest = [name for name in _varying(settings.values()) if not quantity.owns(name)]
-        rest = [name for name in rest if not _follows(name, quantity.values, settings)]
-        own = _panels(verdicts, quantity, {of: _words(setting, rest) for of, setting in settings.items()})
+        own = _panels(verdicts, quantity, _words(verdicts, rest))
+        if not own:
+            rest = [name for name in rest if not _follows(name, quantity.values, settings)]
+            own = _panels(verdicts, quantity, _words(verdicts, rest))
         if not own and quantity.key == PARAMETERS:
-            rest = [name for name in rest if not name.startswith(TOKEN_KEYS)]
-            words = {id(each): (*_words(each.family.setting, rest), _per_parameter(each)) for each in verdicts}
-            own = _panels(verdicts, quantity, words)
+            words = _words(verdicts, [name for name in rest if not name.startswith(TOKEN_KEYS)])
+            own = _panels(verdicts, quantity, {id(each): (*words[id(each)], _per_parameter(each)) for each in verdicts})
         found += own
     return found
 
@@ -101,8 +104,21 @@ def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int,
     return [trend for trend in made if len(trend.xs) > 1]
 
 
-def _words(setting: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{name}={setting.get(name)}" for name in names)
+def _words(verdicts: Sequence[Verdict], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Return {verdict's id: its values of the keys `names`, in words}: a model by its size where that says which."""
+    plain = {id(each): tuple(f"{name}={each.family.setting.get(name)}" for name in names) for each in verdicts}
+    short_words = {id(each): tuple(_short_words(each, names)) for each in verdicts}
+    return short_words if len({*short_words.values()}) == len({*plain.values()}) else plain
+
+
+def _short_words(verdict: Verdict, names: Sequence[str]) -> Iterator[str]:
+    if any(name.startswith("model.") for name in names):
+        yield f"{short(verdict.parameters)} parameters"
+    if any(name.startswith(TOKEN_KEYS) for name in names):
+        yield f"{short(verdict.tokens)} tokens"
+    for name in names:
+        if not name.startswith(("model.", *TOKEN_KEYS)):
+            yield f"{name}={verdict.family.setting.get(name)}"
 
 
 def _per_parameter(verdict: Verdict) -> str:
