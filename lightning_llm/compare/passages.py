@@ -39,7 +39,7 @@ PASSAGES = (
         "multivariate t is integrated by quadrature [@genz2009].",
     ),
     Passage(
-        "Intervals", "one recipe alone", lambda study: study.decided_by_interval and study.comparisons == 1,
+        "Intervals", "one recipe stands alone", lambda study: study.decided_by_interval and study.comparisons == 1,
         "The interval is Student's, of the paired differences over seeds.",
     ),
     Passage(
@@ -63,8 +63,8 @@ PASSAGES = (
     ),
     Passage(
         "Verdicts", "always", _always,
-        "By loss a recipe is lossless where the interval's upper bound is below the margin (non-inferiority "
-        "[@ich1998, section 3.3.2]), lossy where its lower bound is above it, and otherwise inconclusive. The verdict "
+        "By loss a recipe is lossless where the interval's upper bound is below the margin, which is non-inferiority "
+        "[@ich1998, section 3.3.2], lossy where its lower bound is above it, and otherwise inconclusive. The verdict "
         "is lossy where the loss or the stability says so. It is lossless where the loss says so, no run is missing, "
         "and the recipe failed alone at no more seeds than the baseline did, or so few of so many that the rate is "
         f"shown to be below {100 * STABILITY_MARGIN:g} %.",
@@ -76,7 +76,7 @@ PASSAGES = (
         "ln(vocabulary)) has not learned, and gives no verdict.",
     ),
     Passage(
-        "Verdicts", "each recipe at its best value of a key", lambda study: study.selection is not None,
+        "Verdicts", "each recipe is taken at its best value of a key", lambda study: study.selection is not None,
         "Each recipe was taken at its own best value of a key, chosen by the losses of seeds that were not judged: the "
         "best of several is low by luck, too.",
     ),
@@ -117,7 +117,7 @@ PASSAGES = (
         "Branches", "the runs are branches", lambda study: any(verdict.switch for verdict in study.verdicts),
         "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a "
         "recipe that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what "
-        "follows it alone, and several such trunks are judged apart (pseudoreplication [@hurlbert1984]).",
+        "follows it alone, and several such trunks are judged apart, since as replicates they would be pseudoreplicates [@hurlbert1984].",
     ),
     Passage(
         "Cost", "time to loss was measured",

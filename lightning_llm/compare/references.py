@@ -111,8 +111,8 @@ STATISTICS = (
         "The Annals of Mathematical Statistics", "15(2):190-204", "10.1214/aoms/1177731284",
     ),
     Reference(
-        "ich1998", "misc", "{International Conference on Harmonisation}",
-        "ICH E9: Statistical principles for clinical trials", "1998",
+        "ich1998", "misc", "{ICH}",
+        "Harmonised tripartite guideline E9: Statistical principles for clinical trials", "1998",
     ),
     Reference(
         "clopper1934", "article", "Clopper, C. J. and Pearson, E. S.",

@@ -72,7 +72,9 @@ def test_the_forest_has_each_interval_seed_failure_and_the_floor(comparison):
     for verdict, colour in ((quiet, COLOURS["lossless"]), (loud, COLOURS["lossy"])):
         estimate = verdict.judged.estimate
         assert [[*line.get_xdata()] for line in lines(axes, colour, linewidth=2)] == [[estimate.low, estimate.high]]
-        assert [*lines(axes, colour, markersize=6)[0].get_xdata()] == [estimate.gap]
+        assert [*lines(axes, colour, marker="s" if colour == COLOURS["lossy"] else "o")[0].get_xdata()] == [
+            estimate.gap
+        ]
     ticks = sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() == "|")
     kept = [quiet.judged.measured.differences[seed] for seed in range(5)]
     kept += [loud.judged.measured.differences[seed] for seed in (0, 3, 4)]
