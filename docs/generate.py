@@ -1,4 +1,4 @@
-"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, native casts, methods, power.
+"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, casts, methods.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.

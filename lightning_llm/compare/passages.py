@@ -117,7 +117,8 @@ PASSAGES = (
         "Branches", "the runs are branches", lambda study: any(verdict.switch for verdict in study.verdicts),
         "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a "
         "recipe that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what "
-        "follows it alone, and several such trunks are judged apart, since as replicates they would be pseudoreplicates [@hurlbert1984].",
+        "follows it alone, and several such trunks are judged apart: as replicates they would be pseudoreplicates "
+        "[@hurlbert1984].",
     ),
     Passage(
         "Cost", "time to loss was measured",

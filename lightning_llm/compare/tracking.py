@@ -15,6 +15,7 @@ from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.config.redact import redact_uri, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
+from lightning_llm.record.mlflow.ui import artifact_page
 
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""
@@ -46,12 +47,15 @@ def log_verdicts(comparison: Comparison, folder: Path) -> str:
             parent = _log_child(clients[uri], pair, verdict)
             if parent and not any(each is verdict for each in parents.setdefault((uri, parent), [])):
                 parents[uri, parent].append(verdict)
-        for (uri, parent), verdicts in parents.items():
-            _log_parent(clients[uri], parent, verdicts, folder)
+        pages = [
+            artifact_page(uri, _log_parent(clients[uri], parent, verdicts, folder), parent, "compare/report.html")
+            for (uri, parent), verdicts in parents.items()
+        ]
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redact_uri(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
         return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
-    return f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
+    logged = f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
+    return "\n".join([logged, *(f"       {page}" for page in pages)])
 
 
 def tracking_uri(pair: Pair) -> str:
@@ -80,15 +84,18 @@ def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
     return client.get_run(run_id).data.tags.get("mlflow.parentRunId")
 
 
-def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> None:
+def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> str:
+    """Write the verdicts and the report to the sweep's run; return the id of its experiment."""
     for verdict in verdicts:
         words = f" {verdict.family.words}" if verdict.family.words else ""
         client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
-    before = client.get_run(parent).data.tags.get(DESCRIPTION, "")
+    run = client.get_run(parent)
+    before = run.data.tags.get(DESCRIPTION, "")
     client.set_tag(parent, DESCRIPTION, described(before, f"{verdict_table(verdicts)}\n\n{WHERE}"))
     for file in sorted(folder.iterdir()):
         if file.name in ("report.html", *FILES) or (file.name.startswith("figure-") and file.suffix == ".svg"):
             client.log_artifact(parent, str(file), "compare")
+    return str(run.info.experiment_id)
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:

@@ -38,7 +38,10 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     client.set_tag(parent, "mlflow.note.content", "somebody's words")
     assert main(["compare", str(sweep)]) == 0
     assert main(["compare", str(sweep)]) == 0
-    assert "logged to MLflow: 2 runs, 1 sweep" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "logged to MLflow: 2 runs, 1 sweep" in out
+    page = f"http://localhost:5000/#/experiments/{client.get_run(parent).info.experiment_id}/runs/{parent}/artifacts"
+    assert f"       {page}/compare/report.html?workflowType=machine_learning" in out
     for run_id in ids[2:]:
         data = client.get_run(run_id).data
         assert data.tags["verdict"] == "lossy"

@@ -196,10 +196,11 @@ def draw_speed(axes: Any, points: Sequence[SpeedPoint], frame: Frame) -> None:
     low, high = min(1.0, *(each.ratio for each in points)), max(1.0, *(each.ratio for each in points))
     room = max(0.1, high - low)
     axes.set_xlim(low - 0.12 * room, high + 0.45 * room)  # names stand to the right of their points
+    axes.margins(y=0.16)  # for the baseline's name
     axes.set(xlabel=f"tokens/s over {frame.baseline}'s", ylabel=frame.gap_label)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
     _spread_out(axes, frame, "y")
-    axes.legend(loc="upper right")
+    axes.legend(loc="best")
 
 
 def _zero_and_margin(axes: Any, frame: Frame, axis: str) -> None:

@@ -14,7 +14,7 @@ JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
 """Columns of the table of verdicts."""
 COST = ("SD of a pair", "A/A", "time to loss", "memory", "spikes", "skipped")
 """Columns of the table of noise and cost."""
-LONG = ("gap", "CI", "stability", "tokens/s")
+LONG = ("gap", "CI", "stability", "tokens/s", "loss")
 """Of these, those whose words take a phone's whole width."""
 
 
