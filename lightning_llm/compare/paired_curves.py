@@ -75,7 +75,7 @@ def paired_curves(verdicts: Sequence[Verdict], confidence: float) -> list[Curve]
         found.append(
             Curve(
                 steps=tuple(there),
-                tokens=tuple(pairs[0].baseline.tokens[step] for step in there) if pairs else (),
+                tokens=tuple(pairs[0].baseline.tokens.get(step, 0) for step in there) if pairs else (),
                 gap=tuple(float(gap[row, recipe]) for row in rows),
                 low=tuple(float(low[row, recipe]) for row in rows),
                 high=tuple(float(high[row, recipe]) for row in rows),

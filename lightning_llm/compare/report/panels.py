@@ -162,7 +162,7 @@ def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
     """Return {tokens: difference} at the validations that both have and at which both are finite."""
     metric = verdict.terms.metric
     both = set(pair.run.validations.get(metric, {})) & set(pair.baseline.validations.get(metric, {}))
-    found = {pair.baseline.tokens[step]: difference(pair, verdict, step) for step in sorted(both)}
+    found = {pair.baseline.tokens.get(step, 0): difference(pair, verdict, step) for step in sorted(both)}
     return {tokens: gap for tokens, gap in found.items() if math.isfinite(gap)}
 
 
@@ -177,7 +177,7 @@ def loss_lines(comparison: Comparison, family: Family) -> list[LossLine]:
 
 def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
     curves = [
-        {run.tokens[step]: loss for step, loss in run.validations.get(terms.metric, {}).items() if math.isfinite(loss)}
+        {run.tokens.get(step, 0): loss for step, loss in run.validations.get(terms.metric, {}).items() if math.isfinite(loss)}
         for run in runs
     ]
     common = sorted(set.intersection(*map(set, curves))) if curves else []
