@@ -15,7 +15,7 @@ from lightning_llm.compare.methods import listed, spans
 from lightning_llm.compare.passages import PASSAGES
 from lightning_llm.compare.references import KNOWN, keys_in
 from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
-from lightning_llm.compare.report.tables import verdicts_latex
+from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.record.reading import read_run
 
@@ -118,6 +118,7 @@ def test_citations_become_latex_and_bibtex(several):
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no TeX here")
 def test_tex_sets_it(several, tmp_path):
     (tmp_path / "verdicts.tex").write_text(verdicts_latex(several))
+    (tmp_path / "sources.tex").write_text(sources_latex(several))
     (tmp_path / "methods.tex").write_text(methods_latex(several.methods))
     (tmp_path / "references.bib").write_text(bibliography(several.methods.references))
     (tmp_path / "report.tex").write_text(document("precision against bf16 & co", []))

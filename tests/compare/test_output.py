@@ -190,6 +190,9 @@ def test_tables_for_a_paper_have_the_baseline_the_sources_and_no_letter_that_lat
     lines = [line for line in latex.splitlines() if line.endswith(r"\\")]
     assert [line.count(" & ") for line in lines] == [7, 7, 7]
     assert r"mxfp4\_sr" in lines[2]
+    sources = (sweep / "compare" / "sources.tex").read_text()
+    assert sources.count(r"mxfp4\_sr & ") == 1
+    assert f"{row['gap_by_source']['code']:+.4f} [" in sources
     assert f"{row['gap']:+.4f}" in lines[2]
 
 

@@ -56,7 +56,7 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
         "compare/compare.json", "compare/report.html", "compare/report.pdf", "compare/report.tex",
         "compare/verdicts.csv", "compare/curves.csv", "compare/verdicts.tex", "compare/methods.tex",
-        "compare/references.bib", "compare/figure-gaps.svg", "compare/figure-curve-mxfp8.svg",
+        "compare/sources.tex", "compare/references.bib", "compare/figure-gaps.svg", "compare/figure-curve-mxfp8.svg",
         "compare/figure-loss.svg", "compare/figure-speed.svg",
     }  # fmt: skip
     assert "`compare/report.html` opens there" in note

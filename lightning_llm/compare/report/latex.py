@@ -1,7 +1,7 @@
 r"""The report for LaTeX: methods with `\cite`, the entries they cite, and a document that has it all.
 
 `pdflatex report && bibtex report && pdflatex report && pdflatex report` makes a PDF of it; in a paper of one's own,
-`verdicts.tex` and `methods.tex` are to `\input`.
+`verdicts.tex`, `sources.tex` and `methods.tex` are to `\input`.
 """
 
 import re
@@ -68,7 +68,9 @@ def document(title: str, pictures: Sequence[Picture]) -> str:
         r"\usepackage{booktabs,graphicx}",
         rf"\title{{{escape(title)}}}\date{{}}",
         r"\begin{document}\maketitle",
-        r"\begin{table}[htbp]\centering\small\input{verdicts}\end{table}",
+        r"\begin{table}[htbp]\centering\small\input{verdicts}\caption{The verdicts.}\end{table}",
+        r"\begin{table}[htbp]\centering\small\input{sources}\caption{Gaps by source of the validation set, nats per",
+        r"token, with intervals that hold together over recipes.}\end{table}",
         r"\section*{Methods}",
         r"\input{methods}",
         *figures,

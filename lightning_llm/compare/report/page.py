@@ -9,13 +9,12 @@ from markupsafe import Markup, escape
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.methods import Methods
-from lightning_llm.compare.paired_curves import SourceGap
 from lightning_llm.compare.references import CITATION, keys_in
 from lightning_llm.compare.report.headline import headlines, sentence
 from lightning_llm.compare.report.pictures import Picture
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
-from lightning_llm.compare.report.tables import sources_of
+from lightning_llm.compare.report.tables import gap_words, sources_of
 from lightning_llm.compare.wording import line_of, minus, nats
 
 TEMPLATE = "report.html.jinja"
@@ -26,7 +25,7 @@ def page(comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str
     environment = Environment(
         loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"line": line_of, "nats": nats, "image": _image, "source": _source_cell}
+    environment.filters |= {"line": line_of, "nats": nats, "image": _image, "source": lambda gap: minus(gap_words(gap))}
     methods = comparison.methods
     sources = sources_of(comparison)
     return environment.get_template(TEMPLATE).render(
@@ -61,13 +60,6 @@ def title_of(comparison: Comparison) -> str:
 
 def _image(picture: Picture) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(picture.svg.encode()).decode()}"
-
-
-def _source_cell(gap: SourceGap) -> str:
-    text = nats(gap.gap, signed=True)
-    if gap.low == gap.low:
-        text += f" [{nats(gap.low, signed=True)}, {nats(gap.high, signed=True)}]"
-    return minus(text)
 
 
 def _with_numbers(text: str, methods: Methods) -> Markup:

@@ -177,7 +177,11 @@ def loss_lines(comparison: Comparison, family: Family) -> list[LossLine]:
 
 def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
     curves = [
-        {run.tokens.get(step, 0): loss for step, loss in run.validations.get(terms.metric, {}).items() if math.isfinite(loss)}
+        {
+            run.tokens.get(step, 0): loss
+            for step, loss in run.validations.get(terms.metric, {}).items()
+            if math.isfinite(loss)
+        }
         for run in runs
     ]
     common = sorted(set.intersection(*map(set, curves))) if curves else []

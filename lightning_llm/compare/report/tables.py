@@ -142,3 +142,30 @@ def _paper_cells(verdict: Verdict) -> list[str]:
         "" if speed is None else "emulated" if verdict.emulated else f"{speed:.2f}x",
         verdict.qualified,
     ]
+
+
+def sources_latex(comparison: Comparison) -> str:
+    r"""Return a `tabular` (booktabs) of each recipe's gap and interval on each source, if any."""
+    gaps = sources_of(comparison)
+    sources = sorted({source for found in gaps.values() for source in found})
+    if not sources:
+        return "% no source was scored by itself\n"
+    settings = any(family.words for family in comparison.families)
+    rows = [
+        [
+            verdict.name,
+            *([verdict.family.words] if settings else []),
+            *(gap_words(gaps[id(verdict)][name]) if name in gaps[id(verdict)] else "" for name in sources),
+        ]
+        for verdict in comparison.verdicts
+    ]
+    head = ["recipe", *(["setting"] if settings else []), *sources]
+    columns = "l" * (1 + settings) + "r" * len(sources)
+    body = [latex_row(head), r"\midrule", *map(latex_row, rows)]
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def gap_words(gap: SourceGap) -> str:
+    """Return the gap, with its interval where there is one."""
+    text = nats(gap.gap, signed=True)
+    return f"{text} [{nats(gap.low, signed=True)}, {nats(gap.high, signed=True)}]" if gap.low == gap.low else text

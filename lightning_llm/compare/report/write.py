@@ -8,7 +8,7 @@ from lightning_llm.compare.report.latex import bibliography, document, methods_l
 from lightning_llm.compare.report.page import page, title_of
 from lightning_llm.compare.report.pdf import pdf
 from lightning_llm.compare.report.pictures import Picture, pictures_of
-from lightning_llm.compare.report.tables import curves_csv, verdicts_csv, verdicts_latex
+from lightning_llm.compare.report.tables import curves_csv, sources_latex, verdicts_csv, verdicts_latex
 from lightning_llm.terminal.waiting import Waiting
 
 FILES = {
@@ -16,6 +16,7 @@ FILES = {
     "verdicts.csv": "the tables in full",
     "curves.csv": "the curves of differences",
     "verdicts.tex": "the table for LaTeX",
+    "sources.tex": "the gaps by source for LaTeX",
     "methods.tex": "the methods for LaTeX",
     "references.bib": "what they cite",
     "report.tex": "all of it for LaTeX",
@@ -48,6 +49,7 @@ def write_report(comparison: Comparison, folder: Path) -> list[str]:
         "verdicts.csv": lambda: verdicts_csv(comparison),
         "curves.csv": lambda: curves_csv(comparison),
         "verdicts.tex": lambda: verdicts_latex(comparison),
+        "sources.tex": lambda: sources_latex(comparison),
         "methods.tex": lambda: methods_latex(methods),
         "references.bib": lambda: bibliography(methods.references),
         "report.tex": lambda: document(title_of(comparison), drawn),
