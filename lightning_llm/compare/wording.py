@@ -179,7 +179,7 @@ def nats(value: float, *, signed: bool = False) -> str:
 
 def minus(words: str) -> str:
     """Return `words` with the sign that is as wide as a plus before negative numbers, for print."""
-    return re.sub(r"-(?=[\d.]|inf)", "−", words)
+    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
 
 
 def short(number: int | float | None) -> str:

@@ -14,6 +14,7 @@ SYMBOLS: dict[Decision, str] = {"lossless": "✓", "inconclusive": "?", "lossy":
 MARKERS: dict[Decision, str] = {"lossless": "o", "inconclusive": "D", "lossy": "s"}
 INK, FAINT, FLOOR = "#222222", "#777777", "#f0e4b4"
 FAILED = "#8e24aa"
+Dashes = str | tuple[float, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,16 @@ class LineStyle:
 
     colour: str
     marker: str
-    dashes: str
+    dashes: Dashes
 
 
-LINES = tuple(
-    LineStyle(colour, marker, dashes)
-    for colour, marker, dashes in zip(
-        ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9"),
-        ("o", "s", "D", "^", "v", "P"),
-        ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1))),
-        strict=True,
-    )
+LINES = (
+    LineStyle("#0072b2", "o", "-"),
+    LineStyle("#d55e00", "s", "--"),
+    LineStyle("#009e73", "D", "-."),
+    LineStyle("#cc79a7", "^", ":"),
+    LineStyle("#8a6d00", "v", (0, (5, 1))),
+    LineStyle("#56b4e9", "P", (0, (3, 1, 1, 1))),
 )
 """In turn; the colours are those of Okabe and Ito (Color Universal Design, 2008), the yellow one darker."""
 

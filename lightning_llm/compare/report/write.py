@@ -1,6 +1,7 @@
 """Writes the report and all that goes with it into a folder: what fails is said, and leaves the rest as it is."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lightning_llm.compare.comparison import Comparison
@@ -39,9 +40,9 @@ def write_report(comparison: Comparison, folder: Path) -> list[str]:
     waiting = Waiting(f"drawing {len(pictures)} pictures")
     drawn: list[Picture] = []
     for picture in pictures:
-        svg = _made(f"figure-{picture.name}.svg", lambda picture=picture: picture.svg, folder, failed)
+        svg = _made(f"figure-{picture.name}.svg", partial(_svg, picture), folder, failed)
         drawn += [picture] if svg else []
-        _made(f"figure-{picture.name}.pdf", lambda picture=picture: picture.pdf, folder, failed)
+        _made(f"figure-{picture.name}.pdf", partial(_pdf, picture), folder, failed)
         waiting.tell(len(drawn))
     methods = comparison.methods
     makers: dict[str, Callable[[], str | bytes]] = {
@@ -58,6 +59,14 @@ def write_report(comparison: Comparison, folder: Path) -> list[str]:
     for name, make in makers.items():
         _made(name, make, folder, failed)
     return failed
+
+
+def _svg(picture: Picture) -> str:
+    return picture.svg
+
+
+def _pdf(picture: Picture) -> bytes:
+    return picture.pdf
 
 
 def _made(name: str, make: Callable[[], str | bytes], folder: Path, failed: list[str]) -> bool:
