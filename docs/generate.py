@@ -1,4 +1,4 @@
-"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, native casts, power.
+"""Write the generated sections of README.md and docs/*.md from the program: recipes, rules, keys, casts, methods.
 
 A section stands between `<!-- generated: NAME -->` and `<!-- /generated -->`. `python docs/generate.py` rewrites all;
 with `--check` nothing is written, and the exit code is 1 where a section is stale.
@@ -19,7 +19,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lightning_llm.compare.methods import plain
+from lightning_llm.compare.passages import PASSAGES
 from lightning_llm.compare.power import power, seeds_needed
+from lightning_llm.compare.references import STATISTICS
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
@@ -271,9 +274,20 @@ def native_short() -> str:
     return f"{_table(['recipe', *SHORT_DEVICES], rows)}\n{text}"
 
 
-def _item(number: int, text: str) -> str:
-    """Return an item of a numbered list, wrapped as the pages are."""
-    start = f"{number}. "
+def methods() -> str:
+    """Return the passages of a report's methods, each with when it is there, and the entries that they cite."""
+    passages = [
+        f"**{passage.heading}**{'' if passage.words == 'always' else f', where {passage.words}'}: "
+        f"{plain(passage.text, STATISTICS)}"
+        for passage in PASSAGES
+    ]
+    entries = " ".join(f"{reference.text.removesuffix('.')}." for reference in STATISTICS)
+    return "".join(_item("-", text) for text in [*passages, f"**References**: {entries}"])
+
+
+def _item(mark: int | str, text: str) -> str:
+    """Return an item of a list, numbered or not, wrapped as the pages are."""
+    start = f"{mark}. " if isinstance(mark, int) else f"{mark} "
     indent = " " * len(start)
     wrapped = textwrap.fill(
         text, PAGE_WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -295,6 +309,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "recipe-slots": recipe_slots,
     "recipe-facts": recipe_facts,
     "lint-rules": lint_rules,
+    "methods": methods,
     "verdict-power": verdict_power,
     "native-matrix": native_matrix,
     "native-short": native_short,

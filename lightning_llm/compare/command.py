@@ -139,21 +139,22 @@ def _write(comparison: Comparison, folder: Path, *, log: bool) -> list[str]:
 
     Where it cannot be written, that is one more of the comparison's problems.
     """
-    from lightning_llm.compare.export import write_tables
-    from lightning_llm.compare.report import write_report
+    from lightning_llm.compare.report.write import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "compare.json").write_text(_json(comparison.as_data()) + "\n", encoding="utf-8")
-        write_report(comparison, folder)
-        write_tables(comparison, folder)
+        failed = write_report(comparison, folder)
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
         comparison.problems.append(Problem("--output", text))
         return []
     note = log_verdicts(comparison, folder) if log else None
-    return [f"report {folder / 'report.html'}", *([note] if note else [])]
+    lines = [f"note   {each}" for each in failed]
+    if (folder / "report.html").is_file():
+        lines.append(f"report {folder / 'report.html'}")
+    return [*lines, *([note] if note else [])]
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -11,12 +11,14 @@ from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.looks import Look
-from lightning_llm.compare.methods import METHODS
+from lightning_llm.compare.methods import Methods, methods_of
 from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.notes import notes_on
+from lightning_llm.compare.paired_curves import paired_curves
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.selection import BestOf, Selection, select_best
+from lightning_llm.compare.study import Study
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -50,15 +52,28 @@ class Comparison:
         """Return the verdicts in one setting."""
         return [verdict for verdict in self.verdicts if verdict.family is family]
 
+    @property
+    def methods(self) -> Methods:
+        """What was done, in words, and what that is taken from."""
+        return methods_of(Study(self.factor, self.terms, self.families, self.verdicts, self.selection, self.looks))
+
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds."""
+        methods = self.methods
+        curves = {
+            id(verdict): curve.as_data()
+            for family in self.families
+            for verdict, curve in zip(
+                self.verdicts_of(family), paired_curves(self.verdicts_of(family), self.terms.confidence), strict=True
+            )
+        }
         return {
             "factor": self.factor.name,
             "baseline": self.factor.baseline_label,
             "margin": self.terms.margin,
             "confidence": self.terms.confidence,
             "metric": self.terms.metric,
-            "verdicts": [verdict_data(verdict) for verdict in self.verdicts],
+            "verdicts": [{**verdict_data(verdict), "curve": curves[id(verdict)]} for verdict in self.verdicts],
             "baselines": [baseline.as_data() for baseline in self.baselines],
             "aa": [floor.as_data(family) for family, floor in self.floors],
             "selection": self.selection.as_data() if self.selection else None,
@@ -66,7 +81,8 @@ class Comparison:
             "looks": [asdict(look) for look in self.looks],
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
-            "methods": METHODS,
+            "methods": methods.texts,
+            "references": {reference.key: reference.text for reference in methods.references},
             "runs": [
                 {
                     "folder": str(run.folder),

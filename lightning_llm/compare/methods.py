@@ -1,41 +1,146 @@
-"""The method behind verdicts, with sources: the one text of the report, of `compare.json` and of the docs."""
+"""The methods of one comparison: a paragraph on its runs, and the passages that hold for what was done in it."""
 
-from lightning_llm.compare.power import PLANNED_GAP, POWER
-from lightning_llm.compare.stability import OUTLIER_FACTOR, STABILITY_MARGIN
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-METHODS = (
-    "Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. A pair's "
-    "difference is taken of the tail of the validation loss: the mean over the validations in the last part of the "
-    "steps that all runs have. The gap is the mean difference over the seeds at which neither run failed.",
-    "Intervals hold together for all recipes that share a baseline: C. W. Dunnett, A multiple comparison procedure for "
-    "comparing several treatments with a control, J. Am. Stat. Assoc. 50 (1955) 1096-1121, with seeds as blocks; the "
-    "multivariate t is integrated by quadrature (about it: A. Genz and F. Bretz, Computation of Multivariate Normal "
-    "and t Probabilities, Springer 2009).",
-    "The variance is pooled over recipes of like spread, with degrees of freedom by F. E. Satterthwaite, Biometrics "
-    "Bull. 2 (1946) 110-114. A recipe whose spread stands out (F test) keeps its own: M. Hasler and L. A. Hothorn, "
-    "Biometrical J. 50 (2008) 793-800. One pair shows no spread, and decides nothing.",
-    "By loss a recipe is lossless where the interval's upper bound is below the margin (non-inferiority: ICH E9, "
-    "Statistical principles for clinical trials, 1998, section 3.3.2), lossy where its lower bound is above it, and "
-    "otherwise inconclusive.",
-    "A run failed where it diverged, or where fewer than half of a recipe's pairs lie more than "
-    f"{OUTLIER_FACTOR:g} times as far from zero as the margin, the A/A floor, the recipe's other pairs and the median "
-    "of the other recipes' pairs. Failure rates have exact intervals: C. J. Clopper and E. S. Pearson, Biometrika 26 "
-    "(1934) 404-413. A recipe is unstable where it failed and the baseline did not at more seeds than the other way "
-    "round, by McNemar's test, exact and unconditional (S. Suissa and J. J. Shuster, Biometrics 47 (1991) 361-372), "
-    "one-sided, shared out over the recipes (Bonferroni).",
-    "The verdict is lossy where the loss or the stability says so. It is lossless where the loss says so, no run is "
-    "missing, and the recipe failed alone at no more seeds than the baseline did, or so few of so many that the rate "
-    f"is shown to be below {100 * STABILITY_MARGIN:g} %. A baseline whose loss is not below the entropy of the tokens' "
-    "frequencies (where that is not recorded, 0.9 ln(vocabulary)) has not learned, and gives no verdict.",
-    f"Seeds are planned for true gaps of 0 and of {PLANNED_GAP} margins, for a probability of {100 * POWER:g} % of "
-    "the right verdict, averaged over what the true spread may be, given the one found (A. O'Hagan, J. W. Stevens and "
-    "M. J. Campbell, Pharmaceut. Statist. 4 (2005) 187-201).",
-    "The A/A floor is the root mean square difference between runs of one recipe and seed that differ in the order of "
-    "sums alone (another micro-batch size, thread count or reduction).",
-    "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a recipe "
-    "that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what follows it "
-    "alone, and several such trunks are judged apart (pseudoreplication: S. H. Hurlbert, Ecological Monographs 54 "
-    "(1984) 187-211).",
-    "Time to loss is the ratio of the tokens, and of the training seconds, that recipe and baseline took to the lowest "
-    "loss that both reached.",
-)
+from lightning_llm.compare.passages import PASSAGES
+from lightning_llm.compare.references import CITATION, KNOWN, Reference, keys_in, recipe_reference
+from lightning_llm.compare.study import Study
+from lightning_llm.compare.wording import short
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The methods of one comparison: `paragraphs` of (heading, text with citations), and the entries they cite."""
+
+    paragraphs: tuple[tuple[str, str], ...]
+    references: tuple[Reference, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """The paragraphs as plain text, with authors and years for citations."""
+        return [f"{heading}. {plain(text, self.references)}" for heading, text in self.paragraphs]
+
+
+def methods_of(study: Study) -> Methods:
+    """Return what was done, in order of the passages, and what is cited, in order of first citation."""
+    recipes = {name: recipe_reference(name, source) for name, source in study.recipe_sources.items()}
+    paragraphs = {"Runs": runs_paragraph(study, recipes)}
+    for passage in PASSAGES:
+        if passage.applies(study):
+            paragraphs[passage.heading] = f"{paragraphs.get(passage.heading, '')} {passage.text}".strip()
+    known = KNOWN | {reference.key: reference for reference in recipes.values()}
+    cited = dict.fromkeys(key for text in paragraphs.values() for key in keys_in(text))
+    return Methods(tuple(paragraphs.items()), tuple(known[key] for key in cited))
+
+
+def plain(text: str, references: Sequence[Reference]) -> str:
+    """Return `text` with "(Dunnett 1955)" for each citation."""
+    labels = {reference.key: reference.label for reference in references}
+
+    def words(found: re.Match[str]) -> str:
+        cited = "; ".join(labels[key] for key in keys_in(found[0]))
+        return f" ({cited}{', ' + found[2] if found[2] else ''})"
+
+    return CITATION.sub(words, text)
+
+
+def runs_paragraph(study: Study, recipes: dict[str, Reference]) -> str:
+    """Return what was run, on what, with what: model, data, seeds, precision, versions, hardware."""
+    cited = {name: f"{name} [@{reference.key}]" for name, reference in recipes.items()}
+    baseline = study.factor.baseline_label
+    held = listed([cited.get(name, name) for name in study.recipes])
+    terms, (fewest, most) = study.terms, study.pairs
+    pairs = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    sentences = [
+        f"{held} {'was' if len(study.recipes) == 1 else 'were'} held against {cited.get(baseline, baseline)} "
+        f"({study.factor.name}) in {pairs} pair{'s' * (most > 1)} of runs each, of seed{'s' * (len(study.seeds) > 1)} "
+        f"{spans(study.seeds)}"
+        + (f", in each of {len(study.settings)} settings ({'; '.join(study.settings)})" if study.settings else "")
+        + f": {len(study.runs)} runs.",
+        _trained(study),
+        f"The margin is {terms.margin:g} {terms.unit}"
+        + (f" of {terms.metric}" if "nats" in terms.unit else "")
+        + f", the confidence {100 * terms.confidence:g} %, the tail the last {100 * terms.tail_share:g} % of the steps "
+        f"({_range(study.tail_validations)} validation{'s' * (study.tail_validations[1] != 1)}).",
+        _precision(study),
+        _machines(study),
+    ]
+    if selection := study.selection:
+        seeds = f"seed{'s' * (len(selection.seeds) > 1)} {spans(list(selection.seeds))}"
+        sentences.append(f"{selection.key} was chosen for each recipe at {seeds}.")
+    if len(study.looks) > 1:
+        sentences.append(f"The runs were looked at {len(study.looks)} times.")
+    return " ".join(filter(None, sentences))
+
+
+def _trained(study: Study) -> str:
+    sizes = listed([short(each) for each in study.parameters])
+    models = listed([str(each) for each in study.values("model.name")]) or "one"
+    data = listed([str(each) for each in study.values("data.name")])
+    tokens = listed([short(each) for each in study.tokens])
+    batch = _sizes(study, "data.global_batch_size", "sequences a step")
+    length = _sizes(study, "data.sequence_length", "tokens a sequence")
+    optimizer = listed([str(each) for each in study.values("optim.name")])
+    rate = _sizes(study, "optim.learning_rate", "")
+    schedule = listed([str(each) for each in study.values("schedule.name")])
+    layers, width = _sizes(study, "model.num_layers", "layers"), _sizes(study, "model.hidden_size", "wide")
+    about = ", ".join(filter(None, (f"{sizes or 'an unknown number of'} parameters", layers, width)))
+    text = f"The model is {models} ({about}), trained on {tokens or 'the'} tokens"
+    text += f" of the data {data}" if data else ""
+    details = [
+        length, batch, f"optimizer {optimizer}" if optimizer else "",
+        f"peak learning rate {rate}" if rate else "", f"schedule {schedule}" if schedule else "",
+    ]  # fmt: skip
+    return f"{text} ({', '.join(filter(None, details))})."
+
+
+def _precision(study: Study) -> str:
+    sentences = []
+    if study.native:
+        sentences.append(f"{listed(study.native)} ran natively.")
+    if study.emulated:
+        sentences.append(
+            f"{listed(study.emulated)} ran emulated: with the format's numbers, and a speed that says nothing of it."
+        )
+    return " ".join(sentences)
+
+
+def _machines(study: Study) -> str:
+    packages = {"lightning_llm": "lightning-llm", "torch": "PyTorch [@pytorch2024]",
+                "lightning": "PyTorch Lightning [@lightning2019]", "transformer_engine": "Transformer Engine",
+                "python": "Python"}  # fmt: skip
+    versions = []
+    for package, name in packages.items():
+        if found := study.recorded(f"versions.{package}"):
+            commit = f" (commit {listed(study.commits)})" if package == "lightning_llm" and study.commits else ""
+            versions.append(f"{name} {listed(found)}{commit}")
+    hardware = f" on {listed(study.devices)}" if study.devices else ""
+    return f"Software: {', '.join(versions)}{hardware}." if versions else ""
+
+
+def _sizes(study: Study, key: str, unit: str) -> str:
+    found = study.values(key)
+    return f"{listed([f'{each:g}' for each in found])} {unit}".strip() if found else ""
+
+
+def _range(span: tuple[int, int]) -> str:
+    return f"{span[0]}" if span[0] == span[1] else f"{span[0]} to {span[1]}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers with runs of three or more in short: "0 to 4, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return ", ".join(words)

@@ -3,22 +3,28 @@
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
-from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.pairing import Pair
+from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import line_of, nats
+from lightning_llm.compare.wording import interval_of, line_of, nats
 from lightning_llm.config.redact import redact_uri, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
+from lightning_llm.record.mlflow.ui import artifact_page
 
-FILES = ("compare.json", "report.html", "verdicts.csv", "verdicts.tex")
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""
+WHERE = (
+    "The report, with curves, intervals and methods, is under **Artifacts**: `compare/report.html` opens there, "
+    "`compare/report.pdf` is for print. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
+    "run's own."
+)
+"""Where the rest is found in MLflow's pages, for who reads the description."""
 
 
 def log_verdicts(comparison: Comparison, folder: Path) -> str:
@@ -41,12 +47,15 @@ def log_verdicts(comparison: Comparison, folder: Path) -> str:
             parent = _log_child(clients[uri], pair, verdict)
             if parent and not any(each is verdict for each in parents.setdefault((uri, parent), [])):
                 parents[uri, parent].append(verdict)
-        for (uri, parent), verdicts in parents.items():
-            _log_parent(clients[uri], parent, verdicts, folder)
+        pages = [
+            artifact_page(uri, _log_parent(clients[uri], parent, verdicts, folder), parent, "compare/report.html")
+            for (uri, parent), verdicts in parents.items()
+        ]
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redact_uri(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
         return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
-    return f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
+    logged = f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
+    return "\n".join([logged, *(f"       {page}" for page in pages)])
 
 
 def tracking_uri(pair: Pair) -> str:
@@ -75,29 +84,34 @@ def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
     return client.get_run(run_id).data.tags.get("mlflow.parentRunId")
 
 
-def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> None:
+def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> str:
+    """Write the verdicts and the report to the sweep's run; return the id of its experiment."""
     for verdict in verdicts:
         words = f" {verdict.family.words}" if verdict.family.words else ""
         client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
-    before = client.get_run(parent).data.tags.get(DESCRIPTION, "")
-    table = verdict_table([verdict_data(verdict) for verdict in verdicts])
-    client.set_tag(parent, DESCRIPTION, described(before, table))
+    run = client.get_run(parent)
+    before = run.data.tags.get(DESCRIPTION, "")
+    client.set_tag(parent, DESCRIPTION, described(before, f"{verdict_table(verdicts)}\n\n{WHERE}"))
     for file in sorted(folder.iterdir()):
-        if file.name in FILES or (file.name.startswith("figure-") and file.suffix == ".svg"):
+        if file.name in ("report.html", *FILES) or (file.name.startswith("figure-") and file.suffix == ".svg"):
             client.log_artifact(parent, str(file), "compare")
+    return str(run.info.experiment_id)
 
 
-def verdict_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def verdict_table(verdicts: Sequence[Verdict]) -> str:
     """Return the verdicts as a Markdown table and their sentences, for the description of a sweep."""
     lines = ["| recipe | verdict | gap, nats | interval | pairs |", "|---|---|---:|---|---:|"]
-    for row in rows:
-        name = " ".join([row["name"], *(f"{key}={value}" for key, value in row["setting"].items())])
-        verdict = f"**{row['qualified']}**"
-        gap = "" if row["gap"] is None else nats(row["gap"], signed=True)
-        interval = "" if row["ci"][0] is None else f"[{', '.join(nats(end, signed=True) for end in row['ci'])}]"
-        cells = [name, verdict, gap, interval, str(row["pairs"])]
+    for verdict in verdicts:
+        estimate = verdict.judged.estimate
+        cells = [
+            " ".join(filter(None, (verdict.name, verdict.family.words))),
+            f"**{verdict.qualified}**",
+            nats(estimate.gap, signed=True) if math.isfinite(estimate.gap) else "",
+            interval_of(estimate) if math.isfinite(estimate.low) else "",
+            str(len(verdict.judged.measured.seeds)),
+        ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join([*lines, "", *(f"- {row['line']}" for row in rows)])
+    return "\n".join([*lines, "", *(f"- {line_of(verdict)}" for verdict in verdicts)])
 
 
 def described(before: str, verdicts: str) -> str:

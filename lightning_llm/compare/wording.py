@@ -1,6 +1,7 @@
 """A verdict in words: what has to be reported beside the numbers, and everything in one line."""
 
 import math
+import re
 from collections.abc import Sequence
 
 from lightning_llm.compare.estimate import Estimate
@@ -174,6 +175,11 @@ def nats(value: float, *, signed: bool = False) -> str:
     """Return a loss or a gap to four digits behind the point; what a table has no room for, as a power of ten."""
     sign = "+" if signed else ""
     return format(value, f"{sign}.4f" if not 1e5 <= abs(value) < math.inf else f"{sign}.2e")
+
+
+def minus(words: str) -> str:
+    """Return `words` with the sign that is as wide as a plus before negative numbers, for print."""
+    return re.sub(r"(?<!\w)-(?=[\d.]|inf)", "−", words)
 
 
 def short(number: int | float | None) -> str:

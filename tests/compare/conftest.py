@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 from run_folders import make_sweep
 
-from lightning_llm.compare import report
+from lightning_llm.compare.report import pictures, write
 
 
-@pytest.fixture
-def undrawn(monkeypatch, request):
-    """Leave the pictures out, half a second each time, but where the report itself is looked at."""
-    if "report_holds" not in request.node.name:
-        for name in ("draw_curves", "draw_intervals", "draw_speed"):
-            monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Leave the drawing out, seconds each time: test_report.py draws in a process of its own, test_pictures.py paints
+    on axes that are not saved."""
+    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
+    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
 
 
 @pytest.fixture(scope="module")

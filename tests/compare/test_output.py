@@ -8,17 +8,16 @@ import shlex
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 from run_folders import make_run, make_sweep, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare import figures
 from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.wording import nats
 from lightning_llm.record.reading import read_run
 from lightning_llm.terminal import waiting
-
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def test_every_line_names_the_setting(tmp_path, capsys):
@@ -56,8 +55,8 @@ def test_what_is_not_controlled_or_may_not_have_acted_is_neither_green_nor_silen
     assert "the recipe may not have acted at all" in row["line"]
     assert row["may_not_have_acted"]
     html = (tmp_path / "out" / "report.html").read_text()
-    assert 'class="lossless"' not in html
-    assert 'class="inconclusive">lossless (not controlled)' in html
+    assert 'class="verdict lossless"' not in html
+    assert '<span class="verdict inconclusive">✓ lossless</span> <small>not controlled</small>' in html
 
 
 def test_layouts_that_equal_each_other_to_the_last_bit_are_as_they_should_be(tmp_path, capsys):
@@ -89,7 +88,8 @@ def test_why_there_is_no_verdict_stands_in_its_cell(gaps, seeds, reason, tmp_pat
     assert main(["compare", str(sweep)]) == 0
     out = capsys.readouterr().out
     assert f"inconclusive ({reason})" in out
-    assert f"inconclusive ({reason})" in (sweep / "compare" / "report.html").read_text()
+    html = (sweep / "compare" / "report.html").read_text()
+    assert f'<span class="verdict inconclusive">? inconclusive</span> <small>{reason}</small>' in html
 
 
 def test_many_runs_give_a_sign_of_life(tmp_path, monkeypatch, capsys):
@@ -123,8 +123,13 @@ def test_pictures_without_a_pair_that_is_left_warn_of_nothing(tmp_path):
     comparison = compare_runs([read_run(folder) for folder in sorted(tmp_path.iterdir())], Terms())
     (verdict,) = comparison.verdicts
     assert not verdict.sound_pairs
-    for draw in (figures.draw_curves, figures.draw_intervals, figures.draw_speed):
-        draw([verdict], "bf16", Terms())
+    (gaps, curve) = pictures_of(comparison)  # and none of speed or mean loss
+    assert "no gap can be given" in gaps.alt
+    assert "seed 0 diverged; seed 1 diverged; seed 2 diverged" in curve.alt
+    for picture in (gaps, curve):
+        axes = Figure().subplots()
+        picture.paint(axes)
+        assert not [line for line in axes.lines if line.get_label().startswith("mean")]
 
 
 def write_sweep(sweep, overrides):
@@ -180,10 +185,14 @@ def test_tables_for_a_paper_have_the_baseline_the_sources_and_no_letter_that_lat
     assert (base["recipe"], base["verdict"], recipe["verdict"]) == ("bf16", "baseline", "lossy")
     assert float(recipe["gap"]) == row["gap"]
     assert float(recipe["gap/code"]) == row["gap_by_source"]["code"]
+    assert float(recipe["gap/code/low"]) < float(recipe["gap/code"]) < float(recipe["gap/code/high"])
     latex = (sweep / "compare" / "verdicts.tex").read_text()
     lines = [line for line in latex.splitlines() if line.endswith(r"\\")]
     assert [line.count(" & ") for line in lines] == [7, 7, 7]
     assert r"mxfp4\_sr" in lines[2]
+    sources = (sweep / "compare" / "sources.tex").read_text()
+    assert sources.count(r"mxfp4\_sr & ") == 1
+    assert f"{row['gap_by_source']['code']:+.4f} [" in sources
     assert f"{row['gap']:+.4f}" in lines[2]
 
 
@@ -192,10 +201,11 @@ def test_pictures_are_also_files_and_those_of_an_earlier_report_go(tmp_path, cap
     sweep = make_sweep(tmp_path / "s", rates, seeds=2)
     verdicts(capsys, sweep)
     names = {file.name for file in (sweep / "compare").glob("*.svg")}
-    assert names == {f"figure-{name}-{place}.svg" for name in ("gaps", "curves", "speed") for place in (0, 1)}
+    each = {f"figure-{name}-{place}.svg" for name in ("curve-mxfp8", "loss", "speed") for place in (0, 1)}
+    assert names == {"figure-gaps.svg", "figure-over-optim-learning_rate-0.svg", *each}
     for number in (2, 3, 6, 7):
         shutil.rmtree(sweep / str(number))
     verdicts(capsys, sweep)
     assert {file.name for file in (sweep / "compare").glob("*.svg")} == {
-        "figure-gaps.svg", "figure-curves.svg", "figure-speed.svg",
+        "figure-gaps.svg", "figure-curve-mxfp8.svg", "figure-loss.svg", "figure-speed.svg",
     }  # fmt: skip

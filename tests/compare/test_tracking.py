@@ -38,7 +38,10 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     client.set_tag(parent, "mlflow.note.content", "somebody's words")
     assert main(["compare", str(sweep)]) == 0
     assert main(["compare", str(sweep)]) == 0
-    assert "logged to MLflow: 2 runs, 1 sweep" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "logged to MLflow: 2 runs, 1 sweep" in out
+    page = f"http://localhost:5000/#/experiments/{client.get_run(parent).info.experiment_id}/runs/{parent}/artifacts"
+    assert f"       {page}/compare/report.html?workflowType=machine_learning" in out
     for run_id in ids[2:]:
         data = client.get_run(run_id).data
         assert data.tags["verdict"] == "lossy"
@@ -51,9 +54,12 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     assert note.count("| mxfp8 | **lossy**") == 1
     assert note.count(tags["verdict/mxfp8"]) == 1
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
-        "compare/compare.json", "compare/report.html", "compare/verdicts.csv", "compare/verdicts.tex",
-        "compare/figure-gaps.svg", "compare/figure-curves.svg", "compare/figure-speed.svg",
+        "compare/compare.json", "compare/report.html", "compare/report.pdf", "compare/report.tex",
+        "compare/verdicts.csv", "compare/curves.csv", "compare/verdicts.tex", "compare/methods.tex",
+        "compare/sources.tex", "compare/references.bib", "compare/figure-gaps.svg", "compare/figure-curve-mxfp8.svg",
+        "compare/figure-loss.svg", "compare/figure-speed.svg",
     }  # fmt: skip
+    assert "`compare/report.html` opens there" in note
 
 
 def test_a_description_keeps_what_is_not_ours():

@@ -1,5 +1,7 @@
 """docs/compare.md says what the program does: commands, free keys, the keys of a verdict, a cell of the power table."""
 
+import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +14,8 @@ from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.compose import compose_sweep
 
-TEXT = (Path(__file__).parents[2] / "docs" / "compare.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
 
 
@@ -40,3 +43,19 @@ def test_a_cell_of_the_power_table_is_what_simulation_finds(recipes, trials):
     found = simultaneous_intervals(losses[:, 1:] - losses[:, :1])
     assert 100 * (found.high < 0.01).mean() == pytest.approx(lossless, abs=1.5)
     assert 100 * (found.low + 0.03 > 0.01).mean() == pytest.approx(lossy, abs=1.5)
+
+
+def test_the_readmes_picture_shows_its_table_and_is_made_by_its_command():
+    spec = importlib.util.spec_from_file_location("draw_compare", DOCS / "draw_compare.py")
+    draw_compare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw_compare)
+    found = json.loads((DOCS / "compare.json").read_text(encoding="utf-8"))
+    table = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    drawn = [each.replace("−", "-") for each in re.findall(r"<!-- (.*?) -->", draw_compare.draw(found))]
+    committed = [each.replace("−", "-") for each in re.findall(r"<!-- (.*?) -->", (DOCS / "compare.svg").read_text())]
+    assert drawn == committed  # matplotlib's texts, whatever its version makes of their outlines
+    for row in found["verdicts"]:
+        interval = f"[{row['ci'][0]:+.4f}, {row['ci'][1]:+.4f}]"
+        line = re.search(rf"^{row['name']} +(.*?) +([+-]\S+) (\[.*?\])", table, re.MULTILINE)
+        assert line.groups() == (row["qualified"], f"{row['gap']:+.4f}", interval)
+        assert f"{row['gap']:+.4f} {interval}" in committed

@@ -24,6 +24,12 @@ def experiment_page(server: str, experiment_id: str | None) -> str:
     return f"{redact_uri(server).rstrip('/')}/#/{page}?workflowType=machine_learning"
 
 
+def artifact_page(uri: str, experiment_id: str, run_id: str, path: str) -> str:
+    """Return the address at which MLflow shows an artefact of a run that is tracked at `uri`."""
+    server = redact_uri(uri).rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
+    return f"{server}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
+
+
 def ui_command(uri: str) -> str:
     """Return the command that opens MLflow's UI on the database `uri`."""
     return shlex.join([*program("mlflow", "mlflow"), "ui", "--workers", "1", "--backend-store-uri", redact_uri(uri)])

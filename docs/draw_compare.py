@@ -1,0 +1,109 @@
+"""Draw docs/compare.svg, the README's picture, with the report's own drawings.
+
+`python docs/draw_compare.py` draws it from docs/compare.json, the parts of a `compare.json` that it shows; `python
+docs/draw_compare.py outputs/precision_shootout/NAME/compare` takes those of a sweep of one's own, after `make sweep
+RECIPE=sweep/precision_shootout && make compare`, and writes both files anew.
+"""
+
+import argparse
+import io
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.paired_curves import Curve
+from lightning_llm.compare.report.draw import curve_limits, draw_curve, draw_forest
+from lightning_llm.compare.report.panels import CurvePanel, ForestRow, Frame, Interval
+from lightning_llm.compare.report.style import drawing_style
+
+DOCS = Path(__file__).resolve().parent
+SHOWN = ("factor", "baseline", "margin", "confidence", "metric")
+SHOWN_OF_A_VERDICT = (
+    "name", "verdict", "qualified", "gap", "ci", "controlled", "may_not_have_acted", "setting", "aa_floor",
+    "outlier_seeds", "diverged_seeds", "baseline_diverged_seeds", "differences", "curve",
+)  # fmt: skip
+
+
+def shown(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a `compare.json` that the picture shows."""
+    verdicts = [{key: verdict[key] for key in SHOWN_OF_A_VERDICT} for verdict in found["verdicts"]]
+    return {**{key: found[key] for key in SHOWN}, "verdicts": verdicts}
+
+
+def number(value: float | None) -> float:
+    """Return a number of JSON, NaN for null."""
+    return math.nan if value is None else value
+
+
+def row_of(verdict: dict[str, Any]) -> ForestRow:
+    """Return the row of a verdict."""
+    seeds = {each["seed"]: each["gap"] for each in verdict["differences"]}
+    clean = verdict["controlled"] and not verdict["may_not_have_acted"]
+    return ForestRow(
+        name=verdict["name"],
+        setting=", ".join(f"{key}={value}" for key, value in verdict["setting"].items()),
+        decision="inconclusive" if verdict["verdict"] == "lossless" and not clean else verdict["verdict"],
+        qualified=verdict["qualified"],
+        interval=Interval(number(verdict["gap"]), *map(number, verdict["ci"])),
+        seeds={seed: gap for seed, gap in seeds.items() if seed not in verdict["outlier_seeds"]},
+        outliers={seed: gap for seed, gap in seeds.items() if seed in verdict["outlier_seeds"]},
+        diverged_seeds=(*verdict["diverged_seeds"], *verdict["baseline_diverged_seeds"]),
+        floor=verdict["aa_floor"],
+    )
+
+
+def panel_of(verdict: dict[str, Any]) -> CurvePanel:
+    """Return the panel of a verdict's curve."""
+    row, curve = row_of(verdict), verdict["curve"]
+    gap, low, high = (tuple(map(number, curve[key])) for key in ("gap", "low", "high"))
+    found = Curve(tuple(curve["steps"]), tuple(curve["tokens"]), gap, low, high, len(row.seeds))
+    return CurvePanel(row.name, row.decision, found, (), row.floor)
+
+
+def draw(found: dict[str, Any]) -> str:
+    """Return the picture as SVG text: the gaps, and below them each recipe's difference along the run."""
+    frame = Frame(found["baseline"], found["margin"], Terms().unit, found["metric"], found["confidence"])
+    panels = [panel_of(verdict) for verdict in found["verdicts"]]
+    with drawing_style():
+        figure = Figure(figsize=(9.6, 1.4 + 0.34 * len(panels) + 2.3), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=[1.4 + 0.34 * len(panels), 2.3])
+        draw_forest(above.subplots(), [row_of(verdict) for verdict in found["verdicts"]], frame)
+        draw_curves(below, panels, frame)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def draw_curves(figure: Any, panels: Sequence[CurvePanel], frame: Frame) -> None:
+    """Draw the panels beside each other, with one legend and one label of their common axis."""
+    limits = curve_limits(panels, frame)
+    for place, (axes, panel) in enumerate(zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)):
+        draw_curve(axes, panel, frame, limits)
+        axes.get_legend().remove()
+        axes.xaxis.get_major_locator().set_params(nbins=3)
+        axes.set_title(panel.name, fontsize=8.5, loc="left")
+        if place:
+            axes.set_ylabel("")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write docs/compare.svg."""
+    parser = argparse.ArgumentParser(description="Draw docs/compare.svg.")
+    parser.add_argument("folder", nargs="?", type=Path, help="of a compare.json to take the numbers from")
+    folder = parser.parse_args(argv).folder
+    if folder is not None:
+        found = shown(json.loads((folder / "compare.json").read_text(encoding="utf-8")))
+        (DOCS / "compare.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = json.loads((DOCS / "compare.json").read_text(encoding="utf-8"))
+    (DOCS / "compare.svg").write_text(draw(found), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

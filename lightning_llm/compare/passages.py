@@ -1,0 +1,130 @@
+"""The method behind verdicts, with sources: the one text of the report, of `compare.json`, of a paper and of the docs.
+
+Citations are marks as Pandoc has them, "[@dunnett1955]", of entries of `references.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_llm.compare.power import PLANNED_GAP, POWER
+from lightning_llm.compare.stability import OUTLIER_FACTOR, STABILITY_MARGIN
+from lightning_llm.compare.study import Study
+from lightning_llm.compare.wording import looks_statement
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of the method, with citations, and when it is part of what was done: in `words`, and by `applies`."""
+
+    heading: str
+    words: str
+    applies: Callable[[Study], bool]
+    text: str
+
+
+def _always(_: Study) -> bool:
+    return True
+
+
+PASSAGES = (
+    Passage(
+        "Pairs", "always", _always,
+        "Runs of the same seed share initial weights and the order of the data, so they are compared in pairs. A "
+        "pair's difference is taken of the tail of the validation loss: the mean over the validations in the last part "
+        "of the steps that all runs have. The gap is the mean difference over the seeds at which neither run failed.",
+    ),
+    Passage(
+        "Intervals", "two recipes or more share a baseline", lambda study: study.comparisons > 1,
+        "Intervals hold together for all recipes that share a baseline [@dunnett1955], with seeds as blocks; the "
+        "multivariate t is integrated by quadrature [@genz2009].",
+    ),
+    Passage(
+        "Intervals", "one recipe stands alone", lambda study: study.decided_by_interval and study.comparisons == 1,
+        "The interval is Student's, of the paired differences over seeds.",
+    ),
+    Passage(
+        "Intervals", "recipes share a variance", lambda study: study.pooled,
+        "The variance is pooled over recipes of like spread, with degrees of freedom that allow for the baseline that "
+        "they share [@satterthwaite1946]; no recipe's variance is taken to be below its own estimate, since a "
+        "preliminary test would make intervals too short [@bancroft1944].",
+    ),
+    Passage(
+        "Intervals", "a recipe's spread stands out", lambda study: study.unpooled,
+        "A recipe whose spread stands out (F test) keeps its own variance and degrees of freedom [@hasler2008].",
+    ),
+    Passage(
+        "Intervals", "recipes have different seeds", lambda study: study.comparisons > 1 and study.unlike_seeds,
+        "Over seeds that not all recipes have, the smallest of their correlations is taken for all, which can only "
+        "widen the intervals [@sidak1968].",
+    ),
+    Passage(
+        "Intervals", "a recipe has one pair", lambda study: study.one_pair,
+        "One pair shows no spread, and decides nothing.",
+    ),
+    Passage(
+        "Verdicts", "always", _always,
+        "By loss a recipe is lossless where the interval's upper bound is below the margin, which is non-inferiority "
+        "[@ich1998, section 3.3.2], lossy where its lower bound is above it, and otherwise inconclusive. The verdict "
+        "is lossy where the loss or the stability says so. It is lossless where the loss says so, no run is missing, "
+        "and the recipe failed alone at no more seeds than the baseline did, or so few of so many that the rate is "
+        f"shown to be below {100 * STABILITY_MARGIN:g} %.",
+    ),
+    Passage(
+        "Verdicts", "a baseline has not learned",
+        lambda study: any(verdict.judged.measured.unlearned for verdict in study.verdicts),
+        "A baseline whose loss is not below the entropy of the tokens' frequencies (where that is not recorded, 0.9 "
+        "ln(vocabulary)) has not learned, and gives no verdict.",
+    ),
+    Passage(
+        "Verdicts", "each recipe is taken at its best value of a key", lambda study: study.selection is not None,
+        "Each recipe was taken at its own best value of a key, chosen by the losses of seeds that were not judged: the "
+        "best of several is low by luck, too.",
+    ),
+    Passage(
+        "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),
+    ),
+    Passage(
+        "Verdicts", "more seeds would decide a verdict",
+        lambda study: any(verdict.plan.more is not None for verdict in study.verdicts),
+        f"Seeds are planned for true gaps of 0 and of {PLANNED_GAP} margins, for a probability of {100 * POWER:g} % "
+        "of the right verdict, averaged over what the true spread may be, given the one found [@ohagan2005]; the gap "
+        "observed plays no part [@hoenig2001].",
+    ),
+    Passage(
+        "Failures", "no run failed", lambda study: not study.failed,
+        "A run fails where it diverges or its pair is an outlier; none did. The failure rate that this allows is "
+        "given by its exact upper bound [@clopper1934].",
+    ),
+    Passage(
+        "Failures", "a run failed", lambda study: study.failed,
+        "A run failed where it diverged, or where fewer than half of a recipe's pairs lie more than "
+        f"{OUTLIER_FACTOR:g} times as far from zero as the margin, the A/A floor, the recipe's other pairs and the "
+        "median of the other recipes' pairs. Failure rates have exact intervals [@clopper1934]. A recipe is unstable "
+        "where it failed and the baseline did not at more seeds than the other way round, by McNemar's test "
+        "[@mcnemar1947], exact and unconditional [@suissa1991], one-sided, shared out over the recipes (Bonferroni).",
+    ),
+    Passage(
+        "Noise", "an A/A floor was measured", lambda study: any(verdict.floor.pairs for verdict in study.verdicts),
+        "The A/A floor is the root mean square difference between runs of one recipe and seed that differ in the order "
+        "of sums alone (another micro-batch size, thread count or reduction).",
+    ),
+    Passage(
+        "Noise", "curves are shown", lambda study: any(verdict.sound_pairs for verdict in study.verdicts),
+        "The bands of a curve of differences are intervals of the same kind at each step: they hold together over "
+        "recipes, and not over steps. So do those of the sources of the text, and not over sources.",
+    ),
+    Passage(
+        "Branches", "the runs are branches", lambda study: any(verdict.switch for verdict in study.verdicts),
+        "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a "
+        "recipe that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what "
+        "follows it alone, and several such trunks are judged apart: as replicates they would be pseudoreplicates "
+        "[@hurlbert1984].",
+    ),
+    Passage(
+        "Cost", "time to loss was measured",
+        lambda study: any(verdict.cost.timed_pairs for verdict in study.verdicts),
+        "Time to loss is the ratio of the tokens, and of the training seconds, that recipe and baseline took to the "
+        "lowest loss that both reached.",
+    ),
+)  # fmt: skip
+"""In the order of the report; passages of one heading stand together, and make a paragraph."""

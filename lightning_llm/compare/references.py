@@ -1,0 +1,169 @@
+"""The literature that verdicts rest on, each entry once: in words, and as BibTeX."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+CITATION = re.compile(r" ?\[@([\w.-]+(?:; ?@[\w.-]+)*)(?:, ([^\]]+))?\]")
+"""In a text: "[@dunnett1955]", "[@clopper1934; @suissa1991]", "[@ich1998, section 3.3.2]" (as Pandoc has it)."""
+ARXIV = re.compile(r"arXiv[ :]?(\d{4}\.\d{4,5})")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One entry. `container`: journal, series or publisher; `place`: volume and pages, as "50(272):1096-1121"."""
+
+    key: str
+    kind: Literal["article", "book", "misc"]
+    authors: str
+    """As BibTeX has them: "Dunnett, Charles W. and Other, Name"; in braces where they are no persons."""
+    title: str
+    year: str
+    container: str = ""
+    place: str = ""
+    doi: str = ""
+    eprint: str = ""
+
+    @property
+    def label(self) -> str:
+        """Authors and year, short: "Dunnett 1955", "Clopper and Pearson 1934"; of a recipe what it is taken from."""
+        if not self.authors:
+            return self.container.partition(";")[0]
+        if self.authors.startswith("{"):
+            return f"{self.authors.strip('{}')} {self.year}".strip()
+        names = [name.partition(",")[0].strip("{}") for name in self.authors.split(" and ")]
+        several = len(names) > 2 or names[-1] == "others"
+        return f"{names[0]} et al. {self.year}" if several else f"{' and '.join(names)} {self.year}"
+
+    @property
+    def text(self) -> str:
+        """The entry in words, as it stands in a list of references."""
+        authors = self.authors.strip("{}")
+        if not self.authors.startswith("{"):
+            persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
+            authors = ", ".join(persons[:-1]) + (" and " if persons[:-1] else "") + persons[-1]
+        where = " ".join(filter(None, (self.container, self.place)))
+        number = f"arXiv:{self.eprint}" if self.eprint else ""
+        return ". ".join(filter(None, (authors, self.title, where, number, self.year))) + "."
+
+    @property
+    def url(self) -> str:
+        """Where it is found; empty where that is not known."""
+        if self.doi:
+            return f"https://doi.org/{self.doi}"
+        return f"https://arxiv.org/abs/{self.eprint}" if self.eprint else ""
+
+    def as_bibtex(self, escaped: dict[str, str]) -> str:
+        """Return the entry of a .bib file; `escaped`: letters that TeX would take for its own, and what stands for
+        them."""
+        volume, _, pages = self.place.partition(":")
+        volume, _, number = volume.partition("(")
+        article = {"volume": volume, "number": number.rstrip(")"), "pages": pages.replace("-", "--")}
+        fields = {
+            "author": self.authors,
+            "title": "{" + _escape(self.title, escaped) + "}",
+            "year": self.year,
+            {"article": "journal", "book": "publisher", "misc": "howpublished"}[self.kind]: _escape(
+                self.container, escaped
+            ),
+            **(article if self.kind == "article" else {"note": _escape(self.place, escaped)}),
+            "doi": self.doi,
+            "eprint": self.eprint,
+            "archiveprefix": "arXiv" if self.eprint else "",
+            "key": "" if self.authors else _escape(self.title, escaped),  # what it is sorted by
+        }
+        lines = [f"  {key} = {{{value}}}," for key, value in fields.items() if value]
+        return "\n".join([f"@{self.kind}{{{self.key},", *lines, "}"])
+
+
+def _escape(text: str, escaped: dict[str, str]) -> str:
+    return "".join(escaped.get(letter, letter) for letter in text)
+
+
+STATISTICS = (
+    Reference(
+        "dunnett1955", "article", "Dunnett, Charles W.",
+        "A multiple comparison procedure for comparing several treatments with a control", "1955",
+        "Journal of the American Statistical Association", "50(272):1096-1121", "10.1080/01621459.1955.10501294",
+    ),
+    Reference(
+        "genz2009", "book", "Genz, Alan and Bretz, Frank", "Computation of multivariate normal and t probabilities",
+        "2009", "Springer", "Lecture Notes in Statistics 195", "10.1007/978-3-642-01689-9",
+    ),
+    Reference(
+        "sidak1968", "article", "Sidak, Zbynek",
+        "On multivariate normal probabilities of rectangles: their dependence on correlations", "1968",
+        "The Annals of Mathematical Statistics", "39(5):1425-1434",
+    ),
+    Reference(
+        "satterthwaite1946", "article", "Satterthwaite, Franklin E.",
+        "An approximate distribution of estimates of variance components", "1946", "Biometrics Bulletin",
+        "2(6):110-114", "10.2307/3002019",
+    ),
+    Reference(
+        "hasler2008", "article", "Hasler, Mario and Hothorn, Ludwig A.",
+        "Multiple contrast tests in the presence of heteroscedasticity", "2008", "Biometrical Journal",
+        "50(5):793-800", "10.1002/bimj.200710466",
+    ),
+    Reference(
+        "bancroft1944", "article", "Bancroft, T. A.",
+        "On biases in estimation due to the use of preliminary tests of significance", "1944",
+        "The Annals of Mathematical Statistics", "15(2):190-204", "10.1214/aoms/1177731284",
+    ),
+    Reference(
+        "ich1998", "misc", "{ICH}",
+        "Harmonised tripartite guideline E9: Statistical principles for clinical trials", "1998",
+    ),
+    Reference(
+        "clopper1934", "article", "Clopper, C. J. and Pearson, E. S.",
+        "The use of confidence or fiducial limits illustrated in the case of the binomial", "1934", "Biometrika",
+        "26(4):404-413", "10.1093/biomet/26.4.404",
+    ),
+    Reference(
+        "mcnemar1947", "article", "McNemar, Quinn",
+        "Note on the sampling error of the difference between correlated proportions or percentages", "1947",
+        "Psychometrika", "12(2):153-157", "10.1007/BF02295996",
+    ),
+    Reference(
+        "suissa1991", "article", "Suissa, Samy and Shuster, Jonathan J.",
+        "The 2 x 2 matched-pairs trial: exact unconditional design and analysis", "1991", "Biometrics",
+        "47(2):361-372", "10.2307/2532128",
+    ),
+    Reference(
+        "ohagan2005", "article", "O'Hagan, Anthony and Stevens, John W. and Campbell, Michael J.",
+        "Assurance in clinical trial design", "2005", "Pharmaceutical Statistics", "4(3):187-201", "10.1002/pst.175",
+    ),
+    Reference(
+        "hoenig2001", "article", "Hoenig, John M. and Heisey, Dennis M.",
+        "The abuse of power: the pervasive fallacy of power calculations for data analysis", "2001",
+        "The American Statistician", "55(1):19-24", "10.1198/000313001300339897",
+    ),
+    Reference(
+        "hurlbert1984", "article", "Hurlbert, Stuart H.",
+        "Pseudoreplication and the design of ecological field experiments", "1984", "Ecological Monographs",
+        "54(2):187-211", "10.2307/1942661",
+    ),
+)  # fmt: skip
+"""What the statistical method is taken from."""
+SOFTWARE = (
+    Reference(
+        "pytorch2024", "misc", "Ansel, Jason and others",
+        "PyTorch 2: Faster machine learning through dynamic Python bytecode transformation and graph compilation",
+        "2024", "ASPLOS", doi="10.1145/3620665.3640366",
+    ),
+    Reference("lightning2019", "misc", "Falcon, William and {The PyTorch Lightning team}", "PyTorch Lightning", "2019",
+              doi="10.5281/zenodo.3828935"),
+)  # fmt: skip
+KNOWN = {reference.key: reference for reference in (*STATISTICS, *SOFTWARE)}
+
+
+def recipe_reference(name: str, source: str) -> Reference:
+    """Return the entry of what a precision recipe is taken from, which its file says in words (`reference`)."""
+    found = ARXIV.search(source)
+    key = f"recipe-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
+    return Reference(key, "misc", "", f"Precision recipe {name}", "", source, eprint=found.group(1) if found else "")
+
+
+def keys_in(text: str) -> list[str]:
+    """Return the keys that `text` cites, in order."""
+    return [key.strip(" @") for found in CITATION.finditer(text) for key in found.group(1).split(";")]

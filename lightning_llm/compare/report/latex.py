@@ -1,0 +1,80 @@
+r"""The report for LaTeX: methods with `\cite`, the entries they cite, and a document that has it all.
+
+`pdflatex report && bibtex report && pdflatex report && pdflatex report` makes a PDF of it; in a paper of one's own,
+`verdicts.tex`, `sources.tex` and `methods.tex` are to `\input`.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from lightning_llm.compare.methods import Methods
+from lightning_llm.compare.references import CITATION, Reference, keys_in
+from lightning_llm.compare.report.pictures import Picture
+
+ESCAPED = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+           "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}",
+           ">": r"\textgreater{}"}  # fmt: skip
+
+
+def escape(text: str) -> str:
+    """Return `text` with every letter that LaTeX would take for its own spelled out."""
+    return "".join(ESCAPED.get(letter, letter) for letter in text)
+
+
+def latex_row(cells: Iterable[str]) -> str:
+    """Return a row of a `tabular`."""
+    return " & ".join(re.sub(r"(?<![\w.])-(?=\d)", "$-$", escape(cell)) for cell in cells) + r" \\"
+
+
+def methods_latex(methods: Methods) -> str:
+    r"""Return the paragraphs, each headed by a `\paragraph`, with `\cite` for citations."""
+    return "\n\n".join(rf"\paragraph{{{heading}.}} {cited(text)}" for heading, text in methods.paragraphs) + "\n"
+
+
+def cited(text: str) -> str:
+    r"""Return `text` for LaTeX, "[@key, section 3]" as `\cite[section 3]{key}`."""
+    parts, end = [], 0
+    for found in CITATION.finditer(text):
+        place = f"[{escape(found[2])}]" if found[2] else ""
+        parts += [escape(text[end : found.start()]), rf"~\cite{place}{{{','.join(keys_in(found[0]))}}}"]
+        end = found.end()
+    return _unbroken("".join([*parts, escape(text[end:])]))
+
+
+def _unbroken(text: str) -> str:
+    """Keep a number and its % together."""
+    return re.sub(r"(\d) \\%", r"\1~\\%", text)
+
+
+def bibliography(references: Sequence[Reference]) -> str:
+    """Return `references.bib`."""
+    return "\n\n".join(reference.as_bibtex(ESCAPED) for reference in references) + "\n"
+
+
+def document(title: str, pictures: Sequence[Picture]) -> str:
+    """Return `report.tex`: the table, the pictures that lie beside it as PDF files, the methods and the references."""
+    figures = [
+        "\n".join([
+            r"\begin{figure}[htbp]\centering",
+            rf"\includegraphics[width={'' if picture.width > 6 else '0.6'}\linewidth]{{figure-{picture.name}.pdf}}",
+            rf"\caption{{{escape(picture.caption)}}}",
+            r"\end{figure}",
+        ])
+        for picture in pictures
+    ]  # fmt: skip
+    return "\n".join([
+        r"\documentclass{article}",
+        r"\usepackage[utf8]{inputenc}\usepackage[margin=2.2cm]{geometry}",
+        r"\usepackage{booktabs,graphicx}",
+        rf"\title{{{escape(title)}}}\date{{}}",
+        r"\begin{document}\maketitle",
+        r"\begin{table}[htbp]\centering\small\input{verdicts}\caption{The verdicts.}\end{table}",
+        r"\begin{table}[htbp]\centering\small\input{sources}\caption{Gaps by source of the validation set, nats per",
+        r"token, with intervals that hold together over recipes.}\end{table}",
+        r"\section*{Methods}",
+        r"\input{methods}",
+        *figures,
+        r"\bibliographystyle{plain}\bibliography{references}",
+        r"\end{document}",
+        "",
+    ])  # fmt: skip

@@ -1,0 +1,74 @@
+"""`report.html`: one file with everything in it, to read without the runs at hand, on a screen, a phone or paper."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
+
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.methods import Methods
+from lightning_llm.compare.references import CITATION, keys_in
+from lightning_llm.compare.report.headline import headlines, sentence
+from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
+from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
+from lightning_llm.compare.report.tables import gap_words, sources_of
+from lightning_llm.compare.wording import line_of, minus, nats
+
+TEMPLATE = "report.html.jinja"
+
+
+def page(comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str]) -> str:
+    """Return the page; `files`: {name of a file that lies beside it: what it is for}."""
+    environment = Environment(
+        loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"line": line_of, "nats": nats, "image": _image, "source": lambda gap: minus(gap_words(gap))}
+    methods = comparison.methods
+    sources = sources_of(comparison)
+    return environment.get_template(TEMPLATE).render(
+        comparison=comparison,
+        title=title_of(comparison),
+        sentence=sentence(comparison),
+        headlines=headlines(comparison),
+        symbols=SYMBOLS,
+        colours=COLOURS,
+        dark_colours=DARK_COLOURS,
+        judged=JUDGED,
+        cost=COST,
+        long=LONG,
+        settings=[
+            (baseline.family.words, baseline_row(baseline), [verdict_row(each) for each in verdicts])
+            for baseline in comparison.baselines
+            if (verdicts := comparison.verdicts_of(baseline.family))
+        ],
+        pictures=[(group, list(found)) for group, found in groupby(pictures, key=lambda each: each.group)],
+        sources=sorted({source for found in sources.values() for source in found}),
+        source_gaps=[(verdict, sources[id(verdict)]) for verdict in comparison.verdicts],
+        paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],
+        references=methods.references,
+        files=files,
+    )
+
+
+def title_of(comparison: Comparison) -> str:
+    """Return the report's title."""
+    return f"{comparison.factor.name} against {comparison.factor.baseline_label}"
+
+
+def _image(picture: Picture) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(picture.svg.encode()).decode()}"
+
+
+def _with_numbers(text: str, methods: Methods) -> Markup:
+    """Return `text` with a numbered link to the list of references for each citation."""
+    numbers = {reference.key: number for number, reference in enumerate(methods.references, 1)}
+    parts, end = [], 0
+    for found in CITATION.finditer(text):
+        links = [Markup('<a href="#ref-{}">{}</a>').format(key, numbers[key]) for key in keys_in(found[0])]
+        place = f", {found[2]}" if found[2] else ""
+        parts += [escape(text[end : found.start()]), Markup(" [{}{}]").format(Markup(", ").join(links), place)]
+        end = found.end()
+    return Markup("").join([*parts, escape(text[end:])])

@@ -1,0 +1,201 @@
+"""What the report's pictures show, as plain data: a drawing needs nothing else, and draws what there is."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.paired_curves import Curve, difference, kept_pairs, paired_curves
+from lightning_llm.compare.pairing import Family, Pair
+from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.verdict import Verdict
+from lightning_llm.record.reading import Run
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all panels of a comparison share: the baseline's name, the margin and what it is in, the confidence."""
+
+    baseline: str
+    margin: float
+    unit: str
+    metric: str
+    confidence: float
+
+    @property
+    def gap_label(self) -> str:
+        """The label of an axis of gaps."""
+        return f"gap to {self.baseline} ({self.unit})"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A gap with its interval; `low`, `high`: NaN where one pair shows no spread; all NaN where no pair is left."""
+
+    gap: float
+    low: float
+    high: float
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+@dataclass(frozen=True)
+class ForestRow:
+    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor."""
+
+    name: str
+    setting: str
+    decision: Decision
+    qualified: str
+    interval: Interval
+    seeds: dict[int, float]
+    outliers: dict[int, float]
+    diverged_seeds: tuple[int, ...]
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class SeedLine:
+    """One seed's differences along the run: `fate` is "" for a kept one, else "outlier" or "diverged"."""
+
+    seed: int
+    tokens: tuple[int, ...]
+    gap: tuple[float, ...]
+    fate: str = ""
+
+
+@dataclass(frozen=True)
+class CurvePanel:
+    """A recipe's paired difference along the run, with its band, the single seeds, and the A/A floor."""
+
+    name: str
+    decision: Decision
+    curve: Curve
+    seeds: tuple[SeedLine, ...]
+    floor: float | None
+
+
+@dataclass(frozen=True)
+class LossLine:
+    """A mean validation loss along the run, between the least and the most of the seeds."""
+
+    name: str
+    tokens: tuple[int, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class SpeedPoint:
+    """A recipe's gap against its speed over the baseline's; `emulated`: the speed is none of the format's."""
+
+    name: str
+    decision: Decision
+    ratio: float
+    interval: Interval
+    emulated: bool
+
+
+def frame_of(comparison: Comparison) -> Frame:
+    """Return what the panels share."""
+    terms = comparison.terms
+    return Frame(comparison.factor.baseline_label, terms.margin, terms.unit, terms.metric, terms.confidence)
+
+
+def forest_rows(comparison: Comparison) -> list[ForestRow]:
+    """Return a row per verdict, in order."""
+    return [_forest_row(verdict) for verdict in comparison.verdicts]
+
+
+def _forest_row(verdict: Verdict) -> ForestRow:
+    judged = verdict.judged
+    out = judged.estimate.outlier_seeds
+    differences = judged.measured.differences
+    return ForestRow(
+        name=verdict.name,
+        setting=verdict.family.words,
+        decision=verdict.colour,
+        qualified=verdict.qualified,
+        interval=interval_of(verdict),
+        seeds={seed: value for seed, value in differences.items() if seed not in out},
+        outliers={seed: differences[seed] for seed in out},
+        diverged_seeds=tuple(sorted({*judged.measured.diverged_seeds, *judged.measured.baseline_diverged_seeds})),
+        floor=verdict.floor.sd,
+    )
+
+
+def interval_of(verdict: Verdict) -> Interval:
+    """Return the verdict's gap and interval."""
+    estimate = verdict.judged.estimate
+    return Interval(estimate.gap, estimate.low, estimate.high)
+
+
+def curve_panels(comparison: Comparison, family: Family) -> list[CurvePanel]:
+    """Return a panel per verdict of the family that has a curve, or a seed's line."""
+    verdicts = comparison.verdicts_of(family)
+    panels = [
+        CurvePanel(verdict.name, verdict.colour, curve, tuple(_seed_lines(verdict)), verdict.floor.sd)
+        for verdict, curve in zip(verdicts, paired_curves(verdicts, comparison.terms.confidence), strict=True)
+    ]
+    return [panel for panel in panels if panel.curve.steps or panel.seeds]
+
+
+def _seed_lines(verdict: Verdict) -> list[SeedLine]:
+    kept = {pair.run.seed for pair in kept_pairs(verdict)}
+    lines = []
+    for pair in verdict.pairs:
+        points = _points(pair, verdict)
+        if points:
+            seed = pair.run.seed
+            out = seed in verdict.judged.estimate.outlier_seeds
+            fate = "" if seed in kept else "outlier" if out else "diverged"
+            lines.append(SeedLine(seed, tuple(points), tuple(points.values()), fate))
+    return lines
+
+
+def _points(pair: Pair, verdict: Verdict) -> dict[int, float]:
+    """Return {tokens: difference} at the validations that both have and at which both are finite."""
+    metric = verdict.terms.metric
+    both = set(pair.run.validations.get(metric, {})) & set(pair.baseline.validations.get(metric, {}))
+    found = {pair.baseline.tokens.get(step, 0): difference(pair, verdict, step) for step in sorted(both)}
+    return {tokens: gap for tokens, gap in found.items() if math.isfinite(gap)}
+
+
+def loss_lines(comparison: Comparison, family: Family) -> list[LossLine]:
+    """Return the baseline's line and each recipe's, over the pairs of which neither run diverged."""
+    verdicts, terms = comparison.verdicts_of(family), comparison.terms
+    runs = {id(pair.baseline): pair.baseline for verdict in verdicts for pair in kept_pairs(verdict)}
+    named = [(comparison.factor.baseline_label, list(runs.values()))]
+    named += [(verdict.name, [pair.run for pair in kept_pairs(verdict)]) for verdict in verdicts]
+    return [line for name, own in named if (line := _loss_line(name, own, terms))]
+
+
+def _loss_line(name: str, runs: Sequence[Run], terms: Terms) -> LossLine | None:
+    curves = [
+        {
+            run.tokens.get(step, 0): loss
+            for step, loss in run.validations.get(terms.metric, {}).items()
+            if math.isfinite(loss)
+        }
+        for run in runs
+    ]
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not common:
+        return None
+    columns = [[curve[tokens] for curve in curves] for tokens in common]
+    mean = tuple(math.fsum(column) / len(column) for column in columns)
+    return LossLine(name, tuple(common), mean, tuple(map(min, columns)), tuple(map(max, columns)))
+
+
+def speed_points(comparison: Comparison, family: Family) -> list[SpeedPoint]:
+    """Return the recipes of the family whose gap and speed are both known."""
+    return [
+        SpeedPoint(verdict.name, verdict.colour, ratio, interval_of(verdict), verdict.emulated)
+        for verdict in comparison.verdicts_of(family)
+        if verdict.judged.estimate.pairs and (ratio := verdict.cost.tokens_per_second_ratio) is not None
+    ]

@@ -1,0 +1,133 @@
+"""The methods name what was done and cite what it rests on, and nothing else."""
+
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+from run_folders import make_run, make_sweep
+
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.looks import look_at
+from lightning_llm.compare.methods import listed, spans
+from lightning_llm.compare.passages import PASSAGES
+from lightning_llm.compare.references import KNOWN, keys_in
+from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
+from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
+from lightning_llm.compare.selection import BestOf
+from lightning_llm.record.reading import read_run
+
+
+def compared(folder, best_of=None):
+    return compare_runs([read_run(each) for each in sorted(folder.iterdir())], Terms(), best_of=best_of)
+
+
+def cited_keys(comparison):
+    return {reference.key for reference in comparison.methods.references}
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Two recipes against bf16 at three seeds, none failed."""
+    gaps = {"precision=bf16": 0.0, "precision=mxfp8": 0.001, "precision=mxfp4_sr": 0.03}
+    return compared(make_sweep(tmp_path_factory.mktemp("several") / "s", gaps))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One recipe against bf16 at two seeds, of which one diverged."""
+    folder = tmp_path_factory.mktemp("alone") / "s"
+    for seed, last in ((0, 3.0), (1, math.nan), (2, 3.001)):
+        make_run(folder / f"a{seed}", "precision=bf16", f"seed={seed}", losses={5: 4.0, 10: 3.0})
+        summary = {"backend": "native"}
+        losses = {5: 4.0, 10: last}
+        make_run(folder / f"b{seed}", "precision=mxfp8", f"seed={seed}", losses=losses, summary=summary)
+    return compared(folder)
+
+
+def test_every_citation_has_its_entry_and_every_entry_is_cited():
+    cited = {key for passage in PASSAGES for key in keys_in(passage.text)}
+    assert cited | {"pytorch2024", "lightning2019"} == KNOWN.keys()
+    assert not re.search(r"\[@|@\]", "".join(passage.text for passage in PASSAGES if not keys_in(passage.text)))
+    headings = [passage.heading for passage in PASSAGES]
+    assert headings == sorted(headings, key=headings.index)  # those of one heading stand together
+
+
+def test_several_recipes_are_held_together_and_one_is_not(several, alone):
+    family = {"dunnett1955", "genz2009", "satterthwaite1946", "bancroft1944"}
+    assert family <= cited_keys(several)
+    assert not family & cited_keys(alone)
+    assert "The interval is Student's" in " ".join(alone.methods.texts)
+
+
+def test_mcnemar_is_cited_where_a_run_failed(several, alone):
+    assert not {"mcnemar1947", "suissa1991"} & cited_keys(several)
+    assert {"mcnemar1947", "suissa1991", "clopper1934"} <= cited_keys(alone)
+    assert "none did" in " ".join(several.methods.texts)
+
+
+def test_the_runs_are_described_as_they_were(several, alone):
+    text = several.methods.texts[0]
+    assert text.startswith(
+        "Runs. mxfp8 (Transformer Engine MXFP8BlockScaling) and mxfp4_sr (Tseng, Yu and Park, arXiv 2502.20586) were "
+        "held against bf16 (Kalamkar et al., arXiv 1905.12322) (precision) in 3 pairs of runs each, of seeds 0 to 2: 9 "
+        "runs."
+    )
+    for words in (
+        "llama_tiny (2.16M parameters, 4 layers, 192 wide), trained on 205K tokens of the data python (256 tokens a "
+        "sequence, 4 sequences a step, optimizer adamw, peak learning rate",
+        "The margin is 0.01 nats per token of val_loss, the confidence 95 %, the tail the last 10 % of the steps (2 "
+        "validations).",
+        "mxfp8 and mxfp4_sr ran emulated",
+        "lightning-llm 0.1.0 (commit 000000000000), PyTorch (Ansel et al. 2024) 2.13.0",
+        "on AMD EPYC, 2 threads.",
+    ):
+        assert words in text
+    assert "mxfp8 ran natively." in alone.methods.texts[0]
+
+
+def test_seeds_that_choose_and_looks_are_named_where_there_were_any(tmp_path, several):
+    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
+    chosen = compared(make_sweep(tmp_path / "s", rates), BestOf("optim.learning_rate"))
+    text = " ".join(chosen.methods.texts)
+    assert "optim.learning_rate was chosen for each recipe at seed 0." in text
+    assert "chosen by the losses of seeds that were not judged" in text
+    assert "chosen" not in " ".join(several.methods.texts)
+    assert "looked at" not in text
+    chosen.looks = [look_at(chosen.verdicts, chosen.terms)] * 2
+    assert "The runs were looked at 2 times." in " ".join(chosen.methods.texts)
+
+
+def test_citations_become_latex_and_bibtex(several):
+    assert cited("so [@ich1998, section 3.3.2], at 5 % [@clopper1934; @suissa1991]_") == (
+        r"so~\cite[section 3.3.2]{ich1998}, at 5~\%~\cite{clopper1934,suissa1991}\_"
+    )
+    entries = bibliography(several.methods.references)
+    named = set(re.findall(r"@\w+\{([^,]+),", entries))
+    used = {key for keys in re.findall(r"\\cite(?:\[[^]]*\])?\{([^}]*)\}", methods_latex(several.methods))
+            for key in keys.split(",")}  # fmt: skip
+    assert used == named
+    for entry in entries.split("\n\n"):
+        assert entry.count("{") == entry.count("}")
+    assert r"title = {{Precision recipe mxfp4\_sr}}" in entries
+    assert "pages = {1096--1121}" in entries
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no TeX here")
+def test_tex_sets_it(several, tmp_path):
+    (tmp_path / "verdicts.tex").write_text(verdicts_latex(several))
+    (tmp_path / "sources.tex").write_text(sources_latex(several))
+    (tmp_path / "methods.tex").write_text(methods_latex(several.methods))
+    (tmp_path / "references.bib").write_text(bibliography(several.methods.references))
+    (tmp_path / "report.tex").write_text(document("precision against bf16 & co", []))
+    for command in (["pdflatex", "-interaction=nonstopmode", "report"], ["bibtex", "report"]) * 2:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+    assert "Warning" not in done.stdout
+
+
+def test_words_for_lists_and_spans():
+    assert [listed(words) for words in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
+    assert [spans(seeds) for seeds in ([0], [0, 1], [0, 1, 2, 5], [3, 7])] == ["0", "0, 1", "0 to 2, 5", "3, 7"]
