@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def compare_named(
     lost, without_kin = lost_jobs(found.sweeps, runs)
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
+        if best_of is not None:
+            best_of = replace(best_of, sweeps=tuple(found.sweeps))
         comparison = compare_runs(runs, terms, baseline, best_of)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error

@@ -10,6 +10,7 @@ from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
+from lightning_llm.compare.grid import borne_out
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.methods import METHODS
 from lightning_llm.compare.noise import Floor
@@ -136,6 +137,10 @@ def compare_runs(
             selection = select_best(usable, unfinished, best_of, terms)
             usable, unfinished = selection.runs, selection.unfinished
             notes += selection.lines()
+            problems += selection.problems
+            if selection.problems and baseline is None:
+                text = "a recipe is not judged, which may be what the others are held against. Say which: optim=adamw."
+                raise ConfigError(Problem("--baseline", text))
         factor = choose_factor(usable, baseline, best_of.key if best_of else None)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
@@ -144,6 +149,8 @@ def compare_runs(
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
         verdicts, floor, found = judge(family, factor, terms)
+        if selection is not None:
+            verdicts = borne_out(verdicts, selection)
         comparison.verdicts += verdicts
         comparison.problems += found
         if family.aa_groups:

@@ -57,6 +57,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "gap_high_precision": verdict.gap_high_precision,
         "gap_by_source": verdict.gap_by_source,
         **verdict.cost.as_data(),
+        "tuned": verdict.tuned.as_data() if verdict.tuned else None,
         "emulated": verdict.emulated,
         "line": line_of(verdict),
     }

@@ -16,6 +16,7 @@ from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
 from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.identity import below
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
@@ -34,6 +35,8 @@ class Verdict:
     floor: Floor
     plan: SeedPlan
     cost: Cost
+    tuned: Tuned | None = None
+    """What the grid says, of a verdict at each one's best value (--best-of)."""
 
     @property
     def name(self) -> str:
@@ -111,6 +114,8 @@ class Verdict:
             return None
         if measured.unlearned:
             return "the baseline has not learned"
+        if self.tuned is not None and self.tuned.withheld:
+            return f"{self.tuned.withheld} at the chosen values alone"
         if judged.loss == "lossless":
             return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
         if pairs <= 1:

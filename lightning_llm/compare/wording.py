@@ -35,7 +35,8 @@ def line_of(verdict: Verdict) -> str:
 
 def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
-    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), _open(verdict)]
+    grid = verdict.tuned.words if verdict.tuned else ""
+    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), grid, _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
@@ -127,6 +128,8 @@ def _open(verdict: Verdict) -> str:
     """Return what more seeds would do, for true gaps that are worth planning for: the observed one is noise."""
     judged, plan = verdict.judged, verdict.plan
     if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical:
+        return ""
+    if verdict.tuned is not None and verdict.tuned.withheld:
         return ""
     if judged.loss == "lossless":
         if plan.if_stable is None:
