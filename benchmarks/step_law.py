@@ -41,7 +41,7 @@ def group_gaps(file: Path, fewest: int) -> list[float]:
             continue
         rate = law_learning_rate(float(parameters), float(tokens))
         batch = law_batch_tokens(float(tokens))
-        nearest = min(runs, key=lambda run: math.hypot(math.log(run[0] / rate), math.log(run[1] / batch)))  # noqa: B023
+        nearest = min(runs, key=lambda run: math.hypot(math.log(run[0] / rate), math.log(run[1] / batch)))
         gaps.append(nearest[2] / min(loss for *_, loss in runs) - 1)
     return gaps
 

@@ -172,4 +172,3 @@ def range_critical_value(levels: int, df: float, confidence: float = 0.95) -> fl
     least = float(special.stdtrit(df, 0.5 + confidence / 2))
     most = float(special.stdtrit(df, 1 - (1 - confidence) / (levels * (levels - 1))))
     return float(brentq(excess, least, most * (1 + 1e-6), xtol=1e-7))
-

@@ -10,7 +10,7 @@ times themselves, with a miss beyond all, is the Kaplan-Meier estimate where all
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -76,12 +76,22 @@ class TimeToTarget:
 def time_to_target(
     pairs: Sequence[Pair], metric: str, target: float, confidence: float, *, higher_is_better: bool = False
 ) -> TimeToTarget:
-    """Return how much longer the runs of `pairs` took to `target` than the baseline's; a diverged run never arrives."""
-    times = [
-        tuple(reached(run, metric, target, higher_is_better=higher_is_better) for run in (pair.run, pair.baseline))
-        for pair in pairs
-    ]
-    return of_times([(ours, theirs) for ours, theirs in times], target, confidence)
+    """Return how much longer the runs of `pairs` took to `target` than the baseline's.
+
+    One that diverged first never arrives: it misses for as long as the other was watched.
+    """
+    times = []
+    for pair in pairs:
+        ours, theirs = (
+            reached(run, metric, target, higher_is_better=higher_is_better) for run in (pair.run, pair.baseline)
+        )
+        longest = max(ours.ended_tokens, theirs.ended_tokens)
+        if pair.run.lost_its_loss:
+            ours = replace(ours, ended_tokens=longest)
+        if pair.baseline.lost_its_loss:
+            theirs = replace(theirs, ended_tokens=longest)
+        times.append((ours, theirs))
+    return of_times(times, target, confidence)
 
 
 def of_times(times: Sequence[tuple[Reached, Reached]], target: float, confidence: float) -> TimeToTarget:
@@ -119,9 +129,7 @@ def _ratio(ours: Reached, theirs: Reached) -> tuple[float, float]:
     return 0.0, math.inf
 
 
-def _median_interval(
-    lows: Sequence[float], highs: Sequence[float], confidence: float
-) -> tuple[float, float] | None:
+def _median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float) -> tuple[float, float] | None:
     """Return the order-statistics interval of the median: the k-th lower end from below, the k-th upper from above.
 
     Exact for any continuous distribution (W. R. Thompson, Ann. Math. Stat. 7 (1936) 122-128), and wider where pairs are

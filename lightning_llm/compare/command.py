@@ -18,6 +18,7 @@ from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.target import Targets, read_targets
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -30,13 +31,40 @@ def compare(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: as `compare_named`.
     """
+    targets = read_targets(arguments.target)
+    if arguments.time_to_target:
+        return _time_to_target(arguments, targets)
+    if arguments.trials is not None:
+        raise ConfigError(Problem("--trials", "says which runs are trials of one study. Give --time-to-target, too."))
+    terms = terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
     compare_named(
         arguments.runs,
-        terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail),
+        replace(terms, targets=targets, all_pairs=arguments.all_pairs),
         arguments.baseline,
         best_of_words(arguments.best_of, arguments.choose_by),
         arguments.output,
         show=_print_data if arguments.json else print_table,
+        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+    )
+    return 0
+
+
+def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
+    """Print the scores of --time-to-target; return 0. Raises ConfigError."""
+    from lightning_llm.compare.benchmark_command import benchmark_named, print_benchmark
+
+    if arguments.best_of or arguments.choose_by or arguments.all_pairs:
+        text = "scores runs, and judges none: leave out --best-of, --choose-by and --all-pairs. See --trials."
+        raise ConfigError(Problem("--time-to-target", text))
+    benchmark_named(
+        arguments.runs,
+        arguments.metric,
+        targets,
+        arguments.baseline,
+        (arguments.trials or "").split(",") if arguments.trials else (),
+        arguments.output,
+        show=(lambda found: print(_json(found.as_data()))) if arguments.json else print_benchmark,
+        write=_json,
         say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
     )
     return 0

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
@@ -18,6 +19,7 @@ from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.selection import BestOf, Selection, select_best
+from lightning_llm.compare.target import NO_TARGETS
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -41,6 +43,8 @@ class Comparison:
     advice: Advice | None = None
     looks: list[Look] = field(default_factory=list)
     selection: Selection | None = None
+    all_pairs: list[PairGap] = field(default_factory=list)
+    """Every recipe against every other, where that was asked for."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -62,6 +66,7 @@ class Comparison:
             "verdicts": [verdict_data(verdict) for verdict in self.verdicts],
             "baselines": [baseline.as_data() for baseline in self.baselines],
             "aa": [floor.as_data(family) for family, floor in self.floors],
+            "all_pairs": [each.as_data() for each in self.all_pairs],
             "selection": self.selection.as_data() if self.selection else None,
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
@@ -157,6 +162,12 @@ def compare_runs(
             comparison.floors.append((family, floor))
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
+    if terms.targets != NO_TARGETS:
+        comparison.problems += terms.targets.check([family.words for family in comparison.families])
+    if terms.all_pairs:
+        comparison.all_pairs = [
+            each for family in comparison.families for each in all_pairs(comparison.verdicts_of(family))
+        ]
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
 

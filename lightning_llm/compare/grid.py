@@ -69,7 +69,7 @@ def _loss(run: Run, tail: Tail) -> float:
 
 
 def _settled(losses: Array, chosen: "np.ndarray[Any, Any]") -> Array:
-    """Return `losses` with what failed at a chosen value left out: of failures there the verdict on stability speaks."""
+    """Return `losses` without what failed at a chosen value: of that the verdict on stability speaks."""
     found = losses.copy()
     for arm, place in enumerate(chosen):
         found[arm, place] = np.where(np.isinf(found[arm, place]), math.nan, found[arm, place])

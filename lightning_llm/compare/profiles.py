@@ -31,12 +31,13 @@ def median_times(times: Times) -> dict[str, dict[str, float]]:
     Of an even number of studies the mean of the two in the middle, so infinite where one of these is.
     """
     return {
-        submission: {
-            workload: float(median(min(trials, default=math.inf) for trials in studies.values())) if studies else math.inf
-            for workload, studies in workloads.items()
-        }
+        submission: {workload: _median_of_best(studies) for workload, studies in workloads.items()}
         for submission, workloads in times.items()
-    }  # fmt: skip
+    }
+
+
+def _median_of_best(studies: Mapping[int, Sequence[float]]) -> float:
+    return float(median(min(trials, default=math.inf) for trials in studies.values())) if studies else math.inf
 
 
 def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -65,6 +66,4 @@ def profiles(relative: Mapping[str, Mapping[str, float]]) -> tuple[NDArray[np.fl
 def scores(medians: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return each submission's score, from 0 to 1."""
     tau, shares = profiles(ratios(medians))
-    return {
-        submission: float(np.trapezoid(share, tau) / (LARGEST_RATIO - 1)) for submission, share in shares.items()
-    }
+    return {submission: float(np.trapezoid(share, tau) / (LARGEST_RATIO - 1)) for submission, share in shares.items()}

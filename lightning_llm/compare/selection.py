@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Grid:
-    """One recipe's runs at judging seeds: `runs`: {value: {seed: run}}, the chosen `value`, and all that were `tried`."""
+    """One recipe at judging seeds: `runs`: {value: {seed: run}}, the chosen `value`, and all that were `tried`."""
 
     value: Any
     runs: dict[Any, dict[int, Run]]
@@ -149,7 +149,9 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             selection.problems.append(edge_problem(choice, asked, [*finished, *rest]))
             continue
         selection.runs += judged
-        selection.grids[_identity(finished[0], others)] = Grid(best, _by_seed(finished, asked.key, seeds), tuple(losses))
+        selection.grids[_identity(finished[0], others)] = Grid(
+            best, _by_seed(finished, asked.key, seeds), tuple(losses)
+        )
         selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in seeds]
     problems += [] if problems else _nothing_to_judge(selection)
     if problems:

@@ -24,8 +24,11 @@ MOST_ENUMERATED, DRAWS = 14, 20_000
 
 @dataclass(frozen=True)
 class Spikes:
-    """`counts`: {seed: (the recipe's, the baseline's)}; `p_runs`, `p_counts`: of the two tests, one-sided; `level`: what
-    the smaller must be below, a half of the recipe's share."""
+    """`counts`: {seed: (the recipe's, the baseline's)}, of `steps` optimizer steps each.
+
+    `p_runs`, `p_counts`: of the two tests, one-sided; `level`: half of the recipe's share of the error, which the
+    smaller of them must be below.
+    """
 
     counts: dict[int, tuple[int, int]]
     steps: int
@@ -124,4 +127,3 @@ def sign_flip(differences: np.ndarray) -> float:
     signs = np.random.default_rng(0).choice((-1, 1), (DRAWS, count))
     beyond = int(np.sum(signs @ np.abs(differences) >= differences.sum() - 1e-9))
     return (beyond + 1) / (DRAWS + 1)
-

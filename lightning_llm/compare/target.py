@@ -1,7 +1,7 @@
 """Targets of `--target`: the value of the metric that a run has to reach, for all settings or for each its own."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
@@ -29,8 +29,14 @@ class Targets:
                 known = ", ".join(f"'{each}'" for each in settings)
                 text = f"'{name}' is no setting of these runs, which are {known}.{did_you_mean(name, settings)}"
                 found.append(Problem(KEY, text))
+        if list(settings) in ([""], ["all"]):
+            nothing = [] if self.of(settings[0]) is not None else [Problem(KEY, "none is given: --target VALUE.")]
+            return [*found, *nothing]
         missing = [each for each in settings if self.of(each) is None]
         return [*found, *(Problem(KEY, f"none is given for '{each}': --target '{each}:VALUE'.") for each in missing)]
+
+
+NO_TARGETS = Targets()
 
 
 def read_targets(words: Sequence[str]) -> Targets:
@@ -80,8 +86,3 @@ def reached(run: Run, metric: str, target: float, *, higher_is_better: bool) -> 
         if math.isfinite(at) and (at >= target if higher_is_better else at <= target):
             return Reached(step, run.tokens.get(step, math.nan), run.train_seconds.get(step, math.nan), ended)
     return Reached(math.inf, math.inf, math.inf, ended)
-
-
-def settings_of(targets: Mapping[str, float]) -> Targets:
-    """Return targets that a sweep's recipe declares, {setting: value}, "" for all."""
-    return Targets(targets.get(""), tuple(sorted((key, value) for key, value in targets.items() if key)))

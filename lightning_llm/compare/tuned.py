@@ -18,6 +18,7 @@ Letters: K recipes behind the baseline, R values, S judging seeds; arrays may ha
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,7 @@ def plateau(losses: Mapping[float, float], margin: float) -> tuple[float, float]
 
 def _end(known: Sequence[tuple[float, float]], limit: float) -> float:
     """Return where the losses, going out from the least, first rise above `limit`; the last value if nowhere."""
-    for (inner, low), (outer, high) in zip(known, known[1:], strict=False):
+    for (inner, low), (outer, high) in pairwise(known):
         if high > limit:
             share = (limit - low) / (high - low)
             if inner <= 0 or outer <= 0:
@@ -127,10 +128,10 @@ class Tuned:
         name = self.key.rpartition(".")[2]
         values = ", ".join(f"{value:g}" for _, value in self.because)
         if self.withheld == "lossy":
-            return f"lossy at {name}={self.value:g}, but not shown to be so at its own {values}: which is best is open"
-        return (
-            f"lossless against the baseline at {name}={self.baseline_value:g}, but not at {values}: which is best is open"
-        )
+            claim = f"lossy at {name}={self.value:g}, but not shown to be so at its own {values}"
+        else:
+            claim = f"lossless against the baseline at {name}={self.baseline_value:g}, but not at {values}"
+        return f"{claim}: which is best is open"
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` has of a verdict under "tuned"."""

@@ -71,6 +71,15 @@ def _numbers(verdict: Verdict) -> list[str]:
     if verdict.floor.sd is not None:
         numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
+    if spikes := verdict.spikes.words:
+        numbers.append(spikes)
+    if (time := verdict.time_to_target) is not None:
+        arrived = (
+            ""
+            if time.arrived == time.baseline_arrived == time.pairs
+            else (f", reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}")
+        )
+        numbers.append(f"tokens to {time.target:g}: {time.words} the baseline's{arrived}")
     return numbers
 
 

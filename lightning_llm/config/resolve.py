@@ -37,9 +37,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     make_paths_absolute(values)
     if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
         values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
-    return read_with_laws(
-        values, found, lambda read, broken: read_config(read, broken, stand_ins, to_build=to_build)
-    )
+    return read_with_laws(values, found, lambda read, broken: read_config(read, broken, stand_ins, to_build=to_build))
 
 
 def make_paths_absolute(values: dict[str, Any]) -> None:

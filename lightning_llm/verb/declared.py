@@ -161,6 +161,17 @@ def _compare(parser: ArgumentParser) -> None:
     add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
     add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
     add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    add(
+        "--all-pairs",
+        action="store_true",
+        help="every recipe against every other, too, with intervals that hold together",
+    )
+    target = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    add("--target", action="append", default=[], metavar="VALUE", help=target)
+    scored = "score by AlgoPerf's rules instead: who reaches --target first, over settings, seeds and trials"
+    add("--time-to-target", action="store_true", help=scored)
+    trials = "with --time-to-target: keys whose values are the trials of a study (optim.learning_rate where it varies)"
+    add("--trials", metavar="KEY[,KEY]", help=trials)
     output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
     add("--output", type=Path, metavar="DIR", help=output)
 
