@@ -69,20 +69,20 @@ def grids(scenario: Scenario, seeds: int, gap: float, trials: int, seed: int = 0
 def errors(scenario: Scenario, seeds: int, gap: float, trials: int) -> dict[str, float]:
     """Return how often any recipe of a sweep is called lossy, and lossless, by three ways to judge.
 
-    "here": as `compare --best-of`; "chosen": at the chosen rates alone, by other seeds; "naive": at the rates that the
-    same seeds are best at.
+    "split": as `compare --best-of`; "all": with `--choose-by all`, where all seeds choose and judge; "chosen": as
+    "split", at the chosen rates alone, without the rest of the grid.
     """
     losses = grids(scenario, seeds, gap, trials)
     found = {}
-    for way in ("here", "chosen", "naive"):
-        choosing = losses if way == "naive" else losses[..., :1]
-        judging = losses if way == "naive" else losses[..., 1:]
+    for way in ("split", "all", "chosen"):
+        choosing = losses if way == "all" else losses[..., :1]
+        judging = losses if way == "all" else losses[..., 1:]
         chosen = choosing.mean(-1).argmin(-1)
         best = np.take_along_axis(judging, chosen[..., None, None], -2)[..., 0, :]
         intervals = simultaneous_intervals(best[:, 1:] - best[:, :1])
         lossy, lossless = intervals.low > MARGIN, intervals.high < MARGIN
         inside = (chosen > 0) & (chosen < RATES - 1)  # a best at the end of the grid is refused
-        if way == "here":
+        if way != "chosen":
             bounds = grid_bounds(judging, chosen)
             lossy, lossless = lossy & bounds.lossy(MARGIN), lossless & bounds.lossless(MARGIN)
         both = inside[:, 1:] & inside[:, :1]
@@ -103,7 +103,7 @@ def table(trials: int) -> list[str]:
         cells = []
         for gap, what in ((0.0, "lossy"), (1.001 * MARGIN, "lossless"), (0.0, "lossless")):
             found = [errors(scenario, seeds, gap, trials) for seeds in (3, 5)]
-            ways = ("here", "chosen", "naive")
+            ways = ("split", "all", "chosen")
             cells.append("; ".join(" / ".join(f"{100 * each[f'{way} {what}']:.1f}" for each in found) for way in ways))
         rows.append(f"| {scenario.name} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)

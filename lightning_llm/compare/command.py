@@ -144,9 +144,11 @@ def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
         if choose_by is not None:
             raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
         return None
+    if choose_by == "all":
+        return BestOf(best_of, by_all=True)
     words = [] if choose_by is None else choose_by.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1."))
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
     return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 

@@ -22,12 +22,16 @@ from lightning_llm.record.sweep_definition import command_with_values
 
 @dataclass(frozen=True)
 class BestOf:
-    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest."""
+    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
+
+    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
+    """
 
     key: str
     seeds: tuple[int, ...] = ()
     sweeps: tuple[Path, ...] = ()
     """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
+    by_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class Selection:
     others: list[str] = field(default_factory=list)
     grids: dict[str, Grid] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    by_all: bool = False
 
     def grid_of(self, run: Run) -> Grid:
         """Return the grid of the recipe that `run` is of."""
@@ -112,7 +117,8 @@ class Selection:
     def lines(self) -> list[str]:
         """Return what there is to say of it, a sentence each."""
         name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
-        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over the other seeds."
+        over = "all of them" if self.by_all else "the other seeds"
+        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over {over}."
         return [what, *(each.line(name) for each in self.choices)]
 
 
@@ -124,8 +130,10 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             fewer than two recipes kept their loss at any value.
     """
     others = _other_keys(runs, unfinished, asked.key)
-    seeds = asked.seeds or (min(run.seed for run in runs),)
-    selection = Selection(asked.key, seeds, others=others)
+    every = tuple(sorted({run.seed for run in runs}))
+    seeds = every if asked.by_all else asked.seeds or every[:1]
+    kept_back = () if asked.by_all else seeds
+    selection = Selection(asked.key, seeds, others=others, by_all=asked.by_all)
     tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
     recipes: dict[str, tuple[list[Run], list[Run]]] = {}
     for number, each in enumerate((runs, unfinished)):
@@ -141,7 +149,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         if math.isinf(losses[best]):
             selection.choices.append(Choice(words, None, losses))
             continue
-        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in seeds]
+        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
         lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
         flat = plateau(_losses_over_all(finished, asked.key, terms), terms.margin)
         selection.choices.append(choice := Choice(words, best, losses, lost, flat))
@@ -150,9 +158,9 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             continue
         selection.runs += judged
         selection.grids[_identity(finished[0], others)] = Grid(
-            best, _by_seed(finished, asked.key, seeds), tuple(losses)
+            best, _by_seed(finished, asked.key, kept_back), tuple(losses)
         )
-        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in seeds]
+        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in kept_back]
     problems += [] if problems else _nothing_to_judge(selection)
     if problems:
         raise ConfigError([*problems, *selection.problems])

@@ -128,6 +128,10 @@ def test_other_seeds_choose_other_rates(sweep, capsys):
         "optim=adamw": 0.004, "optim=muon": 0.002,
     }  # fmt: skip
     assert {run["seed"] for run in found["runs"]} == {0, 1}
+    found = verdicts(capsys, sweep, *words[:2], "--choose-by", "all", "--baseline", "optim=adamw")
+    assert found["selection"]["seeds"] == [0, 1, 2, 3]
+    assert found["verdicts"][0]["pairs"] == 4
+    assert "verdicts are over all of them" in "\n".join(found["notes"])
 
 
 def test_a_rate_chosen_outside_the_factor_is_part_of_it(tmp_path, capsys):
@@ -189,7 +193,7 @@ def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
         ("--best-of optim.name", "'optim.name' holds no numbers"),
         ("--best-of optim.learning_rate --choose-by 9", "has no finished run of optim=adamw at 0.001 and seed 9"),
         ("--best-of optim.learning_rate --choose-by 0,1,2,3", "Run others: optim=adamw optim.learning_rate="),
-        ("--best-of optim.learning_rate --choose-by all", "must be seeds, such as 0 or 0,1"),
+        ("--best-of optim.learning_rate --choose-by some", "must be seeds, such as 0 or 0,1, or all"),
         ("--choose-by 0", "says by which seeds --best-of KEY chooses"),
     ],
 )  # fmt: skip
