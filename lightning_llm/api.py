@@ -120,7 +120,7 @@ def compare(
     Args:
         runs: results of `train`, folders of runs or above runs, sweeps, MLflow ids; none: the last sweep.
         baseline: what to hold the others against: "precision=bf16"; None: the usual one.
-        best_of: each recipe at its best value of this key, chosen by the seeds `choose_by` ("0,1", "all"; None: lowest).
+        best_of: each recipe at its best value of this key, chosen by seeds `choose_by` ("0,1", "all"; None: lowest).
         margin: the gap in loss, in nats per token, that is still lossless.
         confidence: of all intervals together.
         metric: of the validation records: "val_loss", "val_loss/SOURCE".
