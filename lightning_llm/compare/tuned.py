@@ -63,7 +63,7 @@ def grid_bounds(losses: Array, chosen: NDArray[np.int64], confidence: float = 0.
         chosen: [..., 1 + K] the place of each one's value, chosen by other seeds.
     """
     values = losses.shape[-2]
-    lost = np.isinf(losses).any(-1)  # [..., 1 + K, R]
+    lost: NDArray[np.bool_] = np.asarray(np.isinf(losses).any(-1))  # [..., 1 + K, R]
     clean = np.where(np.isinf(losses), np.nan, losses)
     best = np.take_along_axis(clean, chosen[..., None, None], -2)[..., 0, :]  # [..., 1 + K, S]
     base, others = best[..., :1, :], best[..., 1:, :]

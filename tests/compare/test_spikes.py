@@ -63,5 +63,5 @@ def test_a_verdict_has_its_spikes_beside_it(tmp_path, capsys):
     found = row["spike_verdict"]
     assert (found["verdict"], found["spiked_runs"], found["baseline_spiked_runs"]) == ("more spikes", 3, 0)
     assert found["spiked_runs_ci"] == [pytest.approx(0.2924, abs=1e-4), 1.0]  # Clopper and Pearson, 3 of 3
-    assert "9 spikes, the baseline 0: more spikes, p = 0.018" in row["line"]
+    assert "9 spikes, the baseline 0: more spikes, p = 0.019" in row["line"]
     assert row["verdict"] == "lossless"  # of the loss, which is another question

@@ -23,9 +23,8 @@ def most(trials: int) -> float:
 
 
 @pytest.mark.parametrize("scenario", simulate.SCENARIOS, ids=lambda each: each.name)
-@pytest.mark.parametrize("seeds", [3, 5])
-def test_neither_claim_errs_more_often_than_it_may(scenario, seeds):
-    hold(scenario, seeds, 250)
+def test_neither_claim_errs_more_often_than_it_may(scenario):
+    hold(scenario, 3, 250)
 
 
 def hold(scenario, seeds, trials):
