@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import date
@@ -25,12 +26,13 @@ from benchmarks import (
     precision,
     roofline,
     startup,
+    step_law,
     tokenise,
     tracking,
     trainer_overhead,
     weight_casts,
 )
-from benchmarks.rotation import Row
+from benchmarks.rotation import InputError, Row
 from benchmarks.shape import LARGE, MIDDLE, SMALL
 
 BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -54,23 +56,36 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "plan_time": plan_time.measure,
     "planner": planner.measure,
     "machine": machine.measure,
+    "step_law": step_law.measure,
 }
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
     """Run the benchmarks named on the command line, or all."""
-    chosen = sys.argv[1:] or list(BENCHMARKS)
+    parser = ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks named, or all.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="step_law: the released runs")
+    given = parser.parse_args()
+    chosen = given.names or list(BENCHMARKS)
     unknown = set(chosen) - BENCHMARKS.keys()
     if unknown:
         print(f"there is no benchmark {sorted(unknown)}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
+    if given.csv is not None and not given.csv.is_file():
+        print(f"--csv: there is no file {given.csv}", file=sys.stderr)
+        return 2
     rows: list[Row] = []
     for name in chosen:
-        for what, value, target in BENCHMARKS[name]():
-            rows.append((what, value, target))
-            number = "-" if value is None else f"{value:.4g}"
-            print(f"{what:<72}{number:>12}   {target}", flush=True)
+        measure = partial(step_law.measure, given.csv) if name == "step_law" else BENCHMARKS[name]
+        try:
+            for what, value, target in measure():
+                rows.append((what, value, target))
+                number = "-" if value is None else f"{value:.4g}"
+                print(f"{what:<72}{number:>12}   {target}", flush=True)
+        except InputError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 2
     RESULTS.mkdir(exist_ok=True)
     machine = (
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"

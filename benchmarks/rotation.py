@@ -7,6 +7,10 @@ Row = tuple[str, float | None, str]
 """What was measured, its value (None: it was not), and the target, or why there is no value."""
 
 
+class InputError(Exception):
+    """A file that a benchmark was given is not what it reads."""
+
+
 def interleaved_minima(
     contenders: Mapping[str, Iterator[None]],
     rounds: int,

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.target import Targets, read_targets
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -29,13 +31,40 @@ def compare(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: as `compare_named`.
     """
+    targets = read_targets(arguments.target)
+    if arguments.time_to_target:
+        return _time_to_target(arguments, targets)
+    if arguments.trials is not None:
+        raise ConfigError(Problem("--trials", "says which runs are trials of one study. Give --time-to-target, too."))
+    terms = terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
     compare_named(
         arguments.runs,
-        terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail),
+        replace(terms, targets=targets, all_pairs=arguments.all_pairs),
         arguments.baseline,
         best_of_words(arguments.best_of, arguments.choose_by),
         arguments.output,
         show=_print_data if arguments.json else print_table,
+        say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
+    )
+    return 0
+
+
+def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
+    """Print the scores of --time-to-target; return 0. Raises ConfigError."""
+    from lightning_llm.compare.benchmark_command import benchmark_named, print_benchmark
+
+    if arguments.best_of or arguments.choose_by or arguments.all_pairs:
+        text = "scores runs, and judges none: leave out --best-of, --choose-by and --all-pairs. See --trials."
+        raise ConfigError(Problem("--time-to-target", text))
+    benchmark_named(
+        arguments.runs,
+        arguments.metric,
+        targets,
+        arguments.baseline,
+        (arguments.trials or "").split(",") if arguments.trials else (),
+        arguments.output,
+        show=(lambda found: print(_json(found.as_data()))) if arguments.json else print_benchmark,
+        write=_json,
         say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
     )
     return 0
@@ -68,6 +97,8 @@ def compare_named(
     lost, without_kin = lost_jobs(found.sweeps, runs)
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
+        if best_of is not None:
+            best_of = replace(best_of, sweeps=tuple(found.sweeps))
         comparison = compare_runs(runs, terms, baseline, best_of)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
@@ -113,9 +144,11 @@ def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
         if choose_by is not None:
             raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
         return None
+    if choose_by == "all":
+        return BestOf(best_of, by_all=True)
     words = [] if choose_by is None else choose_by.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1."))
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
     return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
+from lightning_llm.compare.grid import borne_out
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.methods import Methods, methods_of
 from lightning_llm.compare.noise import Floor
@@ -19,6 +21,7 @@ from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.selection import BestOf, Selection, select_best
 from lightning_llm.compare.study import Study
+from lightning_llm.compare.target import NO_TARGETS
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -42,6 +45,8 @@ class Comparison:
     advice: Advice | None = None
     looks: list[Look] = field(default_factory=list)
     selection: Selection | None = None
+    all_pairs: list[PairGap] = field(default_factory=list)
+    """Every recipe against every other, where that was asked for."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -76,6 +81,7 @@ class Comparison:
             "verdicts": [{**verdict_data(verdict), "curve": curves[id(verdict)]} for verdict in self.verdicts],
             "baselines": [baseline.as_data() for baseline in self.baselines],
             "aa": [floor.as_data(family) for family, floor in self.floors],
+            "all_pairs": [each.as_data() for each in self.all_pairs],
             "selection": self.selection.as_data() if self.selection else None,
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
@@ -152,6 +158,10 @@ def compare_runs(
             selection = select_best(usable, unfinished, best_of, terms)
             usable, unfinished = selection.runs, selection.unfinished
             notes += selection.lines()
+            problems += selection.problems
+            if selection.problems and baseline is None:
+                text = "a recipe is not judged, which may be what the others are held against. Say which: optim=adamw."
+                raise ConfigError(Problem("--baseline", text))
         factor = choose_factor(usable, baseline, best_of.key if best_of else None)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
@@ -160,12 +170,20 @@ def compare_runs(
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
         verdicts, floor, found = judge(family, factor, terms)
+        if selection is not None:
+            verdicts = borne_out(verdicts, selection)
         comparison.verdicts += verdicts
         comparison.problems += found
         if family.aa_groups:
             comparison.floors.append((family, floor))
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
+    if terms.targets != NO_TARGETS:
+        comparison.problems += terms.targets.check([family.words for family in comparison.families])
+    if terms.all_pairs:
+        comparison.all_pairs = [
+            each for family in comparison.families for each in all_pairs(comparison.verdicts_of(family))
+        ]
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
 

@@ -57,6 +57,9 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "gap_high_precision": verdict.gap_high_precision,
         "gap_by_source": verdict.gap_by_source,
         **verdict.cost.as_data(),
+        "time_to_target": verdict.time_to_target.as_data() if verdict.time_to_target else None,
+        "spike_verdict": verdict.spikes.as_data(),
+        "tuned": verdict.tuned.as_data() if verdict.tuned else None,
         "emulated": verdict.emulated,
         "line": line_of(verdict),
     }

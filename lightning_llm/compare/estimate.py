@@ -10,6 +10,7 @@ from lightning_llm.compare.losses import LOSS, TAIL_SHARE, Tail, diverged, has_l
 from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.stability import Stability, judge_stability, outlier_seeds
 from lightning_llm.compare.statistics import Decision, Intervals, decision_of, simultaneous_intervals
+from lightning_llm.compare.target import NO_TARGETS, Targets
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Terms:
     confidence: float = 0.95
     metric: str = "val_loss"
     tail_share: float = TAIL_SHARE
+    targets: Targets = NO_TARGETS
+    """What time to target is measured to (--target); none by default."""
+    all_pairs: bool = False
+    """Whether recipes are held against each other, too."""
 
     @property
     def unit(self) -> str:

@@ -71,7 +71,7 @@ def pair_runs(
 
     `unfinished` runs are only looked for as missing.
     """
-    varying = _setting_keys(runs, factor, metric)
+    varying = setting_keys(runs, factor, metric)
     usual = Counter(_rounding(run, factor) for run in runs)
     baselines = [run for run in runs if factor.level(run) == factor.baseline]
     others = [run for run in runs if factor.level(run) != factor.baseline]
@@ -79,7 +79,7 @@ def pair_runs(
     problems: list[Problem] = []
 
     def order(run: Run) -> tuple[str, str, int]:
-        return factor.label(run), str(_setting(run, varying)), run.seed
+        return factor.label(run), str(setting_of(run, varying)), run.seed
 
     def rank(pair: Pair) -> tuple[int, int]:
         return len(pair.confounders), -usual[_rounding(pair.run, factor)]
@@ -96,7 +96,7 @@ def pair_runs(
         ]
         best = min(sorted(lost or pairs, key=lambda pair: pair.run.started_at, reverse=True), key=rank)
         setting = {key: best.run.config.get(key) for key in varying}
-        family = families.setdefault(_setting(best.run, varying), Family(setting))
+        family = families.setdefault(setting_of(best.run, varying), Family(setting))
         family.recipes.setdefault(factor.label(best.run), []).append(best)
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
@@ -104,11 +104,11 @@ def pair_runs(
         for label, pairs in family.recipes.items():
             if seeds := _missing_seeds(pairs, unfinished, baselines, factor, metric):
                 family.missing[label] = seeds
-    _name_settings(list(families.values()))
+    name_settings(list(families.values()))
     return list(families.values()), problems
 
 
-def _name_settings(families: Sequence[Family]) -> None:
+def name_settings(families: Sequence[Family]) -> None:
     """Give each family its `words`: a group by its name where that says which, else key by key."""
     groups: dict[str, list[str]] = {}
     for key in sorted({key for family in families for key in family.setting}):
@@ -200,7 +200,8 @@ def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
     return Pair(run, baseline, meaningful(baseline, run, own, metric))
 
 
-def _setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
+def setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
+    """Return the keys that vary beside the factor, the seed and what changes rounding alone."""
     keys = sorted({key for run in runs for key in run.config})
     free = (*FREE, *ROUNDING, "seed", *factor.keys, *equivalent_starts(runs))
     hashes = data_hashes(runs)
@@ -210,10 +211,11 @@ def _setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]
     return [key for key in keys if not below(key, free) and len({str(run.config.get(key)) for run in runs}) > 1]
 
 
-def _setting(run: Run, keys: list[str]) -> Setting:
+def setting_of(run: Run, keys: list[str]) -> Setting:
+    """Return the run's values of `keys`."""
     return tuple((key, str(run.config.get(key))) for key in keys)
 
 
 def _rounding(run: Run, factor: Factor) -> Setting:
     keys = [key for key in sorted(run.config) if below(key, ROUNDING) and key not in factor.keys]
-    return _setting(run, keys)
+    return setting_of(run, keys)

@@ -8,34 +8,45 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
 from lightning_llm.compare.losses import Tail, tail_of
+from lightning_llm.compare.tuned import plateau
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
+from lightning_llm.record.sweep_definition import command_with_values
 
 
 @dataclass(frozen=True)
 class BestOf:
-    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest."""
+    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
+
+    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
+    """
 
     key: str
     seeds: tuple[int, ...] = ()
+    sweeps: tuple[Path, ...] = ()
+    """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
+    by_all: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
 
-    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it.
+    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
+    `plateau`: the range of values within the margin of the best, by the mean over all seeds that have all values.
     """
 
     words: str
     value: Any
     losses: dict[Any, float]
     lost_seeds: tuple[int, ...] = ()
+    plateau: tuple[float, float] | None = None
 
     @property
     def at_the_edge(self) -> bool:
@@ -50,31 +61,64 @@ class Choice:
         )
         if self.value is None:
             return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
-        edge = f" It is the last of the grid: try {name} beyond it, too." if self.at_the_edge else ""
+        edge = " It is the last of the grid." if self.at_the_edge else ""
+        if self.plateau is not None:
+            low, high = self.plateau
+            edge += f" Within the margin of its best from {low:.3g} to {high:.3g} ({high / low:.3g}x)." if low else ""
         seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
         lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
         return f"{self.words}: {name}={self.value:g} of {losses}.{edge}{lost}"
 
 
+@dataclass(frozen=True)
+class Grid:
+    """One recipe at judging seeds: `runs`: {value: {seed: run}}, the chosen `value`, and all that were `tried`."""
+
+    value: Any
+    runs: dict[Any, dict[int, Run]]
+    tried: tuple[Any, ...]
+
+
 @dataclass
 class Selection:
-    """The choices over `key`, made by `seeds`, and the runs that are left to judge."""
+    """The choices over `key`, made by `seeds`, and the runs that are left to judge.
+
+    `others`: the keys that tell recipes apart; `grids`: {a recipe's values of these: its grid}.
+    """
 
     key: str
     seeds: tuple[int, ...]
     choices: list[Choice] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     unfinished: list[Run] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    grids: dict[str, Grid] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    by_all: bool = False
+
+    def grid_of(self, run: Run) -> Grid:
+        """Return the grid of the recipe that `run` is of."""
+        return self.grids[_identity(run, self.others)]
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds of it."""
-        choices = [{"recipe": each.words, "value": each.value, "losses": each.losses} for each in self.choices]
+        choices = [
+            {
+                "recipe": each.words,
+                "value": each.value,
+                "losses": each.losses,
+                "plateau": list(each.plateau) if each.plateau else None,
+                "at_the_edge": each.at_the_edge,
+            }
+            for each in self.choices
+        ]
         return {"key": self.key, "seeds": list(self.seeds), "choices": choices}
 
     def lines(self) -> list[str]:
         """Return what there is to say of it, a sentence each."""
         name, seeds = self.key.rpartition(".")[2], ", ".join(map(str, self.seeds))
-        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over the other seeds."
+        over = "all of them" if self.by_all else "the other seeds"
+        what = f"Each recipe has its best {self.key} by the loss at seed {seeds}; verdicts are over {over}."
         return [what, *(each.line(name) for each in self.choices)]
 
 
@@ -86,8 +130,10 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             fewer than two recipes kept their loss at any value.
     """
     others = _other_keys(runs, unfinished, asked.key)
-    seeds = asked.seeds or (min(run.seed for run in runs),)
-    selection = Selection(asked.key, seeds)
+    every = tuple(sorted({run.seed for run in runs}))
+    seeds = every if asked.by_all else asked.seeds or every[:1]
+    kept_back = () if asked.by_all else seeds
+    selection = Selection(asked.key, seeds, others=others, by_all=asked.by_all)
     tail = tail_of([run for run in runs if run.seed in seeds and not run.lost_its_loss], terms.metric, terms.tail_share)
     recipes: dict[str, tuple[list[Run], list[Run]]] = {}
     for number, each in enumerate((runs, unfinished)):
@@ -103,15 +149,67 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         if math.isinf(losses[best]):
             selection.choices.append(Choice(words, None, losses))
             continue
-        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in seeds]
+        judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
         lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
-        selection.choices.append(Choice(words, best, losses, lost))
+        flat = plateau(_losses_over_all(finished, asked.key, terms), terms.margin)
+        selection.choices.append(choice := Choice(words, best, losses, lost, flat))
+        if choice.at_the_edge:
+            selection.problems.append(edge_problem(choice, asked, [*finished, *rest]))
+            continue
         selection.runs += judged
-        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in seeds]
+        selection.grids[_identity(finished[0], others)] = Grid(
+            best, _by_seed(finished, asked.key, kept_back), tuple(losses)
+        )
+        selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in kept_back]
     problems += [] if problems else _nothing_to_judge(selection)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *selection.problems])
     return selection
+
+
+def _by_seed(finished: Sequence[Run], key: str, choosing: Sequence[int]) -> dict[Any, dict[int, Run]]:
+    """Return {value: {judging seed: run}}."""
+    found: dict[Any, dict[int, Run]] = {}
+    for run in finished:
+        if run.seed not in choosing:
+            found.setdefault(run.config[key], {})[run.seed] = run
+    return found
+
+
+def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[Any, float]:
+    """Return the mean loss at each value over the seeds that have all values, infinite where a run lost its loss."""
+    runs = {(run.config[key], run.seed): run for run in finished}
+    values = sorted({value for value, _ in runs})
+    seeds = [seed for seed in sorted({seed for _, seed in runs}) if all((value, seed) in runs for value in values)]
+    tail = tail_of([run for run in runs.values() if not run.lost_its_loss], terms.metric, terms.tail_share)
+    if tail is None or not seeds:
+        return {}
+    return {
+        value: math.inf
+        if any(runs[value, seed].lost_its_loss for seed in seeds)
+        else math.fsum(tail.of(runs[value, seed]) for seed in seeds) / len(seeds)
+        for value in values
+    }
+
+
+def edge_problem(choice: Choice, asked: BestOf, runs: Sequence[Run]) -> Problem:
+    """Return that the best value is the grid's last, which end to extend, and the command that does.
+
+    A better value may lie beyond, and how much better nobody knows: such a recipe is not judged.
+    """
+    values = sorted(choice.losses)
+    end = "below" if choice.value == values[0] else "above"
+    neighbour = values[1] if end == "below" else values[-2]
+    further = choice.value * choice.value / neighbour if neighbour else choice.value
+    text = (
+        f"{choice.words} is best at {choice.value:g}, the last value {end}, so that a better one may lie beyond: not "
+        f"judged. Extend the grid {end}"
+    )
+    seeds = sorted({run.seed for run in runs})
+    command = ""
+    if len(asked.sweeps) == 1 and further > 0:
+        command = command_with_values(asked.sweeps[0], asked.key, [float(f"{further:.3g}")], seeds)
+    return Problem(f"--best-of {asked.key}", f"{text}: {command}" if command else f"{text}, to {further:.3g}, say.")
 
 
 def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:
@@ -152,6 +250,9 @@ def _nothing_to_judge(selection: Selection) -> list[Problem]:
     if lost and len(selection.choices) - len(lost) < 2:  # nothing is left to hold against another
         text = " ".join(each.line(key.rpartition(".")[2]) for each in lost)
         return [Problem(f"--best-of {key}", f"{text} Try lower values, or give other --choose-by seeds.")]
+    judged = {_identity(run, selection.others) for run in selection.runs}
+    if selection.problems and len(judged) < 2:
+        return [Problem(f"--best-of {key}", "fewer than two recipes are left whose best value is inside the grid.")]
     if selection.runs:
         return []
     text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, selection.seeds))})."

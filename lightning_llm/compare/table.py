@@ -25,6 +25,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print(_table(comparison))
     for verdict in comparison.verdicts:
         _print(console, Text(line_of(verdict), style=STYLES[verdict.colour]))
+    if comparison.all_pairs:
+        console.print(Text("every recipe against every other; intervals hold together", style="bold"))
+        console.print(pairs_table(comparison))
     if advice := comparison.advice:
         more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
         _print(console, Text(f"to decide ({more}; repeats nothing):"))
@@ -59,6 +62,24 @@ def _table(comparison: Comparison) -> Table:
     return table
 
 
+def pairs_table(comparison: Comparison) -> Table:
+    """Return the gaps of all pairs, one row each."""
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    settings = any(each.setting for each in comparison.all_pairs)
+    for name in ("recipe", "against", *(("setting",) if settings else ()), "verdict"):
+        table.add_column(name, overflow="fold")
+    for name in ("gap", "CI", "pairs"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in comparison.all_pairs:
+        words = [each.setting] if settings else []
+        known = each.low == each.low
+        decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
+        interval = f"[{nats(each.low, signed=True)}, {nats(each.high, signed=True)}]" if known else "-"
+        gap = nats(each.gap, signed=True) if each.pairs else "-"
+        table.add_row(each.recipe, each.other, *words, decision, gap, interval, str(each.pairs))
+    return table
+
+
 def baseline_cells(baseline: Baseline) -> list[str]:
     """Return the baseline's own figures as words, under `COLUMNS`."""
     data = baseline.as_data()
@@ -83,7 +104,7 @@ def cells(verdict: Verdict) -> list[str]:
         f"{len(stability.failed)}/{stability.seeds}",
         "-" if verdict.floor.sd is None else nats(verdict.floor.sd),
         _loss(verdict.loss),
-        "-" if times is None else f"{times:.2f}x",
+        verdict.time_to_target.words if verdict.time_to_target else "-" if times is None else f"{times:.2f}x",
         "-" if speed is None else f"{speed:.2f}x{' emulated' if verdict.emulated else ''}",
         _memory(cost.peak_memory_bytes),
         str(cost.spikes),

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_llm.compare.branches import Switch, switch_of
+from lightning_llm.compare.censored import TimeToTarget, time_to_target
 from lightning_llm.compare.cost import Cost, cost_of
 from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
@@ -15,7 +16,9 @@ from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.spikes import Spikes, judge_spikes
 from lightning_llm.compare.statistics import Decision
+from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.identity import below
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
@@ -34,6 +37,8 @@ class Verdict:
     floor: Floor
     plan: SeedPlan
     cost: Cost
+    tuned: Tuned | None = None
+    """What the grid says, of a verdict at each one's best value (--best-of)."""
 
     @property
     def name(self) -> str:
@@ -111,6 +116,8 @@ class Verdict:
             return None
         if measured.unlearned:
             return "the baseline has not learned"
+        if self.tuned is not None and self.tuned.withheld:
+            return f"{self.tuned.withheld} at the chosen values alone"
         if judged.loss == "lossless":
             return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
         if pairs <= 1:
@@ -161,6 +168,23 @@ class Verdict:
     def _mean(self, runs: list[Run]) -> float | None:
         tail = self.judged.measured.tail
         return math.fsum(tail.level_of(run) for run in runs) / len(runs) if tail and runs else None
+
+    @cached_property
+    def time_to_target(self) -> TimeToTarget | None:
+        """How long to `Terms.targets`, censored both ways; None where this setting has none."""
+        target = self.terms.targets.of(self.family.words)
+        if target is None:
+            return None
+        tail = self.judged.measured.tail
+        higher = bool(tail and tail.higher_is_better)
+        return time_to_target(self.pairs, self.terms.metric, target, self.terms.confidence, higher_is_better=higher)
+
+    @cached_property
+    def spikes(self) -> Spikes:
+        """The verdict on spikes, over the pairs of which neither run diverged."""
+        counts = {pair.run.seed: (pair.run.spikes, pair.baseline.spikes) for pair in self.sound_pairs}
+        steps = max((pair.baseline.last_step for pair in self.sound_pairs), default=0)
+        return judge_spikes(counts, steps, max(1, len(self.family.recipes)), self.terms.confidence)
 
     @cached_property
     def gap_high_precision(self) -> float | None:

@@ -36,7 +36,8 @@ def line_of(verdict: Verdict) -> str:
 
 def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
-    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), _open(verdict)]
+    grid = verdict.tuned.words if verdict.tuned else ""
+    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), grid, _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
@@ -71,6 +72,15 @@ def _numbers(verdict: Verdict) -> list[str]:
     if verdict.floor.sd is not None:
         numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
+    if spikes := verdict.spikes.words:
+        numbers.append(spikes)
+    if (time := verdict.time_to_target) is not None:
+        arrived = (
+            ""
+            if time.arrived == time.baseline_arrived == time.pairs
+            else (f", reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}")
+        )
+        numbers.append(f"tokens to {time.target:g}: {time.words} the baseline's{arrived}")
     return numbers
 
 
@@ -128,6 +138,8 @@ def _open(verdict: Verdict) -> str:
     """Return what more seeds would do, for true gaps that are worth planning for: the observed one is noise."""
     judged, plan = verdict.judged, verdict.plan
     if verdict.decision != "inconclusive" or judged.measured.unlearned or judged.measured.identical:
+        return ""
+    if verdict.tuned is not None and verdict.tuned.withheld:
         return ""
     if judged.loss == "lossless":
         if plan.if_stable is None:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from lightning_llm.config.cluster_choice import without_cluster
+from lightning_llm.config.law_words import read_with_laws
 from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import withheld
 from lightning_llm.config.schema import Config
@@ -36,7 +37,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     make_paths_absolute(values)
     if isinstance(values.get("logger"), dict) and isinstance(values["logger"].get("tracking_uri"), str):
         values["logger"]["tracking_uri"] = withheld(values["logger"]["tracking_uri"])
-    return read_config(values, found, stand_ins, to_build=to_build)
+    return read_with_laws(values, found, lambda read, broken: read_config(read, broken, stand_ins, to_build=to_build))
 
 
 def make_paths_absolute(values: dict[str, Any]) -> None:

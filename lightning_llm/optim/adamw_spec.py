@@ -16,6 +16,10 @@ class AdamWFields(OptimConfig):
     beta2: Beta = Field(0.95, description="decay of the mean of squared gradients")
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
 
+    @property
+    def takes_adamw_rates(self) -> bool:
+        return True
+
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
         """Return the bytes of AdamW's two moments, in the parameter's shape and dtype."""
         return 2 * dtype_bytes * shard.elements

@@ -29,6 +29,10 @@ class MuonConfig(AdamWFields):
         "match_rms_adamw", description="how a matrix's shape scales its learning rate"
     )
 
+    @property
+    def takes_adamw_rates(self) -> bool:
+        return self.adjust_learning_rate == "match_rms_adamw"
+
     def learning_rate_scale(self, rows: int, columns: int) -> float:
         """Return what the learning rate of a [rows, columns] matrix is multiplied by.
 

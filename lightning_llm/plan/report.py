@@ -15,6 +15,7 @@ from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.plan.time.describe import time_facts, time_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.precision.native.capability import HARDWARE
@@ -49,6 +50,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         **time_facts(plan),
         "hardware": hardware_facts(plan, accounting),
         "disk": disk_facts(config),
+        "step_law": config.step_law.as_data() if config.step_law else None,
         "config_hash": plan.identity,
         "run_dir": config.run.dir,
     }
@@ -87,6 +89,7 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
         )
     if (reduction := reduction_note(config, plan.degrees)) is not None:
         found.append(reduction)
+    found += law_notes(config.step_law, schedule.name)
     if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
     return [*found, *known_bad(plan, os.environ), *(disk_notes(config) if to_train else ())]
@@ -131,6 +134,7 @@ def render(facts: dict[str, Any]) -> str:
         *([traffic_row(facts)] if facts["layout"]["world"] > 1 else []),
         *time_rows(facts),
         disk_row(facts["disk"]),
+        *([law_row(facts["step_law"])] if facts["step_law"] else []),
         ("identity", facts["config_hash"]),
         ("folder", facts["run_dir"]),
     ]

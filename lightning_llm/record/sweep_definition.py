@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -171,10 +171,27 @@ def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
     Raises:
         ConfigError: `folder` holds no sweep.
     """
-    in_folder = [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
-    starts = _read(folder).get("typed", [])
+    return _command_adding(folder, seeds, {})
+
+
+def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: Iterable[int]) -> str:
+    """Return the command that adds jobs of other `values` of `key` to the sweep in `folder`, at its `seeds`.
+
+    As `command_with_seeds`.
+    """
+    return _command_adding(folder, seeds, {key: ",".join(f"{value:g}" for value in values)})
+
+
+def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, str]) -> str:
+    in_folder = [f"{key}={value}" for key, value in choices.items()]
+    in_folder += [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
     return " && ".join(
-        sweep_command([*each["overrides"], *in_folder], each["config_dir"], each.get("folder")) for each in starts
+        sweep_command(
+            [*(word for word in each["overrides"] if _key_of(word) not in choices), *in_folder],
+            each["config_dir"],
+            each.get("folder"),
+        )
+        for each in _read(folder).get("typed", [])
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.plan.resolve import Resolution
+from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.run.checked_plan import problems_beyond, read_arguments
 from lightning_llm.run.trunk import settled
 
@@ -42,8 +44,13 @@ def config(arguments: argparse.Namespace) -> int:
     if arguments.diff:
         _print_difference(arguments, found)
     else:
+        law = found.step_law
+        if law and not arguments.json:
+            print(f"# {' '.join(law_row(law.as_data()))}")
         text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
         print(text, flush=True)
+    for line in law_notes(found.step_law, found.schedule.name):
+        print(line, file=sys.stderr)
     if problems := problems_beyond(Resolution(found)):
         raise ConfigError(problems)
     return 0

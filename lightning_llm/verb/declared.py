@@ -156,11 +156,26 @@ def _compare(parser: ArgumentParser) -> None:
     add("runs", nargs="*", metavar="RUN", help=runs)
     add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
     add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
-    add("--choose-by", metavar="SEEDS", help="seeds that choose with --best-of, and are not judged (the lowest)")
+    add(
+        "--choose-by",
+        metavar="SEEDS",
+        help="seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge",
+    )
     add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
     add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
     add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
     add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    add(
+        "--all-pairs",
+        action="store_true",
+        help="every recipe against every other, too, with intervals that hold together",
+    )
+    target = "what time to target is measured to: 4.4, or that of one setting, model=llama_tiny:4.4; may be repeated"
+    add("--target", action="append", default=[], metavar="VALUE", help=target)
+    scored = "score by AlgoPerf's rules instead: who reaches --target first, over settings, seeds and trials"
+    add("--time-to-target", action="store_true", help=scored)
+    trials = "with --time-to-target: keys whose values are the trials of a study (optim.learning_rate where it varies)"
+    add("--trials", metavar="KEY[,KEY]", help=trials)
     output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
     add("--output", type=Path, metavar="DIR", help=output)
 

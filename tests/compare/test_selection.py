@@ -1,27 +1,42 @@
 """`compare --best-of`: each recipe at its own best rate, chosen by seeds that are not judged."""
 
+import json
+import math
 import shutil
+from pathlib import Path
 
 import pytest
 from run_folders import curve, main, make_run, verdicts
 
-RATES = ["1e-3", "2e-3", "4e-3"]
+from lightning_llm.compare.tuned import plateau
+from lightning_llm.record.sweep_definition import command_with_values
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]
 BEST = {"adamw": "2e-3", "muon": "4e-3"}
+"""Of seed 0; of the other seeds it is the other's."""
 
 
 @pytest.fixture
-def sweep(tmp_path):
-    """Two optimizers, three rates, four seeds; at seed 0 each is best at the rate of BEST, at others at another."""
+def sweep(made, tmp_path):
+    """A copy of `made` that a test may change."""
+    return Path(shutil.copytree(made, tmp_path / "s"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two optimizers, four rates, four seeds; at seed 0 each is best at the rate of BEST, at others at another."""
+    folder = tmp_path_factory.mktemp("made") / "s"
     for optim in BEST:
         for rate in RATES:
             for seed in range(4):
-                chosen = rate == BEST[optim]
-                gap = (0.0 if chosen else 0.2) if seed == 0 else (0.05 if chosen else 0.0)
+                chosen, end = rate == BEST[optim], rate in (RATES[0], RATES[-1])
+                gap = 0.3 if end else (0.0 if chosen else 0.2) if seed == 0 else (0.05 if chosen else 0.0)
                 gap += 0.02 if optim == "muon" and seed else 0.0
                 words = [f"optim={optim}", f"optim.learning_rate={rate}", f"seed={seed}"]
                 noise = 0.1 * seed + 1e-4 * (seed % 2) * (optim == "muon")
-                make_run(tmp_path / "s" / f"{optim}-{rate}-{seed}", *words, gap=gap, noise=noise)
-    return tmp_path / "s"
+                make_run(folder / f"{optim}-{rate}-{seed}", *words, gap=gap, noise=noise)
+    return folder
 
 
 def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
@@ -31,7 +46,7 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
         "optim=adamw": 0.002, "optim=muon": 0.004,
     }  # fmt: skip
     for each in found["selection"]["choices"]:
-        assert len(each["losses"]) == 3
+        assert len(each["losses"]) == 4
         assert min(each["losses"].values()) == pytest.approx((curve(95) + curve(100)) / 2, abs=1e-3)
     (row,) = found["verdicts"]
     assert (row["name"], row["pairs"], row["controlled"]) == ("muon", 3, True)
@@ -39,20 +54,89 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
     assert {run["seed"] for run in found["runs"]} == {1, 2, 3}
     notes = "\n".join(found["notes"])
     assert "by the loss at seed 0; verdicts are over the other seeds" in notes
-    assert "optim=muon: learning_rate=0.004 of 0.001: 3.2" in notes
-    assert notes.count("It is the last of the grid") == 1
+    assert "optim=muon: learning_rate=0.004 of 0.001: 3.3" in notes
+
+
+def test_lossy_at_the_chosen_rates_alone_is_not_lossy(sweep, capsys):
+    """At 2e-3, which its choosing seed did not choose, muon is better than adamw at the rate it chose."""
+    found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--baseline", "optim=adamw")
+    (row,) = found["verdicts"]
+    assert (row["loss_verdict"], row["verdict"]) == ("lossy", "inconclusive")
+    assert row["qualified"] == "inconclusive (lossy at the chosen values alone)"
+    assert row["tuned"]["because"] == [{"whose": "own", "value": 0.002}]
+    assert "lossy at learning_rate=0.004, but not shown to be so at its own 0.002: which is best is open" in row["line"]
+
+
+def test_lossless_at_the_chosen_rates_alone_is_not_lossless(sweep, capsys):
+    """Held against muon at the rate that it chose, adamw is better; against muon at 2e-3 it is not."""
+    found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--baseline", "optim=muon")
+    (row,) = found["verdicts"]
+    assert (row["loss_verdict"], row["verdict"]) == ("lossless", "inconclusive")
+    assert row["tuned"]["because"] == [{"whose": "baseline's", "value": 0.002}]
+
+
+def test_what_the_whole_grid_bears_out_stays(sweep, capsys):
+    words = [sweep, "--best-of", "optim.learning_rate", "--choose-by", "0,1,2"]
+    words += ["--baseline", "optim=adamw", "--margin", "0.001"]
+    for seed in (4, 5, 6):  # at which both are best where the sum of the first three says
+        for optim in BEST:
+            for rate in RATES:
+                gap = 0.1 * abs(RATES.index(rate) - RATES.index(BEST[optim])) + 0.02 * (optim == "muon")
+                words_of = [f"optim={optim}", f"optim.learning_rate={rate}", f"seed={seed}"]
+                noise = 1e-5 * (seed % 2) * (optim == "muon")
+                make_run(sweep / f"{optim}-{rate}-{seed}", *words_of, gap=gap, noise=noise)
+    for seed in (3,):
+        for folder in sweep.glob(f"*-{seed}"):
+            shutil.rmtree(folder)
+    row = verdicts(capsys, *words)["by_name"]["muon"]
+    assert (row["verdict"], row["tuned"]["withheld"]) == ("lossy", None)
+
+
+def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
+    words = ["compare", str(sweep), "--best-of", "optim.learning_rate"]
+    for folder in sweep.glob("muon-8e-3-*"):
+        shutil.rmtree(folder)
+    assert main([*words, "--baseline", "optim=muon"]) == 2
+    told = capsys.readouterr().err
+    assert "optim=muon is best at 0.004, the last value above" in told
+    assert "Extend the grid above, to 0.008, say." in told
+    assert "fewer than two recipes are left" in told
+
+
+def test_the_grid_is_extended_by_a_command_that_repeats_nothing(sweep, tmp_path):
+    begun = {"overrides": ["recipe=sweep/optimizers", "optim.learning_rate=1e-3,2e-3"], "config_dir": None}
+    (tmp_path / "s" / "sweep.json").write_text(json.dumps({"jobs": [], "typed": [begun]}))
+    command = command_with_values(tmp_path / "s", "optim.learning_rate", [0.016], [0, 1])
+    assert "recipe=sweep/optimizers optim.learning_rate=0.016 seed=0,1 run.name=s" in command
+
+
+def test_the_plateau_is_where_the_loss_is_within_the_margin():
+    losses = {1e-3: 3.1, 2e-3: 3.0, 4e-3: 3.0 + 0.005, 8e-3: 3.2}
+    low, high = plateau(losses, 0.01)
+    assert low == pytest.approx(2e-3 * 0.5**0.1)  # a tenth of the way, in the logarithm, up to 3.1
+    assert high == pytest.approx(4e-3 * 2 ** (0.005 / 0.195))
+    assert plateau({1e-3: 3.0, 2e-3: 3.001}, 0.01) == (1e-3, 2e-3)
+    assert plateau({1e-3: math.inf, 2e-3: 3.0, 4e-3: math.inf}, 0.01) == (2e-3, 2e-3)
+    assert plateau({1e-3: math.inf}, 0.01) is None
 
 
 def test_other_seeds_choose_other_rates(sweep, capsys):
-    found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--choose-by", "2,3")
+    words = ["--best-of", "optim.learning_rate", "--choose-by", "2,3", "--baseline", "optim=adamw"]
+    found = verdicts(capsys, sweep, *words)
     assert found["selection"]["seeds"] == [2, 3]
-    assert {each["value"] for each in found["selection"]["choices"]} == {0.001}
+    assert {each["recipe"]: each["value"] for each in found["selection"]["choices"]} == {
+        "optim=adamw": 0.004, "optim=muon": 0.002,
+    }  # fmt: skip
     assert {run["seed"] for run in found["runs"]} == {0, 1}
+    found = verdicts(capsys, sweep, *words[:2], "--choose-by", "all", "--baseline", "optim=adamw")
+    assert found["selection"]["seeds"] == [0, 1, 2, 3]
+    assert found["verdicts"][0]["pairs"] == 4
+    assert "verdicts are over all of them" in "\n".join(found["notes"])
 
 
 def test_a_rate_chosen_outside_the_factor_is_part_of_it(tmp_path, capsys):
-    for precision, best in (("bf16", "1e-3"), ("mxfp8", "2e-3")):
-        for rate in RATES[:2]:
+    for precision, best in (("bf16", "2e-3"), ("mxfp8", "4e-3")):
+        for rate in RATES:
             for seed in range(3):
                 words = [f"precision={precision}", f"optim.learning_rate={rate}", f"seed={seed}"]
                 make_run(tmp_path / "s" / f"{precision}{rate}{seed}", *words, gap=0.0 if rate == best else 0.1)
@@ -70,7 +154,8 @@ def test_a_diverged_rate_is_never_the_best(sweep, capsys):
                 words = [f"optim={optim}", f"optim.learning_rate={rate}", f"seed={seed}"]
                 losses = {5: 3.0, 10: float("nan")} if lost else None
                 folder = sweep / f"{optim}-{rate}-{seed}"
-                make_run(folder, *words, losses=losses, summary=summary if lost else None)
+                gap = 0.0 if rate in BEST.values() else 0.1
+                make_run(folder, *words, gap=gap, losses=losses, summary=summary if lost else None)
     found = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", "--choose-by", "7")
     for each in found["selection"]["choices"]:
         rate = BEST[each["recipe"].removeprefix("optim=")]
@@ -108,7 +193,7 @@ def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
         ("--best-of optim.name", "'optim.name' holds no numbers"),
         ("--best-of optim.learning_rate --choose-by 9", "has no finished run of optim=adamw at 0.001 and seed 9"),
         ("--best-of optim.learning_rate --choose-by 0,1,2,3", "Run others: optim=adamw optim.learning_rate="),
-        ("--best-of optim.learning_rate --choose-by all", "must be seeds, such as 0 or 0,1"),
+        ("--best-of optim.learning_rate --choose-by some", "must be seeds, such as 0 or 0,1, or all"),
         ("--choose-by 0", "says by which seeds --best-of KEY chooses"),
     ],
 )  # fmt: skip

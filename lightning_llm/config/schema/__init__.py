@@ -1,8 +1,8 @@
 """The typed schema of every config group. Imports neither torch nor Hydra, so that a config error costs no start-up."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
@@ -65,6 +65,14 @@ class Config(Group):
     cluster: Annotated[ClusterConfig | None, BeforeValidator(lambda given: given or None)] = Field(
         None, description="the machines that `plan` times a step on; null (cluster=none): none, and no times"
     )
+
+    _step_law: Any = PrivateAttr(None)
+    """For `plan` to print; no part of the config, which holds the numbers."""
+
+    @property
+    def step_law(self) -> Any:
+        """The `plan.step_law.StepLaw` that a key asked for, None where all were given as numbers."""
+        return self._step_law
 
     @property
     def planned_hardware(self) -> Hardware | None:

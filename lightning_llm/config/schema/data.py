@@ -178,7 +178,9 @@ class DataConfig(Group):
     validation: ValidationConfig = ValidationConfig()
     sequence_length: PositiveInt = Field(description="tokens per sequence")
     micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
-    global_batch_size: PositiveInt = Field(description="sequences per optimizer step")
+    global_batch_size: PositiveInt = Field(
+        description="sequences per optimizer step; step_law, or step_law*0.5: of Step Law"
+    )
     shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
     skip_samples: tuple[Annotated[tuple[NonNegativeInt, NonNegativeInt], Field(strict=False)], ...] | None = Field(
         None,

@@ -49,12 +49,17 @@ class OptimConfig(Group):
     """What every optimizer has, and what it must say of itself."""
 
     name: str = Field(description="a registered optimizer")
-    learning_rate: PositiveFloat = Field(description="peak learning rate")
+    learning_rate: PositiveFloat = Field(description="peak learning rate; step_law, or step_law*0.5: of Step Law")
     weight_decay: NonNegativeFloat = Field(0.1, description="times the learning rate, taken off the weights per step")
     decay_norms: bool = Field(False, description="norms decay, too")
     decay_biases: bool = Field(False, description="biases decay, too")
     decay_embeddings: bool = Field(False, description="embeddings decay, too")
     gradient_clip_norm: PositiveFloat | None = Field(1.0, description="largest global gradient norm; null: no clipping")
+
+    @property
+    def takes_adamw_rates(self) -> bool:
+        """Whether learning rates that serve AdamW serve, too: what Step Law is fitted on."""
+        return False
 
     def state_bytes(self, shard: ParameterShard, dtype_bytes: int) -> int:
         """Return the bytes that a rank keeps of `shard`, whose weights have `dtype_bytes` each; step counts left out.

@@ -63,7 +63,7 @@ class TrainerConfig(Group):
     """`trainer`: how long, on what, and how often to look."""
 
     name: str = Field(description="the file it was composed from, or your own name")
-    max_steps: PositiveInt = Field(description="optimizer steps")
+    max_steps: PositiveInt = Field(description="optimizer steps; 20e9tokens: as many as come nearest to that")
     accelerator: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a device")
     devices: ThreadCount = Field(1, description="ranks on this machine")
     validate_every_steps: PositiveInt | None = Field(

@@ -1,0 +1,185 @@
+"""Step Law: peak learning rate and batch size of a model and a number of tokens. Imports no torch.
+
+Li et al. 2025, "Predictable Scale: Part I", arXiv 2503.04715, whose released fit (`pred-opt-lr-bs` of their
+`code/fit_tool.py`) is the mean of 1,000 bootstraps, in logarithms:
+
+    learning rate = 1.797 N^-0.7129 D^0.3075        batch in tokens = 0.5807 D^0.5709
+
+N are the weights of the blocks' linears, D the tokens of the run. Fitted on AdamW, sequences of 2,048 tokens and
+rates that fall to 1e-5.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_llm.config.law_words import LawWords
+from lightning_llm.config.schema import Config
+from lightning_llm.errors import Problem
+from lightning_llm.model.flops import count_parameters
+from lightning_llm.plan.resolve import Resolution
+
+RATE_INTERCEPT, RATE_PARAMETERS, RATE_TOKENS = 0.5863077907399267, -0.7129222911869902, 0.3074909504120696
+BATCH_INTERCEPT, BATCH_TOKENS = -0.5435421736103339, 0.5709443646895044
+"""Means over the rows of their `data/1004_fitted_lr_bs_scaling_model_parameters.csv`."""
+FITTED_PARAMETERS = (214_663_680, 1_073_741_824)
+FITTED_TOKENS = (4e9, 1e11)
+"""Smallest and largest of the dense runs that they fitted to."""
+FITTED_SEQUENCE_LENGTH, FITTED_FINAL_RATE = 2048, 1e-5
+DIGITS = 4
+"""Of the learning rate, as their tool prints it."""
+
+
+def law_learning_rate(parameters: float, tokens: float) -> float:
+    """Return the peak learning rate for N `parameters` and D `tokens`."""
+    return math.exp(RATE_INTERCEPT + RATE_PARAMETERS * math.log(parameters) + RATE_TOKENS * math.log(tokens))
+
+
+def law_batch_tokens(tokens: float) -> float:
+    """Return the tokens of an optimizer step for D `tokens` in all."""
+    return math.exp(BATCH_INTERCEPT + BATCH_TOKENS * math.log(tokens))
+
+
+def batch_tokens_at_steps(steps: int, factor: float = 1.0) -> float:
+    """Return the batch B that is `factor` times the law's at D = `steps` B, in closed form: in tokens."""
+    logarithm = (math.log(factor) + BATCH_INTERCEPT + BATCH_TOKENS * math.log(steps)) / (1 - BATCH_TOKENS)
+    return math.exp(logarithm)
+
+
+@dataclass(frozen=True)
+class StepLaw:
+    """What the law gave a run, and where that stands to what it was fitted on.
+
+    `parameters`: N; `tokens`: D, of the rounded batch; `learning_rate`, None where it was given as a number;
+    `batch_tokens`: as the law has it, None likewise; `batch_sequences`: rounded to a multiple of `rounded_to`, data
+    parallel ranks x micro-batch; `rate_factor`, `batch_factor`: what the law was multiplied by.
+    """
+
+    parameters: int
+    tokens: int
+    sequence_length: int
+    rounded_to: int
+    batch_sequences: int
+    rate_factor: float | None = None
+    batch_factor: float | None = None
+    learning_rate: float | None = None
+    batch_tokens: float | None = None
+    optimizer: str = "adamw"
+    final_rate: float | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether N and D are in the range that was fitted."""
+        (fewest, most), (short, long) = FITTED_PARAMETERS, FITTED_TOKENS
+        return fewest <= self.parameters <= most and short <= self.tokens <= long
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `plan --json` has under "step_law"."""
+        return {
+            "parameters": self.parameters,
+            "tokens": self.tokens,
+            "learning_rate": self.learning_rate,
+            "learning_rate_factor": self.rate_factor,
+            "batch_tokens": self.batch_tokens,
+            "batch_factor": self.batch_factor,
+            "batch_sequences": self.batch_sequences,
+            "rounded_to_sequences": self.rounded_to,
+            "inside_fitted_range": self.inside,
+            "fitted_parameters": list(FITTED_PARAMETERS),
+            "fitted_tokens": list(FITTED_TOKENS),
+        }
+
+
+def settle(
+    values: dict[str, Any], words: LawWords, config: Config
+) -> tuple[dict[str, Any], StepLaw | None, list[Problem]]:
+    """Return `values` with numbers in the place of `words`, what the law gave, and what stands against it.
+
+    Args:
+        values: a resolved config as plain data, changed in place.
+        config: the same, read, with stand-ins where the words are.
+    """
+    problems = [*_problems(words, config)]
+    if problems:
+        return values, None, problems
+    length = config.data.sequence_length
+    multiple = config.data.micro_batch_size * Resolution(config).data_parallel_ranks
+    batch_tokens, sequences, steps = None, config.data.global_batch_size, config.trainer.max_steps
+    if words.batch is not None:
+        given = words.tokens
+        batch_tokens = words.batch * law_batch_tokens(given) if given else batch_tokens_at_steps(steps, words.batch)
+        sequences = max(1, round(batch_tokens / length / multiple)) * multiple
+        values["data"]["global_batch_size"] = sequences
+    if words.tokens is not None:
+        steps = max(1, round(words.tokens / (sequences * length)))
+        values["trainer"]["max_steps"] = steps
+    if words.batch is None and words.rate is None:
+        return values, None, []
+    parameters, tokens, rate = count_parameters(config.model).linear, steps * sequences * length, None
+    if words.rate is not None:
+        rate = float(f"{words.rate * law_learning_rate(parameters, tokens):.{DIGITS - 1}e}")
+        values["optim"]["learning_rate"] = rate
+    final = config.schedule.final_learning_rate
+    law = StepLaw(
+        parameters, tokens, length, multiple, sequences, words.rate, words.batch, rate, batch_tokens,
+        config.optim.name, final,
+    )  # fmt: skip
+    return values, law, []
+
+
+def _problems(words: LawWords, config: Config) -> list[Problem]:
+    if (words.rate is None and words.batch is None) or config.optim.takes_adamw_rates:
+        return []
+    key = "optim.learning_rate" if words.rate is not None else "data.global_batch_size"
+    text = f"is by Step Law, which is fitted on AdamW, and optim={config.optim.name} takes other rates. Give a number"
+    muon = ", or optim.adjust_learning_rate=match_rms_adamw" if config.optim.name == "muon" else ""
+    return [Problem(key, f"{text}{muon}.")]
+
+
+def law_row(law: dict[str, Any]) -> tuple[str, str]:
+    """Return what the law gave as a line of `plan`, of `as_data`."""
+    parts = [f"N = {law['parameters']:,} without embeddings, D = {law['tokens']:,} tokens"]
+    if law["learning_rate"] is not None:
+        parts.append(f"learning rate {law['learning_rate']:g}{_times(law['learning_rate_factor'])}")
+    if law["batch_tokens"] is not None:
+        parts.append(
+            f"batch {law['batch_tokens']:,.0f} tokens{_times(law['batch_factor'])}, rounded to "
+            f"{law['batch_sequences']:,} sequences (a multiple of {law['rounded_to_sequences']:,})"
+        )
+    where = "inside" if law["inside_fitted_range"] else "outside"
+    return "step law", f"{'; '.join(parts)}; {where} the fitted range"
+
+
+def _times(factor: float) -> str:
+    return "" if factor == 1 else f" ({factor:g} x the law's)"
+
+
+def law_notes(law: StepLaw | None, schedule: str) -> list[str]:
+    """Return what is otherwise than where the law was fitted, one line each; `schedule`: its name."""
+    if law is None:
+        return []
+    found = []
+    low, high = (f"{each / 1e6:,.0f}M" for each in FITTED_PARAMETERS)
+    if not law.inside:
+        found.append(
+            f"note   Step Law is fitted from {low} to {high} parameters and 4B to 100B tokens; N = "
+            f"{law.parameters:,} and D = {law.tokens:,} are extrapolation: try rates beside it, too "
+            "(optim.learning_rate=step_law*0.5,step_law,step_law*2)"
+        )
+    if law.batch_tokens is not None:
+        ratio = law.batch_sequences * law.sequence_length / law.batch_tokens
+        if abs(math.log(ratio)) > math.log(1.1):
+            found.append(
+                f"note   rounding makes the batch {ratio:.2g} x Step Law's: a smaller data.micro_batch_size would "
+                "come nearer"
+            )
+    unlike = []
+    if law.sequence_length != FITTED_SEQUENCE_LENGTH:
+        unlike.append(f"sequences of {FITTED_SEQUENCE_LENGTH:,} tokens (here {law.sequence_length:,})")
+    if law.optimizer != "adamw":
+        unlike.append(f"AdamW (here {law.optimizer})")
+    if law.final_rate != FITTED_FINAL_RATE or schedule == "constant":
+        unlike.append("a rate that falls to 1e-5 (schedule.final_learning_rate=1e-5)")
+    if unlike:
+        found.append(f"note   Step Law is fitted on {', '.join(unlike)}")
+    return found
