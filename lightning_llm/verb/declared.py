@@ -13,6 +13,7 @@ from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.verb import completion
 from lightning_llm.verb.arguments import add_composition, add_config_dir, add_device, add_multirun, add_weights_output
 from lightning_llm.verb.golden_options import golden_actions
+from lightning_llm.verb.ladder_options import add_ladder_options
 from lightning_llm.verb.search_options import add_search_options
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
@@ -163,6 +164,7 @@ def _compare(parser: ArgumentParser) -> None:
     add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
     output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
     add("--output", type=Path, metavar="DIR", help=output)
+    add_ladder_options(parser)
 
 
 def _diff(parser: ArgumentParser) -> None:
@@ -254,7 +256,7 @@ VERBS = {
         composes=True,
     ),
     "compare": Verb(
-        "lightning_llm.compare.command:compare",
+        "lightning_llm.verb.compare:compare",
         "the verdict over runs: lossless, lossy or inconclusive",
         _compare,
         prints_data=True,
