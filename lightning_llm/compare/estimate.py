@@ -14,12 +14,25 @@ from lightning_llm.compare.statistics import Decision, Intervals, decision_of, s
 
 @dataclass(frozen=True)
 class Terms:
-    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together."""
+    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
+
+    `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
+    is known for a family (`token_curve.in_nats`).
+    """
 
     margin: float = 0.01
     confidence: float = 0.95
     metric: str = "val_loss"
     tail_share: float = TAIL_SHARE
+    token_margin: float | None = None
+
+    @property
+    def margin_words(self) -> str:
+        """The margin: "0.01", "2 % of tokens (0.0041)"."""
+        if self.token_margin is None:
+            return f"{self.margin:g}"
+        nats = f" ({self.margin:.2g})" if math.isfinite(self.margin) else ""
+        return f"{100 * self.token_margin:g} % of tokens{nats}"
 
     @property
     def unit(self) -> str:

@@ -93,7 +93,7 @@ def as_latex(comparison: Comparison) -> str:
     terms, first = comparison.terms, comparison.verdicts[0]
     caption = (
         f"% {first.name} and others at {short(first.parameters)} parameters, {short(first.tokens)} tokens: "
-        f"{terms.metric}, margin {terms.margin:g}, {100 * terms.confidence:g} % simultaneous intervals"
+        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % simultaneous intervals"
     )
     head = ["recipe", "setting", "loss", "gap", "interval", "pairs", "failed", "verdict"]
     body = [_latex_row(line) for line in lines]

@@ -39,7 +39,9 @@ def draw_curves(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str
     right.set(xlabel="tokens", ylabel=f"difference ({terms.unit})", title=title)
     right.title.set_fontsize(10)
     right.axhline(0, color=BASELINE_COLOUR, linewidth=0.8)
-    right.axhline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
+    right.axhline(
+        terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin_words}"
+    )
     _spread_out(right, "y", terms)
     for axes in (left, right):
         axes.grid(alpha=0.25)
@@ -53,7 +55,9 @@ def draw_intervals(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> 
     figure = Figure(figsize=(11, 1.4 + 0.5 * len(verdicts)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color=BASELINE_COLOUR, linewidth=0.8)
-    axes.axvline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
+    axes.axvline(
+        terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin_words}"
+    )
     for row, verdict in enumerate(reversed(verdicts)):
         estimate, colour = verdict.judged.estimate, COLOURS[verdict.colour]
         if math.isfinite(estimate.low):
@@ -86,7 +90,9 @@ def draw_speed(verdicts: Sequence[Verdict], baseline: str, terms: Terms) -> str 
         return None
     figure = Figure(figsize=(6.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin:g}")
+    axes.axhline(
+        terms.margin, color=COLOURS["lossy"], linestyle="--", linewidth=1, label=f"margin {terms.margin_words}"
+    )
     axes.plot(1, 0, marker="*", markersize=12, color=BASELINE_COLOUR, linestyle="")
     axes.annotate(baseline, (1, 0), textcoords="offset points", xytext=(6, 6), fontsize=8)
     for verdict, speed in known:

@@ -87,8 +87,8 @@ def _law_misfit(fit: Fit) -> list[str]:
     p = f", p = {fit.lack_of_fit:.1g}" if known else ""
     return [
         f"the baseline's losses do not follow E + A N^-alpha + B D^-beta: they miss it by {nats(fit.misfit)} nats, "
-        f"{100 * share:.0f} % of their fall over the ladder{p}. Take the rungs of one regime, such as those with as many "
-        "updates, each at its best learning rate"
+        f"{100 * share:.0f} % of their fall over the ladder{p}. Take rungs of one regime: enough updates, and each "
+        "at its best learning rate"
     ]
 
 

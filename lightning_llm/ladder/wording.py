@@ -66,10 +66,11 @@ def prediction_line(prediction: Prediction) -> str:
         False: "NOT before it was run",
         None: "when it was run is not known",
     }[outcome["made_before_the_runs"]]
+    held = "held" if outcome["inside"] else "FAILED"
+    measured, predicted = (nats(each, signed=True) for each in (outcome["gap"], claim["gap"]))
     return (
-        f"{text}: {'held' if outcome['inside'] else 'FAILED'}, measured {nats(outcome['gap'], signed=True)} over {pairs} "
-        f"pair{'s' * (pairs > 1)}, predicted {nats(claim['gap'], signed=True)} [{low}, {high}], z = {outcome['z']:+.1f}; "
-        f"{when}"
+        f"{text}: {held}, measured {measured} over {pairs} pair{'s' * (pairs > 1)}, predicted {predicted} "
+        f"[{low}, {high}], z = {outcome['z']:+.1f}; {when}"
     )
 
 
