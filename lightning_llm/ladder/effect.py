@@ -31,7 +31,7 @@ class Effect:
     more_tokens: float
     low: float
     high: float
-    df: int
+    df: float
     pair_sd: float
     confidence: float
 
@@ -61,14 +61,16 @@ def more_tokens(gap: Array, law: Law, tokens: float) -> Array:
 def effect_at(fit: Fit, recipe: str, parameters: int, tokens: int, confidence: float = 0.95) -> Effect:
     """Return what the recipe costs at a place, on the ladder or beyond it."""
     gap = fit.gaps[recipe]
-    estimate = design(fit.law, parameters, tokens)[0, 0] @ gap.terms
+    here = design(fit.law, parameters, tokens)[0, 0]
+    estimate, df = here @ gap.terms, gap.df_of(here)
     drawn = (design(fit.drawn_laws, parameters, tokens)[:, 0] * gap.drawn).sum(1)
     share = float(more_tokens(np.array([estimate]), fit.law, tokens)[0])
     logs = np.log1p(more_tokens(drawn, fit.drawn_laws, tokens))
-    wider = special.stdtrit(gap.df, 0.5 + confidence / 2) / special.ndtri(0.5 + confidence / 2)
+    wider = special.stdtrit(df, 0.5 + confidence / 2) / special.ndtri(0.5 + confidence / 2)
     tails = np.quantile(logs, (0.5 - confidence / 2, 0.5 + confidence / 2))
-    low, high = np.expm1(np.log1p(share) + wider * (tails - np.log1p(share)))
+    # About their own middle: what the draws' law bends them to is no part of how far they scatter.
+    low, high = np.expm1(np.log1p(share) + wider * (tails - np.median(logs)))
     return Effect(
         recipe, parameters, tokens, float(estimate), float(drawn.std(ddof=1)), share, float(min(low, share)),
-        float(max(high, share)), gap.df, gap.sd, confidence,
+        float(max(high, share)), df, gap.sd, confidence,
     )  # fmt: skip

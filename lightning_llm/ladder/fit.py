@@ -14,7 +14,8 @@ How well all this is known comes from a wild bootstrap (C. F. J. Wu, Ann. Statis
 residuals, the baseline's own and its pairs', are given one random sign and put back on the fitted values, and law and
 gaps are fitted anew. So rungs may scatter unlike one another, and what a seed's runs share stays shared. Residuals are
 divided by 1 - leverage (J. G. MacKinnon and H. White, J. Econometrics 29 (1985) 305-325), and intervals are Student's
-with the pairs' degrees of freedom.
+with as many degrees of freedom as there are pairs that matter to the figure (F. E. Satterthwaite, Biometrics Bull. 2
+(1946) 110-114): where the smallest size is loud and weighs most, fewer than there are pairs.
 """
 
 import math
@@ -61,15 +62,17 @@ class Runs:
 class Gap:
     """One recipe's fitted gap. `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`, [R], on
     every rung; `sd`: of one pair's difference about the fit, nats, with `df`; `lack_of_fit`: the F test's p, that means
-    of rungs scatter about the fit no more than their pairs do; NaN where no rung has two pairs."""
+    of rungs scatter about the fit no more than their pairs do; NaN where no rung has two pairs; `influence`, [n, 3]: of
+    each pair on the terms, and `residuals`, [n], over 1 - leverage."""
 
     terms: Array
     drawn: Array
     fitted: Array
     sd: float
     df: int
-    rungs: int
     lack_of_fit: float
+    influence: Array
+    residuals: Array
 
     @property
     def growth(self) -> tuple[float, float]:
@@ -78,7 +81,19 @@ class Gap:
         if error == 0 or self.df < 1:
             return math.nan, math.nan
         ratio = float(self.terms[2]) / error
-        return ratio, float(special.stdtr(self.df, -ratio))
+        return ratio, float(special.stdtr(self.df_of(np.array([0.0, 0.0, 1.0])), -ratio))
+
+    def df_of(self, combination: Array) -> float:
+        """Return the degrees of freedom that the variance of `combination` [3] of the terms is known with.
+
+        Satterthwaite's, of a sum of squares w_i of one degree each, 3 (sum w)^2 / sum w^2 by what w^2 is on average
+        for normal noise, less the share that three fitted terms take; from 2 to `df`.
+        """
+        squares = ((self.influence @ combination) * self.residuals) ** 2
+        if not squares.any():
+            return float(self.df)
+        seen = 3 * squares.sum() ** 2 / (squares**2).sum() * self.df / (self.df + TERMS)
+        return float(np.clip(seen, min(2, self.df), self.df))
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,7 @@ def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
     # As noisy as it is seen to be about the law, so that the prior has its due weight; then fitted once more.
     scatter = math.sqrt(float((counts * (means - fitted) ** 2).sum()) / max(len(means) - PARAMETERS, 1))
     rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else 0.0, scatter, LEAST_NOISE) ** 2)
-    law = fit_law(rungs, means)
+    law = refit(rungs, means[None], law)
     fitted = law.loss(runs.parameters, runs.tokens)[0]
     lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), len(means) - PARAMETERS, pure, pure_df)
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), (draws, *runs.losses.shape))
@@ -164,7 +179,8 @@ def _fit_gap(runs: Runs, differences: Array, law: Law, laws: Law, signs: Array) 
     drawn, _ = _least_squares(design(laws, runs.parameters, runs.tokens), counts, drawn_means)
     _, pure_df, pure = _pure_error(differences)
     lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), int(on.sum()) - TERMS, pure, pure_df)
-    return Gap(solved[0], drawn, fitted, sd, df, int(on.sum()), lack)
+    influence = np.broadcast_to((terms[0] @ inverse[0])[:, None, :], (*there.shape, TERMS))[there]
+    return Gap(solved[0], drawn, fitted, sd, df, lack, influence, scaled[there])
 
 
 def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Array]:

@@ -24,7 +24,8 @@ PRIOR_WIDTH = 0.5
 """SD of ln(exponent) in the prior: a factor of 1.6 either way is one SD."""
 LEAST_NOISE = 1e-3
 """Nats: the SD that a rung's loss is taken to have at least; a law in three terms is no truer than that."""
-STEPS = 60
+STEPS, FEW_STEPS = 60, 10
+"""Of the descent: from afar, and from the law's own parameters, where the last of them change no digit that is shown."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,11 @@ def fit_law(rungs: Rungs, losses: Array) -> Law:
 
 def refit(rungs: Rungs, losses: Array, law: Law) -> Law:
     """Return the laws of several sets of `losses`, [B, R], each begun at `law`."""
-    theta, _ = _descend(rungs, losses, np.repeat(law.theta[:1], len(losses), axis=0))
+    theta, _ = _descend(rungs, losses, np.repeat(law.theta[:1], len(losses), axis=0), FEW_STEPS)
     return Law(theta, law.centre)
 
 
-def _descend(rungs: Rungs, losses: Array, theta: Array) -> tuple[Array, Array]:
+def _descend(rungs: Rungs, losses: Array, theta: Array, steps: int = STEPS) -> tuple[Array, Array]:
     """Return the parameters of least cost and that cost by Levenberg and Marquardt's descent, all fits at once.
 
     Every fit has a damping of its own; a step that does not lower the cost is not taken. E is kept at 0 or above.
@@ -110,11 +111,13 @@ def _descend(rungs: Rungs, losses: Array, theta: Array) -> tuple[Array, Array]:
     theta, damping = theta.copy(), np.full(len(theta), 1e-2)
     residuals, jacobian = _residuals(rungs, losses, theta)
     cost = (residuals**2).sum(-1)
-    for _ in range(STEPS):
-        normal = np.einsum("bri,brj->bij", jacobian, jacobian)
-        gradient = np.einsum("bri,br->bi", jacobian, residuals)
-        scale = np.einsum("bii->bi", normal) + 1e-12
-        damped = normal + np.einsum("b,bi,ij->bij", damping, scale, np.eye(PARAMETERS))
+    diagonal = np.arange(PARAMETERS)
+    for _ in range(steps):
+        transposed = jacobian.swapaxes(1, 2)
+        damped = transposed @ jacobian
+        gradient = (transposed @ residuals[..., None])[..., 0]
+        damped[:, diagonal, diagonal] *= 1 + damping[:, None]
+        damped[:, diagonal, diagonal] += 1e-12
         tried = theta - np.clip(np.linalg.solve(damped, gradient[..., None])[..., 0], -1.0, 1.0)
         tried[:, 0] = np.maximum(tried[:, 0], 0.0)
         new, new_jacobian = _residuals(rungs, losses, tried)
