@@ -49,7 +49,7 @@ def too_small(ladder: Ladder) -> list[str]:
     if len(sizes) < FEWEST_SIZES:
         found.append(f"{_of(sizes, 'model size')}, at least {FEWEST_SIZES} are needed{out}")
     if len(counts) < FEWEST_TOKENS:
-        found.append(f"{_of(counts, 'number')} of tokens, at least {FEWEST_TOKENS} are needed{out}")
+        found.append(f"{_of(counts, 'token count')}, at least {FEWEST_TOKENS} are needed{out}")
     if not found and len(ladder.rungs) < FEWEST_RUNGS:
         text = (
             f"{len(ladder.rungs)} rungs (sizes x tokens) for a law in {PARAMETERS} parameters, at least {FEWEST_RUNGS}"

@@ -103,8 +103,9 @@ def print_report(report: Report, console: Console) -> None:
         _line(console, prediction_line(each), "" if each.outcome is None or each.outcome["inside"] else "red")
     if report.ledger is not None:
         _line(console, tally(report.ledger), "bold")
+    said = {problem.key for problem in report.problems}  # which stderr has
     for name, reasons in report.refused.items():
-        for reason in reasons:
+        for reason in reasons if name not in said else ():
             _line(console, f"{name} is not predicted: {reason}.", "yellow")
     for (parameters, tokens), why in report.ladder.left_out.items():
         _line(console, f"{short(parameters)} / {short(tokens)} is left out: {why}.", "dim")

@@ -104,7 +104,7 @@ def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
             row["learned"] = False
     read = ladder_of_rows(rows, "bf16")
     assert set(read.left_out.values()) == {"the baseline has not learned there"}
-    assert "2 numbers of tokens (66K, 131K)" in too_small(read)[0]
+    assert "2 token counts (66K, 131K)" in too_small(read)[0]
     assert "has not learned" in too_small(read)[0]
     assert too_few_pairs(made.without(rung.place for rung in made.rungs[4:]), "recipe")
 
