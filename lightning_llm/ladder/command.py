@@ -200,8 +200,8 @@ def _prediction(fit: Fit, recipe: str, target: Target, terms: Terms, date: str) 
 
 def _notes(comparison: Comparison) -> list[str]:
     notes = [
-        "N are all parameters, embeddings included. Intervals hold one by one, for these runs' data, schedule and rates; "
-        "beyond the ladder they hold if the same three terms go on doing so."
+        "N are all parameters, embeddings included. Intervals hold one by one, for the data, schedule and rates "
+        "of these runs; beyond the ladder they hold if the same three terms go on doing so."
     ]
     loose = sorted({key for verdict in comparison.verdicts for key in verdict.confounders})
     if loose:

@@ -25,7 +25,7 @@ PRIOR_WIDTH = 0.5
 LEAST_NOISE = 1e-3
 """Nats: the SD that a rung's loss is taken to have at least; a law in three terms is no truer than that."""
 STEPS, FEW_STEPS = 60, 10
-"""Of the descent: from afar, and from the law's own parameters, where the last of them change no digit that is shown."""
+"""Of the descent: from afar, and from the law's own parameters, where more would change no digit that is shown."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ Place = tuple[int, int]
 @dataclass
 class Rung:
     """One size and number of tokens. `losses`: the baseline's, {seed: nats per token}; `differences`: {recipe: {seed:
-    nats}}, recipe minus baseline; `unlearned`: the baseline has learned nothing there, and no gap can show; `began`: when each
-    recipe's first run did, ISO 8601."""
+    nats}}, recipe minus baseline; `unlearned`: the baseline has learned nothing there, and no gap can show; `began`:
+    when each recipe's first run did, ISO 8601."""
 
     parameters: int
     tokens: int

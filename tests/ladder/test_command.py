@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "compare"))
 
+import run_folders
 from run_folders import STEP_TOKENS, make_run, refusal, verdicts
 
 from lightning_llm.__main__ import main
@@ -23,9 +25,18 @@ def loss(parameters, tokens):
     return 1.5 + 60 * parameters**-0.3 + 110 * tokens**-0.45
 
 
-def add_rung(folder: Path, model: str, parameters: int, steps: int, started: str, rng) -> None:
+def compose_once(model: str) -> None:
+    """Let `make_run` find the configs of this model: each composed anew would take a quarter of a second."""
+    shape = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / f"{model}.yaml").read_text())
+    for recipe in ("precision=bf16", "precision=mxfp4_sr"):
+        config = run_folders.config_of(recipe)
+        run_folders._composed[f"model={model}", recipe] = {**config, "model": {**config["model"], **shape}}
+
+
+def add_rung(folder: Path, model: str, parameters: int, steps: int, started: str, rng, seeds: int = 1) -> None:
     tokens = steps * STEP_TOKENS
-    for seed in range(2):
+    compose_once(model)
+    for seed in range(seeds):
         base = loss(parameters, tokens) + rng.normal(0, 0.004)
         for recipe, cost in (("bf16", 0.0), ("mxfp4_sr", 0.03)):
             value = base + cost * 110 * tokens**-0.45 + (rng.normal(0, 0.001) if cost else 0)
@@ -41,7 +52,8 @@ def ladder(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("outputs") / "ladder", np.random.default_rng(0)
     for model, parameters in SIZES.items():
         for steps in STEPS:
-            add_rung(folder, model, parameters, steps, "2026-11-21T10:00:00+00:00", rng)
+            seeds = 2 if model == "ladder_690k" else 1
+            add_rung(folder, model, parameters, steps, "2026-11-21T10:00:00+00:00", rng, seeds)
     return folder
 
 
@@ -63,12 +75,10 @@ def test_predicted_before_it_was_run_and_graded_after(ladder, capsys):
     low, high = said["claim"]["more_tokens_interval"]
     assert low < truth < high
     assert [row["name"] for row in found["recipes"]] == ["mxfp4_sr"]
-    assert len(found["runs"]) == 9 * 4
+    assert len(found["runs"]) == 3 * (2 + 4 + 2)
 
     again = ask(capsys, ladder, "--ladder", *target)
     assert again["predictions"] == [said]  # the earlier date holds
-    early = ask(capsys, ladder, "--grade")
-    assert early["tally"] == "0 of 0 graded predictions held; 1 not run yet"
 
     add_rung(ladder, *TOP, 16, "2999-01-01T00:00:00+00:00", np.random.default_rng(1))
     graded = ask(capsys, ladder, "--grade")
