@@ -101,12 +101,12 @@ class EffectiveData:
     @property
     def more_tokens(self) -> float:
         """The share of tokens more that the recipe needs to the baseline's loss, 0.041 for 4.1 %: 1 / ratio - 1."""
-        return 1 / self.ratio - 1 if self.ratio else math.inf
+        return _more(self.ratio)
 
     @property
     def more_tokens_interval(self) -> tuple[float, float]:
         """`more_tokens` at the interval's two ends, the lower first."""
-        return 1 / self.high - 1, (1 / self.low - 1 if self.low else math.inf)
+        return _more(self.high), _more(self.low)
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` has of it; bounds that are beyond the baseline's runs are null."""
@@ -117,6 +117,11 @@ class EffectiveData:
             "more_tokens_ci": list(self.more_tokens_interval),
             "seeds": self.seeds,
         }
+
+
+def _more(ratio: float) -> float:
+    """Return the tokens more that a ratio stands for, infinite for a ratio of 0."""
+    return 1 / ratio - 1 if ratio else math.inf
 
 
 def _stretched(logs: Array, beta: float) -> Array:

@@ -178,5 +178,6 @@ def test_effective_data_is_the_ratio_of_a_law_and_fiellers_near_one():
 
 def test_what_lies_beyond_the_baselines_runs_has_no_ratio():
     curve = Curve((0.5, 1.0, 2.0), {seed: np.array([4.0, 3.5, 3.1]) for seed in range(2)}, 1.0)
-    assert effective_data({0: 6.0, 1: 6.1}, curve).ratio == 0
+    worse = effective_data({0: 6.0, 1: 6.1}, curve)
+    assert (worse.ratio, worse.high, worse.as_data()["more_tokens"]) == (0, 0, np.inf)
     assert effective_data({0: 1.0, 1: 1.1}, curve).ratio == np.inf
