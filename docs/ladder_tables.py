@@ -68,7 +68,7 @@ def predictions() -> str:
     rows = ["| predicted, hash | claim | gap: predicted | measured | held |", "| --- | --- | --- | --- | --- |"]
     for each in ledger:
         claim, outcome = each.claim, each.outcome
-        said = claim["line"].partition(", ")[0]
+        said = claim["line"].partition(" (")[0]
         predicted = f"{claim['gap']:+.4f}"
         if outcome is None:
             rows.append(f"| {each.date}, `{each.hash}` | {said} | {predicted} | not run yet | |")

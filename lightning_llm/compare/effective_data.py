@@ -134,7 +134,8 @@ def effective_data(losses: dict[int, float], curve: Curve, confidence: float = 0
     seeds = sorted(losses.keys() & curve.losses.keys())
     if not seeds:
         return None
-    ratios = np.exp(np.linspace(*np.log(curve.reach), GRID))
+    least, most = curve.reach
+    ratios = np.exp(np.linspace(math.log(least), math.log(most), GRID))
     baseline = np.array([curve.losses[seed] for seed in seeds])  # [S, K]
     differences = np.array([losses[seed] for seed in seeds])[:, None] - baseline @ curve.weights(ratios).T  # [S, U]
     mean = differences.mean(0)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 
 import simulate_ladder as simulate
 
-FEW = 40
+FEW = 30
 CELLS = [(noise, seeds) for noise in simulate.NOISES for seeds in (2, 3)]
 
 
@@ -40,8 +40,8 @@ def test_growth_is_found_where_it_is():
 
 @pytest.mark.parametrize("noise", simulate.NOISES[:2], ids=lambda noise: noise.name)
 def test_a_change_of_phase_at_the_largest_size_is_refused(noise):
-    assert simulate.errors(noise, 2, 10, jump=0.03).refused >= 0.9
-    assert simulate.errors(noise, 2, 20).refused <= most(0.04, 20)
+    assert simulate.errors(noise, 2, 6, jump=0.03).refused > 0.8
+    assert simulate.errors(noise, 2, 12).refused <= most(0.04, 12)
 
 
 @pytest.mark.parametrize(("noise", "run_sd"), [(simulate.NOISES[0], 0.01), (simulate.Noise("loud", 0.05), 0.1)])
