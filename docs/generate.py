@@ -31,6 +31,9 @@ from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.registry import NameIn, Registry
 
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))  # a test loads this file by its path
+import ladder_tables  # noqa: E402
+
 README = DOCS.parent / "README.md"
 RECIPES = DOCS.parent / "conf" / "precision"
 SECTION = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
@@ -311,6 +314,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "lint-rules": lint_rules,
     "methods": methods,
     "verdict-power": verdict_power,
+    **ladder_tables.SECTIONS,
     "native-matrix": native_matrix,
     "native-short": native_short,
     "config-keys": config_keys,

@@ -106,7 +106,7 @@ def compare(
     baseline: str | None = None,
     best_of: str | None = None,
     choose_by: str | None = None,
-    margin: float = 0.01,
+    margin: float | str = 0.01,
     confidence: float = 0.95,
     metric: str = "val_loss",
     tail: float = 0.1,
@@ -121,7 +121,7 @@ def compare(
         runs: results of `train`, folders of runs or above runs, sweeps, MLflow ids; none: the last sweep.
         baseline: what to hold the others against: "precision=bf16"; None: the usual one.
         best_of: each recipe at its best value of this key, chosen by seeds `choose_by` ("0,1", "all"; None: lowest).
-        margin: the gap in loss, in nats per token, that is still lossless.
+        margin: the gap in loss, in nats per token, that is still lossless; "2%": tokens more that it may need.
         confidence: of all intervals together.
         metric: of the validation records: "val_loss", "val_loss/SOURCE".
         tail: the last share of the steps, averaged over.

@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("health", "train"),
     ("callbacks",),
     ("compare", "dry_run", "run"),
-    ("golden", "probe", "sweep"),
+    ("golden", "ladder", "probe", "sweep"),
     ("evaluate",),
     ("verb",),
     ("api",),

@@ -15,10 +15,12 @@ from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.looks import look_at, record_look
+from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.target import Targets, read_targets
+from lightning_llm.compare.token_curve import margin_of
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -124,18 +126,23 @@ def _record_look(comparison: Comparison, folder: Path) -> None:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
 
 
-def terms_of(margin: float, confidence: float, metric: str, tail: float) -> Terms:
-    """Return the terms of a verdict. Raises ConfigError with all that are none."""
-    problems = []
-    if not margin > 0:
-        problems.append(Problem("--margin", f"is {margin:g}, must be above 0 (nats per token)."))
+def terms_of(margin: float | str, confidence: float, metric: str, tail: float) -> Terms:
+    """Return the terms of a verdict; `margin` in nats, or "2%" of tokens. Raises ConfigError with all that are none."""
+    problems: list[Problem] = []
+    nats, share = Terms().margin, None
+    with gathered(problems):
+        nats, share = margin_of(margin)
+    if share is not None and not metric.startswith(LOSS):
+        problems.append(
+            Problem("--margin", f"in tokens is one of a loss, and --metric is {metric}. Give it in its unit.")
+        )
     if not 0.5 <= confidence < 1:
         problems.append(Problem("--confidence", f"is {confidence:g}, must be from 0.5 to below 1, say 0.95."))
     if not 0 <= tail < 1:
         problems.append(Problem("--tail", f"is {tail:g}, must be from 0 (the last validation) to below 1."))
     if problems:
         raise ConfigError(problems)
-    return Terms(margin, confidence, metric, tail)
+    return Terms(nats, confidence, metric, tail, share)
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
-from lightning_llm.compare.data import verdict_data
+from lightning_llm.compare.data import finite, verdict_data
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.grid import borne_out
@@ -22,6 +22,7 @@ from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.selection import BestOf, Selection, select_best
 from lightning_llm.compare.study import Study
 from lightning_llm.compare.target import NO_TARGETS
+from lightning_llm.compare.token_curve import curve_of, in_nats
 from lightning_llm.compare.verdict import Verdict, judge
 from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -75,7 +76,8 @@ class Comparison:
         return {
             "factor": self.factor.name,
             "baseline": self.factor.baseline_label,
-            "margin": self.terms.margin,
+            "margin": finite(self.terms.margin),
+            "token_margin": self.terms.token_margin,
             "confidence": self.terms.confidence,
             "metric": self.terms.metric,
             "verdicts": [{**verdict_data(verdict), "curve": curves[id(verdict)]} for verdict in self.verdicts],
@@ -169,7 +171,13 @@ def compare_runs(
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
-        verdicts, floor, found = judge(family, factor, terms)
+        curve = curve_of(family, usable, factor, terms)
+        try:
+            here = in_nats(terms, family, curve)
+        except ConfigError as error:
+            comparison.problems += error.problems
+            continue
+        verdicts, floor, found = judge(family, factor, here, curve)
         if selection is not None:
             verdicts = borne_out(verdicts, selection)
         comparison.verdicts += verdicts

@@ -27,6 +27,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "setting": family.setting,
         "baseline": verdict.factor.baseline_label,
         "margin": verdict.terms.margin,
+        "token_margin": verdict.terms.token_margin,
         "confidence": verdict.terms.confidence,
         "late_switching": verdict.switch.as_data() if verdict.switch else None,
         "reason": reason_of(verdict),
@@ -61,6 +62,8 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "spike_verdict": verdict.spikes.as_data(),
         "tuned": verdict.tuned.as_data() if verdict.tuned else None,
         "emulated": verdict.emulated,
+        "effective_data": verdict.effective_data.as_data() if verdict.effective_data else None,
+        "net_speed": verdict.net_speed,
         "line": line_of(verdict),
     }
 

@@ -15,7 +15,11 @@ from lightning_llm.compare.target import NO_TARGETS, Targets
 
 @dataclass(frozen=True)
 class Terms:
-    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together."""
+    """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
+
+    `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
+    is known for a family (`token_curve.in_nats`).
+    """
 
     margin: float = 0.01
     confidence: float = 0.95
@@ -25,6 +29,15 @@ class Terms:
     """What time to target is measured to (--target); none by default."""
     all_pairs: bool = False
     """Whether recipes are held against each other, too."""
+    token_margin: float | None = None
+
+    @property
+    def margin_words(self) -> str:
+        """The margin: "0.01", "2 % of tokens (0.0041)"."""
+        if self.token_margin is None:
+            return f"{self.margin:g}"
+        nats = f" ({self.margin:.2g})" if math.isfinite(self.margin) else ""
+        return f"{100 * self.token_margin:g} % of tokens{nats}"
 
     @property
     def unit(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.verdict import Verdict
@@ -36,17 +37,22 @@ def look_at(verdicts: Sequence[Verdict], terms: Terms) -> Look:
          each.judged.measured.seeds, each.judged.measured.missing_seeds]
         for each in verdicts
     ]  # fmt: skip
-    digest = sha256(json.dumps([asdict(terms), shown], sort_keys=True).encode()).hexdigest()[:16]
+    digest = sha256(json.dumps([_asked(terms), shown], sort_keys=True).encode()).hexdigest()[:16]
     return Look(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         seen=digest,
-        margin=terms.margin,
+        margin=terms.margin if terms.token_margin is None else terms.token_margin,
         confidence=terms.confidence,
         metric=terms.metric,
         tail=terms.tail_share,
         pairs={names[id(each)]: len(each.judged.measured.seeds) for each in verdicts},
         verdicts={names[id(each)]: each.decision for each in verdicts},
     )
+
+
+def _asked(terms: Terms) -> dict[str, Any]:
+    """Return the terms as they are hashed: as before there were margins in tokens, where there is none."""
+    return {key: value for key, value in asdict(terms).items() if key != "token_margin" or value is not None}
 
 
 def record_look(look: Look, folder: Path) -> list[Look]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from lightning_llm.compare.branches import Switch, switch_of
 from lightning_llm.compare.censored import TimeToTarget, time_to_target
 from lightning_llm.compare.cost import Cost, cost_of
 from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
+from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
 from lightning_llm.compare.factor import ITSELF, Factor
 from lightning_llm.compare.losses import LOSS, Tail
@@ -39,6 +40,7 @@ class Verdict:
     cost: Cost
     tuned: Tuned | None = None
     """What the grid says, of a verdict at each one's best value (--best-of)."""
+    curve: Curve | None = None
 
     @property
     def name(self) -> str:
@@ -155,6 +157,27 @@ class Verdict:
             if run.summary.get("backend") != "native"
         )
 
+    @cached_property
+    def effective_data(self) -> EffectiveData | None:
+        """What the recipe's tokens are worth by the baseline's; None without its runs at other numbers of tokens."""
+        tail = self.judged.measured.tail
+        if self.curve is None or tail is None or self.judged.measured.unlearned:
+            return None
+        out = self.judged.estimate.outlier_seeds
+        losses = {pair.run.seed: tail.of(pair.run) for pair in self.sound_pairs if pair.run.seed not in out}
+        return effective_data(losses, self.curve, self.terms.confidence)
+
+    @property
+    def net_speed(self) -> float | None:
+        """Time to the baseline's loss: its over the recipe's, by speed and effective data; None of an emulation.
+
+        None, too, where the two did not run alike: a speed that says nothing of the format is no gain to be netted.
+        """
+        worth, speed = self.effective_data, self.cost.tokens_per_second_ratio
+        if worth is None or speed is None or self.emulated or self.cost.speed_confounders:
+            return None
+        return speed * worth.ratio if math.isfinite(worth.ratio) else None
+
     @property
     def loss(self) -> float | None:
         """Mean tail loss of the recipe's runs, nats per token."""
@@ -217,8 +240,13 @@ class Verdict:
         return found
 
 
-def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor, and what could not be judged."""
+def judge(
+    family: Family, factor: Factor, terms: Terms, curve: Curve | None = None
+) -> tuple[list[Verdict], Floor, list[Problem]]:
+    """Return the verdicts of one family, its A/A floor, and what could not be judged.
+
+    `curve`: the baseline's losses at other numbers of tokens, for what gaps are worth in those.
+    """
     recipes: list[Measured] = []
     problems: list[Problem] = []
     for label, pairs in family.recipes.items():
@@ -230,7 +258,10 @@ def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], 
         recipes.append(recipe)
     floor = measure_floor(family, terms.metric, terms.tail_share)
     return (
-        [_verdict(each, floor, family, factor, terms) for each in judge_all(recipes, floor.sd, terms)],
+        [
+            replace(_verdict(each, floor, family, factor, terms), curve=curve)
+            for each in judge_all(recipes, floor.sd, terms)
+        ],
         floor,
         problems,
     )

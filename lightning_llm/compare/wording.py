@@ -24,7 +24,7 @@ def line_of(verdict: Verdict) -> str:
     """Return a verdict in one line: with the model's size, the tokens, the setting and the margin, every time."""
     scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
     where = f"{scale}, {verdict.family.words}" if verdict.family.words else scale
-    decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin:g}"
+    decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
     reason = reason_of(verdict)
     text = f"{verdict.name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
     if not verdict.controlled:
@@ -81,7 +81,26 @@ def _numbers(verdict: Verdict) -> list[str]:
             else (f", reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}")
         )
         numbers.append(f"tokens to {time.target:g}: {time.words} the baseline's{arrived}")
+    if verdict.effective_data:
+        numbers.append(tokens_needed(verdict))
     return numbers
+
+
+def tokens_needed(verdict: Verdict) -> str:
+    """Return what the gap is in tokens: "4.1 % more tokens [2.0, 6.5]", and the time it nets where speeds are real."""
+    worth = verdict.effective_data
+    if worth is None:
+        return ""
+    if not 0 < worth.ratio < math.inf:
+        return (
+            "worth fewer tokens than the baseline was run for" if not worth.ratio else "worth more than it was run for"
+        )
+    text = f"{100 * worth.more_tokens:.1f} % more tokens"
+    if worth.low == worth.low:  # no NaN
+        low, high = (f"{100 * each:.1f}" if math.isfinite(each) else "beyond" for each in worth.more_tokens_interval)
+        text += f" [{low}, {high}]"
+    net = verdict.net_speed
+    return text if net is None else f"{text}, {net:.2f}x net of speed"
 
 
 def interval_of(estimate: Estimate) -> str:

@@ -13,6 +13,7 @@ from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.verb import completion
 from lightning_llm.verb.arguments import add_composition, add_config_dir, add_device, add_multirun, add_weights_output
 from lightning_llm.verb.golden_options import golden_actions
+from lightning_llm.verb.ladder_options import add_ladder_options
 from lightning_llm.verb.search_options import add_search_options
 
 WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
@@ -161,7 +162,8 @@ def _compare(parser: ArgumentParser) -> None:
         metavar="SEEDS",
         help="seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge",
     )
-    add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
+    margin = "the gap in loss that is still lossless, nats (0.01), or tokens more that a recipe may need (2%%)"
+    add("--margin", default="0.01", metavar="NATS|N%", help=margin)
     add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
     add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
     add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
@@ -178,6 +180,7 @@ def _compare(parser: ArgumentParser) -> None:
     add("--trials", metavar="KEY[,KEY]", help=trials)
     output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
     add("--output", type=Path, metavar="DIR", help=output)
+    add_ladder_options(parser)
 
 
 def _diff(parser: ArgumentParser) -> None:
@@ -269,7 +272,7 @@ VERBS = {
         composes=True,
     ),
     "compare": Verb(
-        "lightning_llm.compare.command:compare",
+        "lightning_llm.verb.compare:compare",
         "the verdict over runs: lossless, lossy or inconclusive",
         _compare,
         prints_data=True,

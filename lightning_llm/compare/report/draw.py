@@ -206,7 +206,7 @@ def draw_speed(axes: Any, points: Sequence[SpeedPoint], frame: Frame) -> None:
 def _zero_and_margin(axes: Any, frame: Frame, axis: str) -> None:
     line = axes.axvline if axis == "x" else axes.axhline
     line(0, color=INK, linewidth=0.8)
-    line(frame.margin, color=INK, linestyle="--", linewidth=1.1, label=f"margin {frame.margin:g}")
+    line(frame.margin, color=INK, linestyle="--", linewidth=1.1, label=f"margin {frame.margin_words}")
 
 
 def _token_axis(axes: Any) -> None:

@@ -15,13 +15,17 @@ from lightning_llm.record.reading import Run
 
 @dataclass(frozen=True)
 class Frame:
-    """What all panels of a comparison share: the baseline's name, the margin and what it is in, the confidence."""
+    """What all panels of a comparison share: the baseline's name, the margin and what it is in, the confidence.
+
+    `margin` in words where it was given in tokens: the least of the settings' is drawn.
+    """
 
     baseline: str
     margin: float
     unit: str
     metric: str
     confidence: float
+    margin_words: str
 
     @property
     def gap_label(self) -> str:
@@ -103,8 +107,9 @@ class SpeedPoint:
 
 def frame_of(comparison: Comparison) -> Frame:
     """Return what the panels share."""
-    terms = comparison.terms
-    return Frame(comparison.factor.baseline_label, terms.margin, terms.unit, terms.metric, terms.confidence)
+    terms = min((verdict.terms for verdict in comparison.verdicts), key=lambda each: each.margin)
+    baseline, words = comparison.factor.baseline_label, terms.margin_words
+    return Frame(baseline, terms.margin, terms.unit, terms.metric, terms.confidence, words)
 
 
 def forest_rows(comparison: Comparison) -> list[ForestRow]:

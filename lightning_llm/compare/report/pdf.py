@@ -79,9 +79,8 @@ def _broken(blocks: Sequence[Block]) -> list[list[Block]]:
 def _terms(comparison: Comparison) -> str:
     terms = comparison.terms
     metric = f" of {terms.metric}" if "nats" in terms.unit else ""
-    return (
-        f"{sentence(comparison)} Margin {terms.margin:g} {terms.unit}{metric}, {100 * terms.confidence:g} % intervals."
-    )
+    margin = f"Margin {terms.margin_words} {terms.unit}{metric}, {100 * terms.confidence:g} % intervals."
+    return f"{sentence(comparison)} {margin}"
 
 
 def _headlines(comparison: Comparison) -> list[Block]:

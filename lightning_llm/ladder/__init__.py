@@ -1,0 +1,1 @@
+"""The ladder: what a recipe costs over model sizes and token counts, fitted, predicted, and graded when it is run."""

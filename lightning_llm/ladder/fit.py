@@ -1,0 +1,210 @@
+"""The fit of a ladder: the baseline's law, and each recipe's gap over it, with what the two are known to.
+
+A recipe's gap over the baseline at N parameters and D tokens, in nats per token, is fitted as
+
+    gap(N, D) = c_D B D^-beta  +  c_N A N^-alpha  +  c_O D / N
+
+on the terms of the baseline's law (`law.py`). A recipe that makes D tokens worth m D leaves B (m D)^-beta, so c_D =
+m^-beta - 1; one that makes N parameters worth m N (the effective parameter count of T. Kumar et al., "Scaling Laws for
+Precision", 2024, arXiv 2411.04330, section 4) leaves c_N = m^-alpha - 1. Both have no unit. c_O, in nats per (token per
+parameter), is a term that grows as a model is trained on more tokens per parameter, as the same paper finds for
+weights quantised after training (section 3, there as a power of D / N).
+
+How well all this is known comes from a wild bootstrap (C. F. J. Wu, Ann. Statist. 14 (1986) 1261-1295): every run's
+residuals, the baseline's own and its pairs', are given one random sign and put back on the fitted values, and law and
+gaps are fitted anew. So rungs may scatter unlike one another, and what a seed's runs share stays shared. Residuals are
+divided by 1 - leverage (J. G. MacKinnon and H. White, J. Econometrics 29 (1985) 305-325), and intervals are Student's
+with as many degrees of freedom as there are pairs that matter to the figure (F. E. Satterthwaite, Biometrics Bull. 2
+(1946) 110-114): where the smallest size is loud and weighs most, fewer than there are pairs.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy import special
+
+from lightning_llm.ladder.law import LEAST_NOISE, PARAMETERS, Array, Law, Rungs, fit_law, refit
+from lightning_llm.ladder.measured import Ladder
+
+DRAWS = 400
+TERMS = 3
+"""Of a gap: c_D, c_N, c_O."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a ladder as arrays over (rung, seed), [R, S]; NaN where there is none."""
+
+    parameters: Array
+    tokens: Array
+    losses: Array
+    differences: dict[str, Array]
+
+    @classmethod
+    def of(cls, ladder: Ladder) -> "Runs":
+        """Return the runs of `ladder`."""
+        seeds = sorted({seed for rung in ladder.rungs for seed in rung.losses})
+
+        def table(rows: list[dict[int, float]]) -> Array:
+            return np.array([[row.get(seed, math.nan) for seed in seeds] for row in rows]).reshape(len(rows), -1)
+
+        return cls(
+            np.array([float(rung.parameters) for rung in ladder.rungs]),
+            np.array([float(rung.tokens) for rung in ladder.rungs]),
+            table([rung.losses for rung in ladder.rungs]),
+            {name: table([rung.differences.get(name, {}) for rung in ladder.rungs]) for name in ladder.recipes},
+        )
+
+
+@dataclass(frozen=True)
+class Gap:
+    """One recipe's fitted gap. `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`, [R], on
+    every rung; `sd`: of one pair's difference about the fit, nats, with `df`; `lack_of_fit`: the F test's p, that means
+    of rungs scatter about the fit no more than their pairs do; NaN where no rung has two pairs; `influence`, [n, 3]: of
+    each pair on the terms, and `residuals`, [n], over 1 - leverage."""
+
+    terms: Array
+    drawn: Array
+    fitted: Array
+    sd: float
+    df: int
+    lack_of_fit: float
+    influence: Array
+    residuals: Array
+
+    @property
+    def growth(self) -> tuple[float, float]:
+        """(t, p) of c_O, one-sided: does the gap grow with tokens per parameter?"""
+        error = float(self.drawn[:, 2].std(ddof=1))
+        if error == 0 or self.df < 1:
+            return math.nan, math.nan
+        ratio = float(self.terms[2]) / error
+        return ratio, float(special.stdtr(self.df_of(np.array([0.0, 0.0, 1.0])), -ratio))
+
+    def df_of(self, combination: Array) -> float:
+        """Return the degrees of freedom that the variance of `combination` [3] of the terms is known with.
+
+        Satterthwaite's, of a sum of squares w_i of one degree each, 3 (sum w)^2 / sum w^2 by what w^2 is on average
+        for normal noise, less the share that three fitted terms take; from 2 to `df`.
+        """
+        squares = ((self.influence @ combination) * self.residuals) ** 2
+        if not squares.any():
+            return float(self.df)
+        seen = 3 * squares.sum() ** 2 / (squares**2).sum() * self.df / (self.df + TERMS)
+        return float(np.clip(seen, min(2, self.df), self.df))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted ladder. `law` [1] and `drawn_laws` [B] are the baseline's; `residuals` [R]: of its rungs' mean losses;
+    `lack_of_fit`: the F test's p of the law, `noise`: SD of one of its runs about its rung's mean, both NaN without two
+    seeds on any rung; `misfit`: root mean square residual, nats."""
+
+    ladder: Ladder
+    runs: Runs
+    law: Law
+    drawn_laws: Law
+    gaps: dict[str, Gap]
+    residuals: Array
+    noise: float
+    lack_of_fit: float
+
+    @cached_property
+    def misfit(self) -> float:
+        """Root mean square of the residuals of the rungs' mean losses, nats per token."""
+        return float(np.sqrt((self.residuals**2).mean()))
+
+    @cached_property
+    def fall(self) -> float:
+        """From the highest to the lowest mean loss of a rung, nats per token."""
+        return float(np.ptp(np.nanmean(self.runs.losses, axis=1)))
+
+
+def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
+    """Return the fit. There have to be `PARAMETERS` + 1 rungs or more, which `refusal.py` sees to."""
+    runs = Runs.of(ladder)
+    counts = np.isfinite(runs.losses).sum(1)
+    means = np.nanmean(runs.losses, axis=1)
+    noise, pure_df, pure = _pure_error(runs.losses)
+    rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else LEAST_NOISE, LEAST_NOISE) ** 2)
+    law = fit_law(rungs, means)
+    fitted = law.loss(runs.parameters, runs.tokens)[0]
+    # As noisy as it is seen to be about the law, so that the prior has its due weight; then fitted once more.
+    scatter = math.sqrt(float((counts * (means - fitted) ** 2).sum()) / max(len(means) - PARAMETERS, 1))
+    rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else 0.0, scatter, LEAST_NOISE) ** 2)
+    law = refit(rungs, means[None], law)
+    fitted = law.loss(runs.parameters, runs.tokens)[0]
+    lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), len(means) - PARAMETERS, pure, pure_df)
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (draws, *runs.losses.shape))
+    inflate = math.sqrt(len(means) / max(len(means) - PARAMETERS, 1))
+    # Of a run: where its rung lies about the law, and where it lies in its rung.
+    within = np.where(np.isfinite(runs.losses), runs.losses - means[:, None], 0.0)
+    within *= np.sqrt(counts / np.maximum(counts - 1, 1))[:, None]
+    between = np.random.default_rng(seed + 1).choice((-1.0, 1.0), (draws, len(means))) * inflate * (means - fitted)
+    drawn = fitted + between * np.sqrt(_share_of_misfit(lack)) + (signs * within).sum(2) / counts
+    laws = refit(rungs, drawn, law)
+    gaps = {name: _fit_gap(runs, row, law, laws, signs) for name, row in runs.differences.items()}
+    return Fit(ladder, runs, law, laws, gaps, means - fitted, noise if pure_df else math.nan, lack)
+
+
+def _share_of_misfit(lack: float) -> float:
+    """Return how much of the rungs' scatter about the law is not their runs' own scatter: all where it is not known."""
+    return 1.0 if math.isnan(lack) or lack < 0.5 else 0.0
+
+
+def design(law: Law, parameters: Array | float, tokens: Array | float) -> Array:
+    """Return the terms of a gap, [B, R, 3]: B D^-beta, A N^-alpha and D / N."""
+    _, size_term, token_term = law.parts(parameters, tokens)
+    per_parameter = np.broadcast_to(np.atleast_1d(tokens) / np.atleast_1d(parameters), token_term.shape)
+    return np.stack([token_term, size_term, per_parameter], axis=-1)
+
+
+def _fit_gap(runs: Runs, differences: Array, law: Law, laws: Law, signs: Array) -> Gap:
+    """Return a recipe's gap by least squares on its pairs, and by the bootstrap of `signs`, [B, R, S]."""
+    there = np.isfinite(differences)
+    counts = there.sum(1)  # [R]
+    on = counts > 0
+    terms = design(law, runs.parameters, runs.tokens)  # [1, R, 3]
+    means = np.where(on, np.nansum(differences, axis=1) / np.maximum(counts, 1), 0.0)
+    solved, inverse = _least_squares(terms, counts, means[None])
+    fitted = (terms[0] @ solved[0]).astype(float)
+    residuals = np.where(there, differences - fitted[:, None], 0.0)
+    df = int(there.sum()) - TERMS
+    sd = math.sqrt(float((residuals**2).sum()) / df) if df > 0 else math.nan
+    leverage = np.einsum("ri,ij,rj->r", terms[0], inverse[0], terms[0])
+    scaled = residuals / np.maximum(1 - leverage, 0.2)[:, None]
+    drawn_means = fitted + (signs * scaled).sum(2) / np.maximum(counts, 1)
+    drawn, _ = _least_squares(design(laws, runs.parameters, runs.tokens), counts, drawn_means)
+    _, pure_df, pure = _pure_error(differences)
+    lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), int(on.sum()) - TERMS, pure, pure_df)
+    influence = np.broadcast_to((terms[0] @ inverse[0])[:, None, :], (*there.shape, TERMS))[there]
+    return Gap(solved[0], drawn, fitted, sd, df, lack, influence, scaled[there])
+
+
+def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Array]:
+    """Return coefficients [B, 3] of `means` [B, R] on `terms` [B, R, 3], each rung by its pairs; and (X'X)^-1."""
+    scale = np.sqrt((counts[:, None] * terms**2).sum(1, keepdims=True) / counts.sum()) + 1e-300  # [B, 1, 3]
+    unit = terms / scale
+    normal = np.einsum("bri,r,brj->bij", unit, counts, unit)
+    inverse = np.linalg.pinv(normal, rcond=1e-10, hermitian=True)
+    solved = np.einsum("bij,brj,r,br->bi", inverse, unit, counts, means) / scale[:, 0]
+    back = inverse / scale[:, 0, :, None] / scale[:, 0, None, :]
+    return solved, back
+
+
+def _pure_error(values: Array) -> tuple[float, int, float]:
+    """Return the SD about the rungs' means over [R, S], its degrees of freedom, and the sum of squares."""
+    counts = np.isfinite(values).sum(1)
+    df = int(np.maximum(counts - 1, 0).sum())
+    means = np.nansum(values, axis=1) / np.maximum(counts, 1)
+    squares = float(np.nansum((values - means[:, None]) ** 2))
+    return (math.sqrt(squares / df) if df else math.nan), df, squares
+
+
+def _lack_of_fit(between: float, between_df: int, within: float, within_df: int) -> float:
+    """Return p of the F test for lack of fit (R. A. Fisher, J. R. Stat. Soc. 85 (1922) 597-612)."""
+    if between_df < 1 or within_df < 1 or within == 0:
+        return math.nan
+    return float(special.fdtrc(between_df, within_df, between / between_df / (within / within_df)))

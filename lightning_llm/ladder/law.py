@@ -1,0 +1,155 @@
+"""The baseline's law, L(N, D) = E + A N^-alpha + B D^-beta, in nats per token.
+
+J. Hoffmann et al., "Training Compute-Optimal Large Language Models" (2022, arXiv 2203.15556), equation 2, with N all
+parameters and D the tokens of a run whose schedule ends there. Fitted by least squares on the losses themselves, since
+it is nats that gaps are measured in, with a weak prior on the two exponents: over a ladder of some factors of two in N
+and D the exponents and E can hardly be told apart, and the fit would wander to an exponent of 0 or an E below 0.
+
+Letters: R rungs, B fits at once (starts, or draws of a bootstrap). Losses are [B, R]; parameters of the law [B, 5]:
+E, ln a, ln b, ln alpha, ln beta, with a = A N0^-alpha, b = B D0^-beta at the ladder's geometric mean size N0 and tokens
+D0, so that all are of one order of magnitude.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+PARAMETERS = 5
+PRIOR_EXPONENT = (0.35, 0.37)
+"""alpha and beta of T. Besiroglu et al., "Chinchilla Scaling: A replication attempt" (2024, arXiv 2404.10102)."""
+PRIOR_WIDTH = 0.5
+"""SD of ln(exponent) in the prior: a factor of 1.6 either way is one SD."""
+LEAST_NOISE = 1e-3
+"""Nats: the SD that a rung's loss is taken to have at least; a law in three terms is no truer than that."""
+STEPS, FEW_STEPS = 60, 10
+"""Of the descent: from afar, and from the law's own parameters, where more would change no digit that is shown."""
+
+
+@dataclass(frozen=True)
+class Rungs:
+    """Where losses were measured, each [R]: `parameters` of the model, `tokens` of the run, `weights`: of the losses'
+    squared residuals, 1 / (SD in nats)^2."""
+
+    parameters: Array
+    tokens: Array
+    weights: Array
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        """(N0, D0), the geometric means."""
+        return float(np.exp(np.log(self.parameters).mean())), float(np.exp(np.log(self.tokens).mean()))
+
+
+@dataclass(frozen=True)
+class Law:
+    """Fitted laws, `theta` [B, 5] about `centre` (N0, D0)."""
+
+    theta: Array
+    centre: tuple[float, float]
+
+    def parts(self, parameters: Array | float, tokens: Array | float) -> tuple[Array, Array, Array]:
+        """Return E [B, 1], A N^-alpha [B, R] and B D^-beta [B, R], nats."""
+        size, length = (
+            np.log(np.atleast_1d(parameters) / self.centre[0]),
+            np.log(np.atleast_1d(tokens) / self.centre[1]),
+        )
+        level, a, b, alpha, beta = (self.theta[:, place, None] for place in range(PARAMETERS))
+        return level, np.exp(a - np.exp(alpha) * size), np.exp(b - np.exp(beta) * length)
+
+    def loss(self, parameters: Array | float, tokens: Array | float) -> Array:
+        """Return L, [B, R], nats per token."""
+        return sum(self.parts(parameters, tokens), start=np.zeros(1))
+
+    @property
+    def beta(self) -> Array:
+        """The exponent of the tokens, [B]."""
+        return np.exp(self.theta[:, 4])
+
+    def constants(self) -> dict[str, float]:
+        """Return E, A, B, alpha, beta of the first fit, in nats, parameters and tokens."""
+        level, a, b, alpha, beta = (float(each) for each in self.theta[0])
+        alpha, beta = float(np.exp(alpha)), float(np.exp(beta))
+        return {
+            "E": level,
+            "A": float(np.exp(a)) * self.centre[0] ** alpha,
+            "B": float(np.exp(b)) * self.centre[1] ** beta,
+            "alpha": alpha,
+            "beta": beta,
+        }
+
+
+def fit_law(rungs: Rungs, losses: Array) -> Law:
+    """Return the law of least squares over `losses`, [R], the best of several starts."""
+    spread = max(float(np.ptp(losses)), 0.1)
+    starts = [
+        (losses.min() - share * spread, np.log(spread * split), np.log(spread * (1 - split)), np.log(al), np.log(be))
+        for share in (0.2, 1.0, 3.0)
+        for split in (0.3, 0.7)
+        for al, be in ((0.2, 0.2), (0.35, 0.37), (0.7, 0.6))
+    ]
+    theta = np.array(starts)
+    theta[:, 0] = np.maximum(theta[:, 0], 0.0)
+    fitted, cost = _descend(rungs, np.broadcast_to(losses, (len(theta), len(losses))), theta)
+    best = int(np.argmin(cost))
+    return Law(fitted[best : best + 1], rungs.centre)
+
+
+def refit(rungs: Rungs, losses: Array, law: Law) -> Law:
+    """Return the laws of several sets of `losses`, [B, R], each begun at `law`."""
+    theta, _ = _descend(rungs, losses, np.repeat(law.theta[:1], len(losses), axis=0), FEW_STEPS)
+    return Law(theta, law.centre)
+
+
+def _descend(rungs: Rungs, losses: Array, theta: Array, steps: int = STEPS) -> tuple[Array, Array]:
+    """Return the parameters of least cost and that cost by Levenberg and Marquardt's descent, all fits at once.
+
+    Every fit has a damping of its own; a step that does not lower the cost is not taken. E is kept at 0 or above.
+    """
+    theta, damping = theta.copy(), np.full(len(theta), 1e-2)
+    residuals, jacobian = _residuals(rungs, losses, theta)
+    cost = (residuals**2).sum(-1)
+    diagonal = np.arange(PARAMETERS)
+    for _ in range(steps):
+        transposed = jacobian.swapaxes(1, 2)
+        damped = transposed @ jacobian
+        gradient = (transposed @ residuals[..., None])[..., 0]
+        damped[:, diagonal, diagonal] *= 1 + damping[:, None]
+        damped[:, diagonal, diagonal] += 1e-12
+        tried = theta - np.clip(np.linalg.solve(damped, gradient[..., None])[..., 0], -1.0, 1.0)
+        tried[:, 0] = np.maximum(tried[:, 0], 0.0)
+        new, new_jacobian = _residuals(rungs, losses, tried)
+        new_cost = (new**2).sum(-1)
+        better = new_cost < cost
+        gained = np.where(better, cost - new_cost, 0.0)
+        theta = np.where(better[:, None], tried, theta)
+        residuals = np.where(better[:, None], new, residuals)
+        jacobian = np.where(better[:, None, None], new_jacobian, jacobian)
+        damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
+        cost = np.where(better, new_cost, cost)
+        if not (gained > 1e-8 * (1 + cost)).any() and (better | (damping > 1e6)).all():
+            break
+    return theta, cost
+
+
+def _residuals(rungs: Rungs, losses: Array, theta: Array) -> tuple[Array, Array]:
+    """Return residuals [B, R + 2], the prior's last, and their derivatives [B, R + 2, 5]."""
+    law = Law(theta, rungs.centre)
+    level, size_term, token_term = law.parts(rungs.parameters, rungs.tokens)
+    root = np.sqrt(rungs.weights)
+    alpha, beta = np.exp(theta[:, 3:4]), np.exp(theta[:, 4:5])
+    size, length = np.log(rungs.parameters / rungs.centre[0]), np.log(rungs.tokens / rungs.centre[1])
+    count = len(rungs.parameters)
+    residuals = np.empty((len(theta), count + 2))
+    residuals[:, :count] = root * (level + size_term + token_term - losses)
+    residuals[:, count:] = (theta[:, 3:] - np.log(PRIOR_EXPONENT)) / PRIOR_WIDTH
+    jacobian = np.zeros((len(theta), count + 2, PARAMETERS))
+    jacobian[:, :count, 0] = root
+    jacobian[:, :count, 1] = root * size_term
+    jacobian[:, :count, 2] = root * token_term
+    jacobian[:, :count, 3] = root * -alpha * size * size_term
+    jacobian[:, :count, 4] = root * -beta * length * token_term
+    jacobian[:, count, 3] = jacobian[:, count + 1, 4] = 1 / PRIOR_WIDTH
+    return residuals, jacobian

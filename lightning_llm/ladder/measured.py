@@ -1,0 +1,159 @@
+"""What a ladder is fitted to: losses of the baseline and paired differences of recipes, by size and tokens."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_llm.compare.comparison import Comparison
+from lightning_llm.compare.losses import has_learned, tail_of
+from lightning_llm.compare.pairing import Family
+from lightning_llm.compare.verdict import Verdict
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.reading import Run
+
+Place = tuple[int, int]
+"""(parameters, tokens)."""
+
+
+@dataclass
+class Rung:
+    """One size and number of tokens. `losses`: the baseline's, {seed: nats per token}; `differences`: {recipe: {seed:
+    nats}}, recipe minus baseline; `unlearned`: the baseline has learned nothing there, and no gap can show; `began`:
+    when each recipe's first run did, ISO 8601."""
+
+    parameters: int
+    tokens: int
+    losses: dict[int, float] = field(default_factory=dict)
+    differences: dict[str, dict[int, float]] = field(default_factory=dict)
+    unlearned: bool = False
+    began: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> Place:
+        """(parameters, tokens)."""
+        return self.parameters, self.tokens
+
+
+@dataclass
+class Ladder:
+    """All rungs, by size and then tokens; `left_out`: {place: why}, of rungs that cannot be fitted to."""
+
+    baseline: str
+    metric: str
+    rungs: list[Rung]
+    left_out: dict[Place, str] = field(default_factory=dict)
+
+    @property
+    def recipes(self) -> list[str]:
+        """Every recipe that was measured on any rung, in the order met."""
+        return list(dict.fromkeys(name for rung in self.rungs for name in rung.differences))
+
+    def without(self, places: Iterable[Place]) -> "Ladder":
+        """Return the ladder without these rungs."""
+        gone = set(places)
+        return Ladder(self.baseline, self.metric, [rung for rung in self.rungs if rung.place not in gone])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return plain data, a row per run: what `ladder_of_rows` reads."""
+        found: list[dict[str, Any]] = []
+        for rung in self.rungs:
+            where = {"parameters": rung.parameters, "tokens": rung.tokens}
+            for seed, loss in sorted(rung.losses.items()):
+                learned = {"learned": False} if rung.unlearned else {}
+                found.append({**where, "recipe": self.baseline, "seed": seed, "loss": loss, **learned})
+            for name, row in rung.differences.items():
+                found += [
+                    {**where, "recipe": name, "seed": seed, "loss": rung.losses[seed] + value}
+                    for seed, value in sorted(row.items())
+                ]
+        return found
+
+
+def ladder_of_rows(rows: Sequence[Mapping[str, Any]], baseline: str, metric: str = "val_loss") -> Ladder:
+    """Return the ladder of rows {parameters, tokens, recipe, seed, loss}, such as a file of results holds."""
+    rungs: dict[Place, Rung] = {}
+    for row in sorted(rows, key=lambda row: row["recipe"] != baseline):
+        rung = rungs.setdefault((row["parameters"], row["tokens"]), Rung(row["parameters"], row["tokens"]))
+        if row["recipe"] == baseline:
+            rung.losses[row["seed"]] = row["loss"]
+            rung.unlearned |= not row.get("learned", True)
+        elif row["seed"] in rung.losses:
+            rung.differences.setdefault(row["recipe"], {})[row["seed"]] = row["loss"] - rung.losses[row["seed"]]
+    return _sifted(Ladder(baseline, metric, [rungs[place] for place in sorted(rungs)]))
+
+
+def ladder_of(comparison: Comparison) -> Ladder:
+    """Return the ladder of a comparison: its pairs, and the baseline's runs where no recipe was run beside them.
+
+    Raises:
+        ConfigError: two settings of one size and number of tokens: which is the rung is not known.
+    """
+    rungs: dict[Place, Rung] = {}
+    for verdict in comparison.verdicts:
+        _add_pairs(rungs, verdict)
+    problems = [
+        Problem("RUN", f"{len(words)} settings have {where[0]} parameters and {where[1]} tokens ({'; '.join(words)}): "
+                "a rung is one. Name the runs of one setting, or take each recipe at its best (--best-of KEY).")
+        for where, words in _settings_by_place(comparison).items() if len(words) > 1
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+    _add_lone_baselines(rungs, comparison)
+    return _sifted(Ladder(comparison.factor.baseline_label, comparison.terms.metric, [rungs[p] for p in sorted(rungs)]))
+
+
+def _settings_by_place(comparison: Comparison) -> dict[Place, list[str]]:
+    found: dict[Place, list[Family]] = {}
+    for verdict in comparison.verdicts:
+        place = _place(verdict)
+        if place and all(family is not verdict.family for family in found.get(place, [])):
+            found.setdefault(place, []).append(verdict.family)
+    return {place: [family.words or "no other key" for family in families] for place, families in found.items()}
+
+
+def _place(verdict: Verdict) -> Place | None:
+    return (verdict.parameters, verdict.tokens) if verdict.parameters and verdict.tokens else None
+
+
+def _add_pairs(rungs: dict[Place, Rung], verdict: Verdict) -> None:
+    place, measured = _place(verdict), verdict.judged.measured
+    if place is None or measured.tail is None:
+        return
+    rung = rungs.setdefault(place, Rung(*place))
+    out = verdict.judged.estimate.outlier_seeds
+    rung.unlearned |= measured.unlearned is not None
+    for pair in verdict.sound_pairs:
+        if pair.run.seed not in out:
+            rung.losses[pair.run.seed] = measured.tail.of(pair.baseline)
+    rung.began[verdict.name] = min(pair.run.started_at for pair in verdict.pairs)
+    rung.differences[verdict.name] = {seed: gap for seed, gap in measured.differences.items() if seed not in out}
+
+
+def _add_lone_baselines(rungs: dict[Place, Rung], comparison: Comparison) -> None:
+    """Add the baseline's runs that are in no pair: they tell its law, at tokens that the recipes were not run for."""
+    terms, factor = comparison.terms, comparison.factor
+    for run in comparison.runs:
+        if factor.level(run) != factor.baseline or run.lost_its_loss or not run.finished:
+            continue
+        tail = tail_of([run], terms.metric, terms.tail_share)
+        place = _place_of(run, tail.steps[-1]) if tail else None
+        if tail is None or place is None:
+            continue
+        rung = rungs.setdefault(place, Rung(*place))
+        if not rung.differences:
+            rung.losses[run.seed] = tail.of(run)
+            rung.unlearned |= not has_learned(run, tail)
+
+
+def _place_of(run: Run, step: int) -> Place | None:
+    tokens = run.tokens.get(step)
+    return (run.parameters, tokens) if run.parameters and tokens else None
+
+
+def _sifted(ladder: Ladder) -> Ladder:
+    """Return the ladder without the rungs that say nothing, which `left_out` names."""
+    out = {rung.place: "the baseline has not learned there" for rung in ladder.rungs if rung.unlearned}
+    out |= {rung.place: "no sound run of the baseline" for rung in ladder.rungs if not rung.losses}
+    kept = ladder.without(out)
+    kept.left_out = out
+    return kept

@@ -1,0 +1,153 @@
+"""When a ladder does not carry a prediction, and what to say of it."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from lightning_llm.compare.wording import nats, short
+from lightning_llm.ladder.effect import effect_at
+from lightning_llm.ladder.fit import TERMS, Fit, fit_ladder
+from lightning_llm.ladder.law import PARAMETERS
+from lightning_llm.ladder.measured import Ladder
+
+FEWEST_SIZES, FEWEST_TOKENS = 3, 3
+FEWEST_RUNGS = PARAMETERS + 3
+"""Of the baseline: its law has five parameters, and three rungs more say whether it fits."""
+FEWEST_PAIRED_RUNGS = TERMS + 2
+"""Of a recipe: a gap has three terms."""
+MISFIT_LEVEL = 0.01
+"""Where a test of fit refuses, shared out over the recipes: 1 % of sound ladders are refused for nothing."""
+MATERIAL_SHARE = 0.05
+"""Of the fall of the loss over the ladder: a law is refused that misses by more than this, and by more than noise. No
+law is exact, and with seeds enough any is refuted; one that is 2 % off still gives the slope by which gaps are read."""
+DECADES = 1.0
+"""How far beyond the ladder a prediction is said, in powers of ten of size, of tokens and of tokens per parameter."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a prediction is asked for; `name`: of the model."""
+
+    parameters: int
+    tokens: int
+    name: str = ""
+
+    @property
+    def words(self) -> str:
+        """ "1.24B / 20B"."""
+        return f"{short(self.parameters)} / {short(self.tokens)}"
+
+
+def too_small(ladder: Ladder) -> list[str]:
+    """Return why the ladder cannot be fitted at all; [] where it can."""
+    sizes = sorted({rung.parameters for rung in ladder.rungs})
+    counts = sorted({rung.tokens for rung in ladder.rungs})
+    out = "".join(f"; {short(n)} / {short(d)} is left out: {why}" for (n, d), why in ladder.left_out.items())
+    found = []
+    if len(sizes) < FEWEST_SIZES:
+        found.append(f"{_of(sizes, 'model size')}, at least {FEWEST_SIZES} are needed{out}")
+    if len(counts) < FEWEST_TOKENS:
+        found.append(f"{_of(counts, 'token count')}, at least {FEWEST_TOKENS} are needed{out}")
+    if not found and len(ladder.rungs) < FEWEST_RUNGS:
+        text = (
+            f"{len(ladder.rungs)} rungs (sizes x tokens) for a law in {PARAMETERS} parameters, at least {FEWEST_RUNGS}"
+        )
+        found.append(f"{text} are needed{out}")
+    return found
+
+
+def _of(values: list[int], noun: str) -> str:
+    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'} ({', '.join(map(short, values)) or 'none'})"
+
+
+def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:
+    """Return why the recipe's gap cannot be fitted; [] where it can."""
+    rungs = [rung for rung in ladder.rungs if rung.differences.get(recipe)]
+    sizes, pairs = {rung.parameters for rung in rungs}, sum(len(rung.differences[recipe]) for rung in rungs)
+    if len(rungs) < FEWEST_PAIRED_RUNGS or len(sizes) < 2 or len({rung.tokens for rung in rungs}) < 2:
+        where = f"{len(rungs)} rungs of {len(sizes)} sizes"
+        return [f"it was run on {where}; {FEWEST_PAIRED_RUNGS} of two sizes and two token counts are needed"]
+    if pairs < TERMS + 3:
+        return [f"it has {pairs} pairs; {TERMS + 3} are needed, better two seeds or three on every rung"]
+    return []
+
+
+def refusals(fit: Fit, recipe: str, target: Target | None = None, decades: float = DECADES) -> list[str]:
+    """Return every reason not to predict from the fit, in words; [] where it may be."""
+    return [*_law_misfit(fit), *_gap_misfit(fit, recipe), *_not_foreseen(fit, recipe), *_too_far(fit, target, decades)]
+
+
+def _law_misfit(fit: Fit) -> list[str]:
+    share = fit.misfit / fit.fall if fit.fall else 1.0
+    known = not math.isnan(fit.lack_of_fit)
+    if share <= MATERIAL_SHARE or (known and fit.lack_of_fit >= MISFIT_LEVEL):
+        return []
+    p = f", p = {fit.lack_of_fit:.1g}" if known else ""
+    return [
+        f"the baseline's losses do not follow E + A N^-alpha + B D^-beta: they miss it by {nats(fit.misfit)} nats, "
+        f"{100 * share:.0f} % of their fall over the ladder{p}. Take rungs of one regime: enough updates, and each "
+        "at its best learning rate"
+    ]
+
+
+def _gap_misfit(fit: Fit, recipe: str) -> list[str]:
+    lack = fit.gaps[recipe].lack_of_fit
+    if math.isnan(lack) or lack >= MISFIT_LEVEL / len(fit.gaps):
+        return []
+    return [
+        f"its gaps do not follow the terms of the fit: they scatter about it by more than seeds do (p = {lack:.1g}). "
+        "Something else sets in on the way, so what lies beyond is open"
+    ]
+
+
+def _not_foreseen(fit: Fit, recipe: str) -> list[str]:
+    """Whether the smaller sizes would have predicted the largest: the test that a prediction is about to be put to."""
+    largest = max(rung.parameters for rung in fit.ladder.rungs)
+    top = [rung for rung in fit.ladder.rungs if rung.parameters == largest]
+    smaller = fit.ladder.without(rung.place for rung in top)
+    measured = [rung for rung in top if rung.differences.get(recipe)]
+    if not measured or too_small(smaller) or too_few_pairs(smaller, recipe):
+        return []
+    before = fit_ladder(smaller, draws=len(fit.drawn_laws.theta))
+    miss, spread = [], []
+    for rung in measured:
+        pairs = list(rung.differences[recipe].values())
+        foreseen = effect_at(before, recipe, rung.parameters, rung.tokens)
+        miss.append(float(np.mean(pairs)) - foreseen.gap)
+        spread.append((foreseen.gap_se, foreseen.pair_sd / len(pairs) ** 0.5))
+    # What the fit does not know its predictions share, so those errors add up; those of the pairs average out.
+    shared, own = (np.array(each) for each in zip(*spread, strict=True))
+    error = float(np.hypot(shared.mean(), np.sqrt((own**2).sum()) / len(own)))
+    t = float(np.mean(miss)) / error if error else 0.0
+    p = 2 * float(special.stdtr(before.gaps[recipe].df, -abs(t)))
+    if p >= MISFIT_LEVEL / len(fit.gaps):
+        return []
+    return [
+        f"the smaller sizes do not predict its own largest, {short(largest)}: measured less predicted is "
+        f"{nats(float(np.mean(miss)), signed=True)} nats (p = {p:.1g})"
+    ]
+
+
+def _too_far(fit: Fit, target: Target | None, decades: float) -> list[str]:
+    if target is None:
+        return []
+    rungs = fit.ladder.rungs
+    asked = {
+        "parameters": (target.parameters, [rung.parameters for rung in rungs]),
+        "tokens": (target.tokens, [rung.tokens for rung in rungs]),
+        "tokens per parameter": (
+            target.tokens / target.parameters,
+            [rung.tokens / rung.parameters for rung in rungs],
+        ),
+    }
+    found = []
+    for what, (wanted, there) in asked.items():
+        away = max(math.log10(wanted / max(there)), math.log10(min(there) / wanted))
+        if away > decades + 1e-9:
+            found.append(
+                f"{short(wanted)} {what} are {away:.1f} decades beyond the ladder ({short(min(there))} to "
+                f"{short(max(there))}), and predictions are said over {decades:g} (--beyond DECADES allows more)"
+            )
+    return found

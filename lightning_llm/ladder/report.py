@@ -1,0 +1,130 @@
+"""What `compare --ladder` and `--grade` found, as data and on a terminal."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_llm.compare.wording import nats, short
+from lightning_llm.errors import Problem
+from lightning_llm.ladder.effect import Effect, effect_at
+from lightning_llm.ladder.fit import Fit
+from lightning_llm.ladder.ledger import Prediction
+from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.wording import gap_line, law_line, prediction_line, share, tally
+
+
+@dataclass
+class Report:
+    """`fit`: None where there is none, as `problems` say; `refused`: {recipe: why nothing is predicted of it};
+    `predictions` made now; `ledger`: all that were ever made, where it was asked for; `graded`: how many were now."""
+
+    ladder: Ladder
+    confidence: float
+    fit: Fit | None = None
+    refused: dict[str, list[str]] = field(default_factory=dict)
+    predictions: list[Prediction] = field(default_factory=list)
+    ledger: list[Prediction] | None = None
+    graded: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def effects(self, recipe: str) -> list[Effect]:
+        """Return what the recipe costs at each rung it was run on, by the fit."""
+        if self.fit is None:
+            return []
+        rungs = [rung for rung in self.ladder.rungs if rung.differences.get(recipe)]
+        return [effect_at(self.fit, recipe, rung.parameters, rung.tokens, self.confidence) for rung in rungs]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        fit = self.fit
+        data: dict[str, Any] = {
+            "baseline": self.ladder.baseline,
+            "metric": self.ladder.metric,
+            "confidence": self.confidence,
+            "law": None,
+            "recipes": [],
+            "predictions": [each.as_data() for each in self.predictions],
+            "ledger": None if self.ledger is None else [each.as_data() for each in self.ledger],
+            "tally": None if self.ledger is None else tally(self.ledger),
+            "left_out": [{"parameters": n, "tokens": d, "reason": why} for (n, d), why in self.ladder.left_out.items()],
+            "problems": [{"key": each.key, "text": each.text} for each in self.problems],
+            "notes": self.notes,
+            "runs": self.ladder.rows(),
+        }
+        if fit is not None:
+            data["law"] = {**fit.law.constants(), "misfit": fit.misfit, "fall": fit.fall, "noise": fit.noise,
+                           "lack_of_fit_p": fit.lack_of_fit, "residuals": [
+                               {"parameters": rung.parameters, "tokens": rung.tokens, "residual": float(residual)}
+                               for rung, residual in zip(fit.ladder.rungs, fit.residuals, strict=True)]}  # fmt: skip
+            data["recipes"] = [self._recipe(fit, name) for name in fit.gaps]
+        return data
+
+    def _recipe(self, fit: Fit, name: str) -> dict[str, Any]:
+        gap = fit.gaps[name]
+        t, p = gap.growth
+        errors = gap.drawn.std(0, ddof=1)
+        return {
+            "name": name,
+            "terms": dict(zip(("c_D", "c_N", "c_O"), map(float, gap.terms), strict=True)),
+            "standard_errors": dict(zip(("c_D", "c_N", "c_O"), map(float, errors), strict=True)),
+            "pair_sd": gap.sd,
+            "df": gap.df,
+            "lack_of_fit_p": gap.lack_of_fit,
+            "growth": {"t": t, "p": p},
+            "refused": self.refused.get(name, []),
+            "rungs": [
+                {"parameters": each.parameters, "tokens": each.tokens, "gap": each.gap, "more_tokens": each.more_tokens,
+                 "more_tokens_ci": [each.low, each.high], "measured_gap": _measured(self.ladder, each)}
+                for each in self.effects(name)
+            ],
+        }  # fmt: skip
+
+
+def _measured(ladder: Ladder, effect: Effect) -> float:
+    rung = next(rung for rung in ladder.rungs if rung.place == (effect.parameters, effect.tokens))
+    return float(np.mean(list(rung.differences[effect.recipe].values())))
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the fit, a line per recipe and rung, what was predicted or refused, and the ledger."""
+    if report.fit is not None:
+        _line(console, law_line(report.fit))
+        for name, gap in report.fit.gaps.items():
+            _line(console, gap_line(name, gap))
+        console.print(_table(report, report.fit))
+    for each in report.predictions:
+        _line(console, prediction_line(each), "bold")
+    for each in report.ledger or []:
+        _line(console, prediction_line(each), "" if each.outcome is None or each.outcome["inside"] else "red")
+    if report.ledger is not None:
+        _line(console, tally(report.ledger), "bold")
+    said = {problem.key for problem in report.problems}  # which stderr has
+    for name, reasons in report.refused.items():
+        for reason in reasons if name not in said else ():
+            _line(console, f"{name} is not predicted: {reason}.", "yellow")
+    for (parameters, tokens), why in report.ladder.left_out.items():
+        _line(console, f"{short(parameters)} / {short(tokens)} is left out: {why}.", "dim")
+    for note in report.notes:
+        _line(console, note, "dim")
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def _table(report: Report, fit: Fit) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for name in ("recipe", "parameters", "tokens", "tokens/parameter", "measured gap", "fitted", "costs"):
+        table.add_column(name, justify="left" if name in ("recipe", "costs") else "right", no_wrap=True)
+    for name in fit.gaps:
+        for each in report.effects(name):
+            table.add_row(
+                name, short(each.parameters), short(each.tokens), f"{each.tokens / each.parameters:.2g}",
+                nats(_measured(report.ladder, each), signed=True), nats(each.gap, signed=True), share(each),
+            )  # fmt: skip
+    return table

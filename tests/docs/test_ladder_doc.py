@@ -1,0 +1,53 @@
+"""docs/ladder.md: its commands parse, its tables are of the data here, its predictions are as they were made."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lightning_llm.__main__ import _parser
+from lightning_llm.ladder.ledger import grade, read_ledger
+from lightning_llm.ladder.target import target_of
+from lightning_llm.model.flops import count_parameters
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import ladder_tables
+
+    return ladder_tables
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_parse(command):
+    arguments = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    if getattr(arguments, "predict", None):
+        target = target_of(arguments.predict)
+        assert (target.name, target.parameters, target.tokens) == ("ladder_8m", 8_278_080, 131_072)
+
+
+def test_the_predictions_are_what_was_said_and_grade_as_they_did(tables):
+    ladder = tables.measured_ladder()
+    ledger = read_ledger(tables.PREDICTIONS)  # which holds each to its hash
+    assert len(ledger) >= 2
+    for each in ledger:
+        before, each.outcome = each.outcome, None
+        assert grade(each, ladder)
+        for key in ("gap", "z", "interval", "inside"):
+            assert each.outcome[key] == pytest.approx(before[key])
+        assert before["made_before_the_runs"] is True
+
+
+def test_sizes_of_the_rungs_are_those_of_the_configs(tables):
+    from lightning_llm.config.compose import compose_config
+
+    names = ("ladder_240k", "ladder_1m")
+    sizes = [count_parameters(compose_config([f"model={name}", "data=python"]).model).total for name in names]
+    assert set(sizes) <= {rung.parameters for rung in tables.measured_ladder().rungs}

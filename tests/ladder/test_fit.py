@@ -1,0 +1,183 @@
+"""The fit against scipy's, closed forms and a law without noise; the ledger's arithmetic."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.optimize import least_squares
+
+from lightning_llm.compare.effective_data import Curve, effective_data
+from lightning_llm.errors import ConfigError
+from lightning_llm.ladder.effect import effect_at
+from lightning_llm.ladder.fit import fit_ladder
+from lightning_llm.ladder.law import PRIOR_EXPONENT, PRIOR_WIDTH, Rungs, fit_law
+from lightning_llm.ladder.ledger import Prediction, add_predictions, grade, read_ledger
+from lightning_llm.ladder.measured import Ladder, Rung, ladder_of_rows
+from lightning_llm.ladder.refusal import refusals, too_few_pairs, too_small
+
+SIZES, TOKENS = (240e3, 690e3, 1.1e6, 2.2e6), (33e3, 66e3, 131e3)
+
+
+def law(n, d):
+    return 1.5 + 60 * n**-0.3 + 300 * d**-0.45
+
+
+def ladder(costs=(0.03, 0.01, 0.02), noise=0.0, seeds=2) -> Ladder:
+    rng = np.random.default_rng(3)
+    rungs = []
+    for n in SIZES:
+        for d in TOKENS:
+            gap = np.dot(costs, (300 * d**-0.45, 60 * n**-0.3, d / n))
+            losses = {seed: law(n, d) + noise * rng.standard_normal() for seed in range(seeds)}
+            pairs = {seed: gap + 0.3 * noise * rng.standard_normal() for seed in range(seeds)}
+            began = {"recipe": "2026-11-02T00:00:00+00:00"}
+            rungs.append(Rung(int(n), int(d), losses, {"recipe": pairs}, began=began))
+    return Ladder("bf16", "val_loss", rungs)
+
+
+def test_the_law_is_scipys_least_squares():
+    n, d = np.repeat(SIZES, 3), np.tile(TOKENS, 4)
+    losses = law(n, d) + np.random.default_rng(0).normal(0, 0.01, 12)
+    found = fit_law(Rungs(n, d, np.full(12, 1e4)), losses)
+
+    def residuals(theta):
+        level, a, b, alpha, beta = theta
+        n0, d0 = np.exp(np.log(n).mean()), np.exp(np.log(d).mean())
+        fitted = level + np.exp(a) * (n / n0) ** -np.exp(alpha) + np.exp(b) * (d / d0) ** -np.exp(beta)
+        prior = (np.array([alpha, beta]) - np.log(PRIOR_EXPONENT)) / PRIOR_WIDTH
+        return np.concatenate([100 * (fitted - losses), prior])
+
+    best = min((least_squares(residuals, [start, 0, 0, -1, -1]) for start in (0.5, 2, 3)), key=lambda each: each.cost)
+    assert (residuals(found.theta[0]) ** 2).sum() == pytest.approx(2 * best.cost, rel=1e-6)
+    assert found.theta[0] == pytest.approx(best.x, abs=1e-3)
+
+
+def test_without_noise_the_cost_is_found_and_predicted_a_decade_beyond():
+    fit = fit_ladder(ladder())
+    n, d = 22_000_000, 1_310_000
+    gap = 0.03 * 300 * d**-0.45 + 0.01 * 60 * n**-0.3 + 0.02 * d / n
+    effect = effect_at(fit, "recipe", n, d)
+    assert effect.gap == pytest.approx(gap, rel=0.02)
+    # By the identity of two losses, after D and after D / (1 + x), above all but the tokens' term.
+    assert effect.more_tokens == pytest.approx((1 + gap / (300 * d**-0.45)) ** (1 / 0.45) - 1, rel=0.05)
+
+
+def test_the_gaps_terms_are_numpys_least_squares_on_pairs():
+    made = ladder(noise=0.01, seeds=3)
+    fit = fit_ladder(made)
+    n, d = np.repeat(SIZES, 9), np.tile(np.repeat(TOKENS, 3), 4)
+    constants = fit.law.constants()
+    columns = [constants["B"] * d ** -constants["beta"], constants["A"] * n ** -constants["alpha"], d / n]
+    pairs = [value for rung in made.rungs for value in rung.differences["recipe"].values()]
+    expected, squares, *_ = np.linalg.lstsq(np.stack(columns, 1), np.array(pairs), rcond=None)
+    gap = fit.gaps["recipe"]
+    assert gap.terms == pytest.approx(expected, rel=1e-5)
+    assert gap.sd == pytest.approx(np.sqrt(squares[0] / (36 - 3)), rel=1e-6)
+    groups = np.array(pairs).reshape(12, 3)
+    within = ((groups - groups.mean(1, keepdims=True)) ** 2).sum()
+    ratio = ((squares[0] - within) / 9) / (within / 24)
+    assert gap.lack_of_fit == pytest.approx(stats.f.sf(ratio, 9, 24), rel=1e-4)
+
+
+def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():
+    assert refusals(fit_ladder(ladder(noise=0.003)), "recipe") == []
+    jumped = ladder(noise=0.003)
+    for rung in jumped.rungs[-3:]:
+        rung.differences["recipe"] = {seed: gap + 0.05 for seed, gap in rung.differences["recipe"].items()}
+    reasons = " ".join(refusals(fit_ladder(jumped), "recipe"))
+    assert "do not follow the terms" in reasons
+    assert "smaller sizes do not predict its own largest" in reasons
+    bent = ladder(noise=0.003)
+    for rung in bent.rungs[:3]:
+        rung.losses = {seed: loss + 0.8 * (rung.tokens < 40e3) for seed, loss in rung.losses.items()}
+    assert "do not follow E + A N^-alpha" in refusals(fit_ladder(bent), "recipe")[0]
+
+
+def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
+    made = ladder()
+    few = made.without(rung.place for rung in made.rungs if rung.parameters > 700e3)
+    assert "2 model sizes" in too_small(few)[0]
+    rows = made.rows()
+    for row in rows:
+        if row["recipe"] == "bf16" and row["tokens"] == 33_000:
+            row["learned"] = False
+    read = ladder_of_rows(rows, "bf16")
+    assert set(read.left_out.values()) == {"the baseline has not learned there"}
+    assert "2 token counts (66K, 131K)" in too_small(read)[0]
+    assert "has not learned" in too_small(read)[0]
+    assert too_few_pairs(made.without(rung.place for rung in made.rungs[4:]), "recipe")
+
+
+def test_rows_are_read_as_they_were_written():
+    made = ladder(noise=0.01)
+    read = ladder_of_rows(json.loads(json.dumps(made.rows())), "bf16")
+    for one, other in zip(made.rungs, read.rungs, strict=True):
+        assert (one.place, one.losses) == (other.place, other.losses)
+        assert other.differences["recipe"] == pytest.approx(one.differences["recipe"])
+
+
+def prediction(gap=0.01, se=0.003) -> Prediction:
+    claim = {"recipe": "recipe", "baseline": "bf16", "metric": "val_loss", "parameters": 240_000, "tokens": 33_200,
+             "gap": gap, "line": "said"}  # fmt: skip
+    terms = {"confidence": 0.95, "gap_se": se, "pair_sd": 0.004, "df": 6, "fitted_to": {"digest": "x"}}
+    return Prediction("2026-11-01T00:00:00+00:00", claim, terms)
+
+
+def test_a_prediction_is_graded_once_by_the_pairs_that_came():
+    made = ladder()
+    made.rungs[0].differences["recipe"] = {0: 0.017, 1: 0.013}
+    said = prediction()
+    assert grade(said, made)
+    spread = np.hypot(0.003, 0.004 / 2**0.5)
+    assert said.outcome["z"] == pytest.approx(0.005 / spread)
+    assert said.outcome["interval"][1] == pytest.approx(0.01 + stats.t.ppf(0.975, 6) * spread)
+    assert (said.outcome["inside"], said.outcome["made_before_the_runs"]) == (True, True)
+    before = dict(said.outcome)
+    made.rungs[0].differences["recipe"][2] = 0.9
+    assert not grade(said, made)  # its outcome stays
+    assert said.outcome == before
+    far = prediction(gap=-0.02)
+    assert grade(far, made)
+    assert not far.outcome["inside"]
+    other = prediction()
+    other.claim["recipe"] = "another"
+    assert not grade(other, made)
+    assert other.outcome is None
+
+
+def test_the_ledger_keeps_the_first_and_finds_what_was_changed(tmp_path):
+    file = tmp_path / "predictions.jsonl"
+    first = add_predictions(file, [prediction()])
+    again = prediction()
+    again.date = "2026-12-01T00:00:00+00:00"
+    assert add_predictions(file, [again])[0].date == first[0].date
+    assert len(read_ledger(file)) == 1
+    file.write_text(file.read_text().replace('"gap": 0.01', '"gap": 0.02'))
+    with pytest.raises(ConfigError, match="changed after it was made"):
+        read_ledger(file)
+
+
+def test_effective_data_is_the_ratio_of_a_law_and_fiellers_near_one():
+    curve = Curve((0.5, 1.0, 2.0), {seed: law(1e6, np.array([33e3, 66e3, 132e3])) for seed in range(3)}, 1.0)
+    for ratio in (0.7, 0.98, 1.3):
+        found = effective_data({seed: law(1e6, ratio * 66e3) for seed in range(3)}, curve)
+        assert found.ratio == pytest.approx(ratio, rel=1e-4)
+    # Fieller by hand for a line in ln(D): gap g and slope s per unit of ln(D), ratio exp(-g / s).
+    rng = np.random.default_rng(1)
+    slope, gaps = rng.normal(0.3, 0.02, 4), rng.normal(0.006, 0.002, 4)
+    losses = {k: np.array([3.0 + slope[k] * np.log(2), 3.0, 3.0 - slope[k] * np.log(2)]) for k in range(4)}
+    found = effective_data({k: 3.0 + gaps[k] for k in range(4)}, Curve((0.5, 1.0, 2.0), losses, 1.0))
+    t2 = stats.t.ppf(0.975, 3) ** 2 / 4
+    a = slope.mean() ** 2 - t2 * slope.var(ddof=1)
+    b = -2 * (slope.mean() * gaps.mean() - t2 * np.cov(slope, gaps)[0, 1])
+    c = gaps.mean() ** 2 - t2 * gaps.var(ddof=1)
+    roots = sorted(np.roots([a, b, c]))
+    assert [found.low, found.high] == pytest.approx([np.exp(-roots[1]), np.exp(-roots[0])], rel=1e-4)
+
+
+def test_what_lies_beyond_the_baselines_runs_has_no_ratio():
+    curve = Curve((0.5, 1.0, 2.0), {seed: np.array([4.0, 3.5, 3.1]) for seed in range(2)}, 1.0)
+    worse = effective_data({0: 6.0, 1: 6.1}, curve)
+    assert (worse.ratio, worse.high, worse.as_data()["more_tokens"]) == (0, 0, np.inf)
+    assert effective_data({0: 1.0, 1: 1.1}, curve).ratio == np.inf
