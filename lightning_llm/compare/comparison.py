@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import verdict_data
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.looks import Look
@@ -40,6 +41,7 @@ class Comparison:
     advice: Advice | None = None
     looks: list[Look] = field(default_factory=list)
     selection: Selection | None = None
+    design: Design | None = None
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -64,6 +66,7 @@ class Comparison:
             "selection": self.selection.as_data() if self.selection else None,
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
+            "sequential": self.design.as_data() if self.design else None,
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
             "methods": METHODS,
@@ -104,11 +107,16 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
 
 
 def compare_runs(
-    runs: Sequence[Run], terms: Terms, baseline: str | None = None, best_of: BestOf | None = None
+    runs: Sequence[Run],
+    terms: Terms,
+    baseline: str | None = None,
+    best_of: BestOf | None = None,
+    design: Design | None = None,
 ) -> Comparison:
     """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
 
-    `best_of`: each recipe at its best value of a key, by seeds that are not judged.
+    `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
+    verdicts are taken; `terms` and `baseline` are then its own.
 
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
@@ -140,10 +148,11 @@ def compare_runs(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
+    comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
-        verdicts, floor, found = judge(family, factor, terms)
+        verdicts, floor, found = judge(family, factor, terms, design)
         comparison.verdicts += verdicts
         comparison.problems += found
         if family.aa_groups:

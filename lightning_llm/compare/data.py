@@ -28,6 +28,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "baseline": verdict.factor.baseline_label,
         "margin": verdict.terms.margin,
         "confidence": verdict.terms.confidence,
+        "look": verdict.stage.as_data() if verdict.stage else None,
         "late_switching": verdict.switch.as_data() if verdict.switch else None,
         "reason": reason_of(verdict),
         "loss_verdict": judged.loss,

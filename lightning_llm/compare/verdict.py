@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from lightning_llm.compare.branches import Switch, switch_of
 from lightning_llm.compare.cost import Cost, cost_of
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
 from lightning_llm.compare.factor import ITSELF, Factor
@@ -15,6 +16,7 @@ from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.sequential import Stage, judge_by_looks
 from lightning_llm.compare.statistics import Decision
 from lightning_llm.config.identity import below
 from lightning_llm.errors import Problem
@@ -34,6 +36,8 @@ class Verdict:
     floor: Floor
     plan: SeedPlan
     cost: Cost
+    stage: Stage | None = None
+    """Where it stands among declared looks; None of a verdict at one look."""
 
     @property
     def name(self) -> str:
@@ -111,6 +115,8 @@ class Verdict:
             return None
         if measured.unlearned:
             return "the baseline has not learned"
+        if self.stage is not None and self.stage.look is None:
+            return "before the first look"
         if judged.loss == "lossless":
             return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
         if pairs <= 1:
@@ -193,8 +199,10 @@ class Verdict:
         return found
 
 
-def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor, and what could not be judged."""
+def judge(
+    family: Family, factor: Factor, terms: Terms, design: Design | None = None
+) -> tuple[list[Verdict], Floor, list[Problem]]:
+    """Return the verdicts of one family, its A/A floor, and what could not be judged; by `design`'s looks, if any."""
     recipes: list[Measured] = []
     problems: list[Problem] = []
     for label, pairs in family.recipes.items():
@@ -205,6 +213,9 @@ def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], 
             continue
         recipes.append(recipe)
     floor = measure_floor(family, terms.metric, terms.tail_share)
+    if design is not None and recipes:
+        staged = judge_by_looks(replace(family, recipes={each.label: each.pairs for each in recipes}), floor.sd, design)
+        return [_verdict(each, floor, family, factor, terms, stage) for each, stage in staged.values()], floor, problems
     return (
         [_verdict(each, floor, family, factor, terms) for each in judge_all(recipes, floor.sd, terms)],
         floor,
@@ -212,10 +223,13 @@ def judge(family: Family, factor: Factor, terms: Terms) -> tuple[list[Verdict], 
     )
 
 
-def _verdict(judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms) -> Verdict:
+def _verdict(
+    judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms, stage: Stage | None = None
+) -> Verdict:
     sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
     cost = cost_of(sound, judged.measured.tail)
-    return Verdict(judged, family, factor, terms, floor, plan_seeds(judged, terms), cost)
+    plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
+    return Verdict(judged, family, factor, terms, floor, plan, cost, stage)
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
