@@ -12,9 +12,7 @@ from typing import Any
 from lightning_llm.compare.boundary import Spending, boundary, increments
 from lightning_llm.compare.estimate import LookLevels, Terms
 from lightning_llm.errors import ConfigError, Problem
-
-KEY = "sequential"
-"""Of the design in `sweep.json`."""
+from lightning_llm.record.sweep_definition import DESIGN
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,18 @@ class Design:
         """Return what `sweep.json` has of it, its hash last."""
         about: dict[str, Any] = {
             "looks": [look.seeds for look in self.looks],
-            "confidences": [look.levels.intervals for look in self.looks],
-            "failure_levels": [look.levels.failures for look in self.looks],
-            "seeds": list(self.seeds),
+            "spending": self.spending,
             "margin": self.terms.margin,
             "confidence": self.terms.confidence,
             "metric": self.terms.metric,
             "tail": self.terms.tail_share,
-            "spending": self.spending,
-            "recipes": self.recipes,
             "baseline": self.baseline,
+            "seeds": list(self.seeds),
+            "recipes": self.recipes,
+            "derived": {
+                "interval_confidences": [look.levels.intervals for look in self.looks],
+                "failure_levels": [look.levels.failures for look in self.looks],
+            },
         }
         return {**about, "hash": hash_of(about)}
 
@@ -82,7 +82,7 @@ def declare(
     confidences = boundary(looks, recipes, terms.confidence, spending)
     failures = increments(looks, 1 - terms.confidence, spending)
     made = (
-        Look(number, count, LookLevels(confidence, failure))
+        Look(number, count, LookLevels(round(confidence, 6), round(failure, 6)))
         for number, (count, confidence, failure) in enumerate(zip(looks, confidences, failures, strict=True), 1)
     )
     return Design(tuple(made), seeds, terms, spending, recipes, baseline)
@@ -94,17 +94,18 @@ def read_design(about: Any, where: str) -> Design | None:
     Raises:
         ConfigError: it is not as it was declared: its hash is another's.
     """
-    data = about.get(KEY) if isinstance(about, Mapping) else None
+    data = about.get(DESIGN) if isinstance(about, Mapping) else None
     if data is None:
         return None
     try:
         rest = {key: value for key, value in data.items() if key != "hash"}
         if hash_of(rest) != data["hash"]:
             raise ValueError("its hash is another's, so it was changed after it was declared")
-        levels = zip(data["looks"], data["confidences"], data["failure_levels"], strict=True)
+        derived = data["derived"]
+        levels = zip(data["looks"], derived["interval_confidences"], derived["failure_levels"], strict=True)
         looks = tuple(Look(n, seeds, LookLevels(each, failures)) for n, (seeds, each, failures) in enumerate(levels, 1))
         terms = Terms(data["margin"], data["confidence"], data["metric"], data["tail"])
         return Design(looks, tuple(data["seeds"]), terms, data["spending"], data["recipes"], data["baseline"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = f"the declared looks ('{KEY}') cannot be used: {error}."
+        text = f"the declared looks ('{DESIGN}') cannot be used: {error}."
         raise ConfigError(Problem(where, text)) from error

@@ -35,6 +35,22 @@ class SweepConfig(Group):
         None, description="what the others are held against, as `compare --baseline`; null: the usual one"
     )
 
+    search: Literal["optuna", "halving"] | None = Field(
+        None, description="optuna: values of intervals and choices are searched; halving: recipes drop out by rungs"
+    )
+    trials: PositiveInt = Field(20, description="search=optuna: how many, those that are pruned included")
+    sampler: Literal["tpe", "random", "cmaes", "gp", "grid"] = Field(
+        "tpe", description="search=optuna: Optuna's sampler of this name"
+    )
+    search_seed: int = Field(0, ge=0, lt=2**32, description="search=optuna: of the sampler")
+    pruning: Literal["median", "none"] = Field(
+        "median", description="search=optuna: median: end a trial whose paired gap is above the median of those before"
+    )
+    startup_trials: PositiveInt = Field(4, description="search=optuna: trials that are whole before any is pruned")
+    rungs: Annotated[tuple[Fraction, ...], Field(strict=False, min_length=1)] = Field(
+        (0.25, 0.5), description="search=halving: shares of the steps after which recipes may drop out"
+    )
+
     @model_validator(mode="after")
     def _looks_ascend(self) -> Self:
         if list(self.looks) != sorted(set(self.looks)):
@@ -43,6 +59,14 @@ class SweepConfig(Group):
             raise ValueError(f"looks begin after {FEWEST_AT_A_LOOK} seeds at the earliest: one pair shows no spread")
         if self.max_seeds is not None and self.max_seeds < FEWEST_AT_A_LOOK:
             raise ValueError(f"max_seeds is {self.max_seeds}, and no look is before {FEWEST_AT_A_LOOK} seeds")
+        return self
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.until is not None and self.search is not None:
+            raise ValueError("until and search do not go together: a search has its own end")
+        if list(self.rungs) != sorted(set(self.rungs)) or not 0 < self.rungs[0] or not self.rungs[-1] < 1:
+            raise ValueError(f"rungs {list(self.rungs)} must ascend, each above 0 and below 1")
         return self
 
     @property
