@@ -1,8 +1,8 @@
 """Simulated sweeps with declared looks, judged as `compare` judges real ones. Fills in docs/sequential.md.
 
 `python docs/simulate_looks.py` takes some minutes (2,000 sweeps per cell); `tests/compare/test_sequential.py` holds
-fewer of the same to the same bounds. The model of a sweep is that of docs/simulate_verdicts.py. Recipes that are decided
-get no more seeds, and the sweep ends where all are, or after the last look.
+fewer of the same to the same bounds. The model of a sweep is that of docs/simulate_verdicts.py. Recipes that are
+decided get no more seeds, and the sweep ends where all are, or after the last look.
 """
 
 import argparse
@@ -79,7 +79,11 @@ def losses(scenario: Scenario, seeds: int, trials: int, seed: int) -> NDArray:
 
 
 def sweeps(
-    scenario: Scenario, gaps: float | Sequence[float], trials: int = TRIALS, spending: Spending = SPENDING, seed: int = 0
+    scenario: Scenario,
+    gaps: float | Sequence[float],
+    trials: int = TRIALS,
+    spending: Spending = SPENDING,
+    seed: int = 0,
 ) -> Iterator[list[tuple[Judged, Stage]]]:
     """Yield what each recipe of each simulated sweep comes to at its last look."""
     design = design_of(scenario.recipes, spending)
@@ -89,7 +93,9 @@ def sweeps(
     labels = [str(place) for place in range(scenario.recipes)]
     for each, (base, *fates) in zip(differences, lost, strict=True):
 
-        def measured(label: str, at: Sequence[int], each: NDArray = each, base: NDArray = base, fates=fates) -> Measured:
+        def measured(
+            label: str, at: Sequence[int], each: NDArray = each, base: NDArray = base, fates=fates
+        ) -> Measured:
             own = fates[int(label)]
             return Measured(
                 label,
@@ -101,9 +107,7 @@ def sweeps(
         yield list(replay(labels, lambda *_: True, measured, None, design).values())
 
 
-def wrong(
-    scenario: Scenario, gap: float, decision: str, trials: int = TRIALS, spending: Spending = SPENDING
-) -> float:
+def wrong(scenario: Scenario, gap: float, decision: str, trials: int = TRIALS, spending: Spending = SPENDING) -> float:
     """Return how often any of the recipes, all of one true gap, is ever called `decision`."""
     found = sweeps(scenario, gap, trials, spending)
     return float(np.mean([any(judged.decision == decision for judged, _ in recipes) for recipes in found]))
@@ -149,13 +153,17 @@ SDS = (0.002, 0.003, 0.005, 0.008, 0.012)
 def seed_table(trials: int) -> list[str]:
     """Return the rows of the table of expected seeds."""
     rows = [
-        "| SD of a pair | recipes | true gap | seeds of a recipe: " + " / ".join(SPENDINGS) + " | decided rightly, in % |",
+        "| SD of a pair | recipes | true gap | seeds of a recipe: "
+        + " / ".join(SPENDINGS)
+        + " | decided rightly, in % |",
         "|---|---|---|---|---|",
     ]
     for sd in SDS:
         for recipes, gap in ((1, 0.0), (3, 0.0), (3, 0.03)):
             found = [seeds_used(sd, gap, recipes, spending, trials) for spending in SPENDINGS]
-            used, right = (" / ".join(f"{each[i] * f:{w}}" for each in found) for i, f, w in ((0, 1, ".1f"), (2, 100, ".0f")))
+            used, right = (
+                " / ".join(f"{each[i] * f:{w}}" for each in found) for i, f, w in ((0, 1, ".1f"), (2, 100, ".0f"))
+            )
             rows.append(f"| {sd:g} | {recipes} | {gap:g} | {used} | {right} |")
             print(rows[-1], flush=True)
     return rows

@@ -106,10 +106,10 @@ def compare(
     baseline: str | None = None,
     best_of: str | None = None,
     choose_by: str | None = None,
-    margin: float = 0.01,
-    confidence: float = 0.95,
-    metric: str = "val_loss",
-    tail: float = 0.1,
+    margin: float | None = None,
+    confidence: float | None = None,
+    metric: str | None = None,
+    tail: float | None = None,
     output: StrPath | None = None,
     quiet: bool = False,
 ) -> "Comparison":
@@ -119,10 +119,10 @@ def compare(
         runs: results of `train`, folders of runs or above runs, sweeps, MLflow ids; none: the last sweep.
         baseline: what to hold the others against: "precision=bf16"; None: the usual one.
         best_of: each recipe at its best value of this key, chosen by the seeds `choose_by` ("0,1"; None: the lowest).
-        margin: the gap in loss, in nats per token, that is still lossless.
-        confidence: of all intervals together.
-        metric: of the validation records: "val_loss", "val_loss/SOURCE".
-        tail: the last share of the steps, averaged over.
+        margin: the gap in loss, in nats per token, that is still lossless; None: as declared for the sweep, or 0.01.
+        confidence: of all intervals together; None: as declared, or 0.95.
+        metric: of the validation records: "val_loss", "val_loss/SOURCE"; None: as declared, or "val_loss".
+        tail: the last share of the steps, averaged over; None: as declared, or 0.1.
         output: a folder for the report, which then goes to no MLflow either.
         quiet: leave out the table.
 
@@ -130,12 +130,12 @@ def compare(
         IncompleteComparisonError: not all could be judged; its `comparison` has the verdicts on the rest.
         ConfigError: nothing could be judged, with every reason. Flags in its text are the arguments' names here.
     """
-    from lightning_llm.compare.command import best_of_words, compare_named, print_table, terms_of
+    from lightning_llm.compare.command import Asked, best_of_words, compare_named, print_table
 
     given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
     return compare_named(
         [str(_path_of(each)) for each in given],
-        terms_of(margin, confidence, metric, tail),
+        Asked(margin, confidence, metric, tail),
         baseline,
         best_of_words(best_of, choose_by),
         None if output is None else Path(output),

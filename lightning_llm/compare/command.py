@@ -10,7 +10,10 @@ from typing import Any
 
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
+from lightning_llm.compare.declared_looks import Asked, declared_looks
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import all_differences
+from lightning_llm.compare.ended_jobs import without_ended
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.looks import look_at, record_look
@@ -31,7 +34,7 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     compare_named(
         arguments.runs,
-        terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail),
+        Asked(arguments.margin, arguments.confidence, arguments.metric, arguments.tail),
         arguments.baseline,
         best_of_words(arguments.best_of, arguments.choose_by),
         arguments.output,
@@ -43,7 +46,7 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def compare_named(
     words: Sequence[str],
-    terms: Terms,
+    asked: Asked,
     baseline: str | None,
     best_of: BestOf | None,
     output: Path | None,
@@ -55,6 +58,7 @@ def compare_named(
 
     Args:
         words: RUN arguments, see `find_runs`.
+        asked: the terms; what is None there is as it was declared for the sweep, or else as usual.
         output: another folder for the report, which then goes to no MLflow either.
         show: prints the verdicts.
         say: prints a line on where the report went.
@@ -63,17 +67,23 @@ def compare_named(
         IncompleteComparisonError: not all could be judged; the rest is shown and written.
         ConfigError: nothing could be judged.
     """
+    terms_of(asked, None)  # what is wrong with them, before anything is read
     found = find_runs(words)
-    runs, problems = read_all(found.folders)
-    lost, without_kin = lost_jobs(found.sweeps, runs)
+    declared = declared_looks(found, asked, baseline, best_of)
+    terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
+    folders, ended = without_ended(found)
+    runs, problems = read_all(folders)
+    lost, without_kin = lost_jobs(found.sweeps, runs, set(found.folders) - set(folders))
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
-        comparison = compare_runs(runs, terms, baseline, best_of)
+        comparison = compare_runs(runs, terms, baseline, best_of, declared.design)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
-    _record_look(comparison, found.home / "compare")
+    comparison.notes += [*declared.notes, *ended]
+    if comparison.design is None:
+        _record_look(comparison, found.home / "compare")
     show(comparison)
     for line in _write(comparison, output or found.home / "compare", log=output is None):
         say(line)
@@ -93,18 +103,21 @@ def _record_look(comparison: Comparison, folder: Path) -> None:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
 
 
-def terms_of(margin: float, confidence: float, metric: str, tail: float) -> Terms:
-    """Return the terms of a verdict. Raises ConfigError with all that are none."""
+def terms_of(asked: Asked, design: Design | None) -> Terms:
+    """Return the terms of a verdict: `design`'s, or those asked for. Raises ConfigError with all that are none."""
+    if design is not None:
+        return design.terms
+    terms = asked.over(Terms())
     problems = []
-    if not margin > 0:
-        problems.append(Problem("--margin", f"is {margin:g}, must be above 0 (nats per token)."))
-    if not 0.5 <= confidence < 1:
-        problems.append(Problem("--confidence", f"is {confidence:g}, must be from 0.5 to below 1, say 0.95."))
-    if not 0 <= tail < 1:
-        problems.append(Problem("--tail", f"is {tail:g}, must be from 0 (the last validation) to below 1."))
+    if not terms.margin > 0:
+        problems.append(Problem("--margin", f"is {terms.margin:g}, must be above 0 (nats per token)."))
+    if not 0.5 <= terms.confidence < 1:
+        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
+    if not 0 <= terms.tail_share < 1:
+        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
     if problems:
         raise ConfigError(problems)
-    return Terms(margin, confidence, metric, tail)
+    return terms
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:

@@ -33,7 +33,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.config.sweep_keys import sweep_config, sweep_keys, with_seeds
+from lightning_llm.config.sweep_keys import of_search, sweep_config, sweep_keys, with_seeds
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.config.yaml_source import search_override
@@ -115,7 +115,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
     """
     with _hydra(config_dir) as composer:
         typed, problems = read_overrides(overrides)
-        groups = with_seeds(_groups(typed, composer), typed, sweep_keys(typed, composer))
+        groups = of_search(with_seeds(_groups(typed, composer), typed, keys := sweep_keys(typed, composer)), keys)
         jobs: list[tuple[list[str], Reading]] = []
         waiting = Waiting("composing the sweep's jobs")
         choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
@@ -132,10 +132,8 @@ def read_sweep_keys(overrides: Sequence[str], config_dir: Path | None = None) ->
         return sweep_keys(parse_overrides(overrides), composer)
 
 
-def read_space(
-    overrides: Sequence[str], config_dir: Path | None = None
-) -> tuple[list[str], dict[str, Override]]:
-    """Return what a search varies: the overrides that are the same in all trials, and by key those to search over.
+def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Override]:
+    """Return the choices of a search by key, typed or of the recipe: what a sweep would take the product of.
 
     Raises:
         ConfigError: arguments that are no overrides.
@@ -143,8 +141,7 @@ def read_space(
     with _hydra(config_dir) as composer:
         typed = parse_overrides(overrides)
         params, _ = _recipe_sweep(typed, composer)
-        fixed = [each.input_line or "" for each in typed if not each.is_sweep_override()]
-        return fixed, {each.key_or_group: each for each in [*parse_overrides(params), *typed] if each.is_sweep_override()}
+        return {each.key_or_group: each for each in [*parse_overrides(params), *typed] if each.is_sweep_override()}
 
 
 def load_config(file: Path, overrides: Sequence[str]) -> Config:

@@ -74,8 +74,8 @@ def _with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line:
         count = len(list(several[-1].sweep_string_iterator())) if several[-1].is_discrete_sweep() else 0
         if count < needed:
             text = (
-                f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, 2, ...), "
-                f"give as many, or fewer looks (sweep.max_seeds={max(count, 2)})."
+                f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "
+                f"2, ...), give as many, or fewer looks (sweep.max_seeds={max(count, 2)})."
             )
             raise ConfigError(Problem("seed", text))
         return group
@@ -84,3 +84,16 @@ def _with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line:
         return group  # which is said of each job
     seeds = parse_overrides([f"seed={','.join(str(first + n) for n in range(needed))}"])
     return [*(each for each in group if each.key_or_group != "seed"), *seeds]
+
+
+def of_search(groups: list[list[Override]], keys: SweepConfig) -> list[list[Override]]:
+    """Return the products of a sweep; of a search by Optuna the one of its seeds, at what is given and not searched.
+
+    Raises:
+        ConfigError: it has further lines.
+    """
+    if keys.search != "optuna":
+        return groups
+    if len(groups) > 1:
+        raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Leave it out."))
+    return [[each for each in groups[0] if each.key_or_group == "seed" or not each.is_sweep_override()]]

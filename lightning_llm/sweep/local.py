@@ -28,6 +28,16 @@ class Relay:
     def __init__(self) -> None:
         self.received = 0
         self.processes: set[subprocess.Popen[bytes]] = set()
+        self.of_job: dict[int, subprocess.Popen[bytes]] = {}
+
+    def runs(self, number: int) -> bool:
+        """Return whether the job of this number is under way here."""
+        return number in self.of_job
+
+    def stop(self, number: int) -> None:
+        """Have the job of this number, if it is under way, save and stop."""
+        if (process := self.of_job.get(number)) is not None:
+            process.send_signal(signal.SIGTERM)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -114,10 +124,12 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
         # In a process group of its own: a terminal's Ctrl-C would reach it beside ours, and the second one kills.
         process = subprocess.Popen(command, process_group=0, env=environment, stdout=output, stderr=output)
         relay.processes.add(process)
+        relay.of_job[job.number] = process
         if relay.received:  # it came while the process was started
             process.send_signal(relay.received)
         code = process.wait()
         relay.processes.discard(process)
+        del relay.of_job[job.number]
     finally:
         if output is not None:
             output.close()

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_llm.config.commands import sync_command
@@ -84,7 +84,7 @@ def opened(definition: Callable[[], Sweep]) -> Sweep:
 
 
 def start(jobs: Sequence[Job], relay: Relay) -> list[Outcome]:
-    """Run `jobs` where their launcher has them run; return how they came out."""
+    """Run `jobs`, one at least, where their launcher has them run; return how they came out."""
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's machines are is not known on the one that submits
     plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
@@ -162,21 +162,30 @@ def _open(whole: Sweep) -> Sweep:
     return whole
 
 
-def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
-    """Print how the sweep came out, tell MLflow, and return the exit code."""
+def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = ()) -> int:
+    """Print how the sweep came out, tell MLflow, and return the exit code.
+
+    `ended`: numbers of jobs that a search ended before their end, which are no failures.
+    """
     states = {job.number: state_of(job.folder) for job in whole.jobs}
     counted = Counter(states.values())
     finished, diverged = (counted[state] for state in SETTLED)
     failed = [
         each
         for each in outcomes
-        if each.code and states[each.job.number] != "diverged" and not (stopped_by and each.code in STOPPED)
+        if each.code
+        and states[each.job.number] != "diverged"
+        and not ((stopped_by or each.job.number in ended) and each.code in STOPPED)
     ]
     here = {each.job.number for each in outcomes}
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
     running = "running" in states.values()
     if whole.jobs[0].config.logger.name == "mlflow":
-        sound = not failed and not elsewhere and finished + diverged == len(states)
+        sound = (
+            not failed
+            and not elsewhere
+            and finished + diverged + sum(number in ended for number in states) == len(states)
+        )
         status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
         counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
         counts["total"] = len(states)
@@ -185,6 +194,7 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
             text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
+    lost += f", {len(ended)} ended by the search" if ended else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
     if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
         tracked = mlflow_facts(outcomes[0].job.folder)

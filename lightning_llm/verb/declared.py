@@ -157,10 +157,10 @@ def _compare(parser: ArgumentParser) -> None:
     add("--baseline", metavar="GROUP=LEVEL", help="what to hold the others against; also KEY=VALUE (precision=bf16)")
     add("--best-of", metavar="KEY", help="each recipe at its best value of a key (optim.learning_rate), by other seeds")
     add("--choose-by", metavar="SEEDS", help="seeds that choose with --best-of, and are not judged (the lowest)")
-    add("--margin", type=float, default=0.01, metavar="NATS", help="the gap in loss that is still lossless (0.01)")
-    add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
-    add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
-    add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    add("--margin", type=float, metavar="NATS", help="the gap in loss that is still lossless (as declared, or 0.01)")
+    add("--confidence", type=float, metavar="P", help="of all intervals together (as declared, or 0.95)")
+    add("--metric", metavar="KEY", help="of validation lines (as declared, or val_loss; also val_loss/SOURCE)")
+    add("--tail", type=float, metavar="SHARE", help="last share of the steps, averaged over (as declared, or 0.1)")
     output = "for compare.json and report.html (compare/ beside the runs); leaves MLflow alone"
     add("--output", type=Path, metavar="DIR", help=output)
 

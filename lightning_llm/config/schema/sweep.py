@@ -1,4 +1,4 @@
-"""`sweep`: what a sweep does beside its product of values. Of a sweep alone: no run reads it, or has it in its config."""
+"""`sweep`: what a sweep does beside its product of values. No single run reads it, or has it in its config."""
 
 from typing import Annotated, Literal, Self
 
@@ -39,9 +39,7 @@ class SweepConfig(Group):
         None, description="optuna: values of intervals and choices are searched; halving: recipes drop out by rungs"
     )
     trials: PositiveInt = Field(20, description="search=optuna: how many, those that are pruned included")
-    sampler: Literal["tpe", "random", "cmaes", "gp", "grid"] = Field(
-        "tpe", description="search=optuna: Optuna's sampler of this name"
-    )
+    sampler: Literal["tpe", "random", "gp"] = Field("tpe", description="search=optuna: Optuna's sampler of this name")
     search_seed: int = Field(0, ge=0, lt=2**32, description="search=optuna: of the sampler")
     pruning: Literal["median", "none"] = Field(
         "median", description="search=optuna: median: end a trial whose paired gap is above the median of those before"
@@ -65,7 +63,7 @@ class SweepConfig(Group):
     def _one_way(self) -> Self:
         if self.until is not None and self.search is not None:
             raise ValueError("until and search do not go together: a search has its own end")
-        if list(self.rungs) != sorted(set(self.rungs)) or not 0 < self.rungs[0] or not self.rungs[-1] < 1:
+        if list(self.rungs) != sorted(set(self.rungs)) or not self.rungs[0] > 0 or not self.rungs[-1] < 1:
             raise ValueError(f"rungs {list(self.rungs)} must ascend, each above 0 and below 1")
         return self
 
