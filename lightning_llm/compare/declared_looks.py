@@ -65,8 +65,8 @@ def declared_looks(found: Found, asked: Asked, baseline: str | None, best_of: Be
     if others:
         text = (
             f"The looks of {', '.join(folder.name for folder in designs)} were declared before its first run "
-            f"({design.words}), and this asks for something else: {'; '.join(others)}. These verdicts are of one look at "
-            "what is there, stopped for another reason, and do not have the declared error."
+            f"({design.words}), and this asks for something else: {'; '.join(others)}. These verdicts are of one look "
+            "at what is there, stopped for another reason, and do not have the declared error."
         )
         return Declared(None, (text,))
     text = (

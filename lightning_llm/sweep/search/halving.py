@@ -227,7 +227,11 @@ def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[i
 def _rows(halving: Halving) -> list[Mapping[str, Any]]:
     return [
         {"recipe": name, "jobs": [job.number for job in jobs],
-         "state": "ended" if name in halving.dropped else "whole" if all(state_of(j.folder) in SETTLED for j in jobs) else "open",
+         "state": "ended" if name in halving.dropped else _whole_or_open(jobs),
          "why": halving.dropped[name].words if name in halving.dropped else None}
         for name, jobs in halving.recipes.items()
     ]  # fmt: skip
+
+
+def _whole_or_open(jobs: Sequence[Job]) -> str:
+    return "whole" if all(state_of(job.folder) in SETTLED for job in jobs) else "open"

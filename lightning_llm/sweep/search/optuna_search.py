@@ -49,6 +49,7 @@ class Search:
     distributions: Mapping[str, Any]
     trials: dict[int, list[ComposedJob]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
+    _made: dict[tuple[int, str | None], tuple[Sweep, dict[tuple[str, int], Job]]] = field(default_factory=dict)
 
     @property
     def keys(self) -> SweepConfig:
@@ -57,13 +58,22 @@ class Search:
 
     def whole(self) -> Sweep:
         """Return the sweep of all jobs so far; trials that came to the same place share theirs."""
-        jobs = without_repeats([*self.baseline, *(job for jobs in self.trials.values() for job in jobs)])
-        made = define(jobs, self.first.folder.name, self.first.typed, self.first.declared)
-        return tracked(replace(made, hash=self.first.hash), self.first.parent_run_id)
+        return self._made_now()[0]
+
+    def _made_now(self) -> tuple[Sweep, dict[tuple[str, int], Job]]:
+        """Return the sweep, and its jobs by kind and seed; made once for as many trials."""
+        key = len(self.trials), self.first.parent_run_id
+        if key not in self._made:
+            jobs = without_repeats([*self.baseline, *(job for jobs in self.trials.values() for job in jobs)])
+            made = define(jobs, self.first.folder.name, self.first.typed, self.first.declared)
+            made = tracked(replace(made, hash=self.first.hash), self.first.parent_run_id)
+            self._made.clear()
+            self._made[key] = made, {(kind_of(job.config), job.config.seed): job for job in made.jobs}
+        return self._made[key]
 
     def jobs_of(self, composed: Sequence[ComposedJob]) -> list[Job]:
         """Return these composed jobs as jobs of the sweep."""
-        known = {(kind_of(job.config), job.config.seed): job for job in self.whole().jobs}
+        known = self._made_now()[1]
         return [known[(kind_of(config), config.seed)] for _, config in composed]
 
     def curve(self, composed: Sequence[ComposedJob], seeds: int) -> dict[int, float]:
