@@ -30,7 +30,7 @@ TAIL, TRIALS = 5, 2000
 
 @dataclass(frozen=True)
 class Scenario:
-    """`pair_sd`: of a pair's difference, nats, one or one per recipe; `baseline`: how many times as noisy its runs are;
+    """`pair_sd`: of a pair's difference, nats, one or one per recipe; `baseline`: how many times as noisy it is;
     `correlation`: of the noise from validation to validation; `rate`: at which every run diverges; `tails`: degrees of
     freedom of the noise between runs, infinite for normal noise."""
 
@@ -109,7 +109,7 @@ def sweeps(
 
 @dataclass(frozen=True)
 class Errors:
-    """How often any recipe of a sweep, all of one true gap, is ever called lossless or lossy, and its intervals hold."""
+    """How often any recipe of a sweep, all of one gap, is ever called lossless or lossy, and all intervals hold."""
 
     lossless: float
     lossy: float

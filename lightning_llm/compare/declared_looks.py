@@ -32,7 +32,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Declared:
-    """The `design` that verdicts are taken by, None where they are not, and `notes` on that; `baseline`: as declared."""
+    """The `design` that verdicts are taken by, None where they are not; `notes` on that; the declared `baseline`."""
 
     design: Design | None = None
     notes: tuple[str, ...] = ()
