@@ -152,7 +152,7 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
     assert seeds_by_recipe(started)["mxfp8"] == [0, 1, 2, 3, 4]
     told = capsys.readouterr().out
     assert "look 3 of 3, the last: the declared 5 seeds are spent" in told
-    assert "what can be decided ends here" in told
+    assert "no further look: some verdicts stay open" in told
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class SweepConfig(Group):
         None, description="until=decided: the budget: looks end here, the last one at it; null: at the last of `looks`"
     )
     spending: Literal["linear", "pocock", "obrien_fleming"] = Field(
-        "linear", description="how the error is shared out over the looks; the last decides most where most is to come"
+        "linear", description="how looks share the error: evenly by seeds, the first ones more, the last ones more"
     )
     margin: PositiveFloat = Field(0.01, description="the gap that is still lossless, in nats per token or of `metric`")
     confidence: float = Field(0.95, ge=0.5, lt=1, description="of all intervals of all looks together")
