@@ -17,9 +17,9 @@ METHODS = (
     "By loss a recipe is lossless where the interval's upper bound is below the margin (non-inferiority: ICH E9, "
     "Statistical principles for clinical trials, 1998, section 3.3.2), lossy where its lower bound is above it, and "
     "otherwise inconclusive.",
-    "Looks that a sweep declared before its first run share out the error by a spending function (K. K. G. Lan and D. L. "
-    "DeMets, Biometrika 70 (1983) 659-663), with boundaries drawn for this very procedure. Intervals then hold together "
-    "over all looks, too: C. Jennison and B. W. Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361.",
+    "Looks that a sweep declared before its first run share out the error by a spending function (K. K. G. Lan and D. "
+    "L. DeMets, Biometrika 70 (1983) 659-663), with boundaries drawn for this very procedure. Intervals then hold "
+    "together over all looks, too: C. Jennison and B. W. Turnbull, J. R. Stat. Soc. B 51 (1989) 305-361.",
     "A run failed where it diverged, or where fewer than half of a recipe's pairs lie more than "
     f"{OUTLIER_FACTOR:g} times as far from zero as the margin, the A/A floor, the recipe's other pairs and the median "
     "of the other recipes' pairs. Failure rates have exact intervals: C. J. Clopper and E. S. Pearson, Biometrika 26 "

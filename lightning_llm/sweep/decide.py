@@ -162,10 +162,9 @@ def _print_look(stage: Stage, design: Design) -> None:
     for problem in stage.comparison.problems:
         print(f"note   {problem.key}: {problem.text}", file=sys.stderr)
     if not stage.jobs:
-        how = (
-            "is decided" if all(each.decision != "inconclusive" for each in stage.comparison.verdicts) else "ends here"
-        )
-        print(f"sweep  {'every verdict' if how == 'is decided' else 'what can be decided'} {how}", flush=True)
+        decided = all(each.decision != "inconclusive" for each in stage.comparison.verdicts)
+        text = "every verdict is decided" if decided else "no further look: some verdicts stay open"
+        print(f"sweep  {text}", flush=True)
 
 
 def place_of(index: int) -> Path:
