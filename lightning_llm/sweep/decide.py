@@ -56,21 +56,33 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
             todo = left_to_do(stage.jobs)
             if not todo:
                 break
+            whole = _opened_for(composed, keys, stage.jobs, whole.parent_run_id if outcomes else None)
             begun = _with_started(whole, stage.jobs)
-            if not outcomes:
-                first = replace(whole, jobs=begun)
-                whole = tracked(whole, opened(lambda first=first: first).parent_run_id)
-            else:
-                with one_at_a_time(whole.folder):
-                    write(replace(whole, jobs=begun))
-            ended = start(_same(whole, todo), relay)
-            outcomes += ended
+            outcomes += start(_same(whole, todo), relay)
             if relay.received or any(state_of(job.folder) not in SETTLED for job in todo):
                 break
     begun = begun or _with_started(whole, ())
     code = close(replace(whole, jobs=begun), outcomes, relay.received)
     print(f"       the verdict: {command('compare', str(whole.folder))}")
     return code
+
+
+def _opened_for(composed: Composed, keys: SweepConfig, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
+    """Return the sweep, its file written with the jobs that have begun and `jobs`; its parent run made if it has none.
+
+    It is defined anew: another start of it may have given numbers by now.
+    """
+    if parent_run_id is None:
+        parent_run_id = opened(lambda: _begun(declared_sweep(composed, keys)[0], jobs)).parent_run_id
+        return tracked(declared_sweep(composed, keys)[0], parent_run_id)
+    with one_at_a_time(declared_sweep(composed, keys)[0].folder):
+        whole = tracked(declared_sweep(composed, keys)[0], parent_run_id)
+        write(_begun(whole, jobs))
+    return whole
+
+
+def _begun(whole: Sweep, further: Iterable[Job]) -> Sweep:
+    return replace(whole, jobs=_with_started(whole, further))
 
 
 def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Sweep, Design]:
@@ -102,7 +114,7 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
         text = f"has {len(trunks)} values, and seeds are added to one trunk. Give one trunk, or a sweep without looks."
         raise ConfigError(Problem("branch_from", text))
     runs = [
-        Run(place_of(index), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
+        Run(Path("planned") / str(index), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
         for index, config in enumerate(configs)
     ]
     try:
@@ -115,6 +127,8 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
             if lacking := sorted(set(seeds) - {pair.run.seed for pair in pairs}):
                 text = f"has no job at seed {', '.join(map(str, lacking))}, which the looks need, or no baseline there."
                 problems.append(Problem(label, text))
+    if not families and not problems:
+        problems.append(Problem("sweep.until", "has nothing to decide: no recipe has a baseline to be held against."))
     if problems:
         raise ConfigError(problems)
     return families
@@ -165,11 +179,6 @@ def _print_look(stage: Stage, design: Design) -> None:
         decided = all(each.decision != "inconclusive" for each in stage.comparison.verdicts)
         text = "every verdict is decided" if decided else "no further look: some verdicts stay open"
         print(f"sweep  {text}", flush=True)
-
-
-def place_of(index: int) -> Path:
-    """Return a folder that stands for a run that is only planned."""
-    return Path("planned") / str(index)
 
 
 def _with_started(whole: Sweep, further: Iterable[Job]) -> tuple[Job, ...]:

@@ -22,11 +22,14 @@ def loss(config: dict[str, Any], step: int) -> float:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return [
+    """Return the arguments of the sweep, `more` in place of those of the same key."""
+    keys = tuple(f"{word.partition('=')[0]}=" for word in more)
+    usual = [
         "-m", "model=llama_tiny", "data=python", "precision=bf16,fp8_current,fp8_delayed", "trainer.max_steps=20",
         "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
-        f"run.root={folder}",        "run.name=looks", "sweep.until=decided", *more,
+        f"run.root={folder}",        "run.name=looks", "sweep.until=decided",
     ]  # fmt: skip
+    return [*(word for word in usual if not word.startswith(keys)), *more]
 
 
 def seeds_by_recipe(started: list[dict[str, Any]]) -> dict[str, list[int]]:
@@ -167,8 +170,7 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
     ],
 )
 def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp_path, capsys):
-    kept = [word for word in words(tmp_path) if not any(word.startswith(each.split("=")[0] + "=") for each in more)]
-    assert main(["train", *kept, *more]) == 2
+    assert main(["train", *words(tmp_path, *more)]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
