@@ -27,7 +27,7 @@ def words(folder: Path, *more: str) -> list[str]:
     usual = [
         "-m", "model=llama_tiny", "data=python", "precision=bf16,fp8_current,fp8_delayed", "trainer.max_steps=20",
         "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
-        f"run.root={folder}",        "run.name=looks", "sweep.until=decided",
+        f"run.root={folder}", "run.name=looks", "sweep.until=decided", "sweep.max_seeds=6",
     ]  # fmt: skip
     return [*(word for word in usual if not word.startswith(keys)), *more]
 
@@ -58,8 +58,8 @@ def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys)
     started = make_jobs(monkeypatch, loss).started
     assert main(["plan", *words(tmp_path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["sequential"]["looks"] == [3, 4, 5, 6, 8, 10]
-    assert (plan["sequential"]["first_jobs"], plan["sequential"]["most_jobs"]) == (9, 30)
+    assert plan["sequential"]["looks"] == [3, 4, 5, 6]
+    assert (plan["sequential"]["first_jobs"], plan["sequential"]["most_jobs"]) == (9, 18)
     assert not list(tmp_path.iterdir())
 
     assert main(["train", *words(tmp_path)]) == 0
@@ -77,7 +77,7 @@ def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys)
     assert rows["fp8_current"]["verdict"] == "lossless"
     assert rows["fp8_current"]["look"]["seeds"] == len(seeds["bf16"]) == rows["fp8_current"]["pairs"]
     assert rows["fp8_delayed"]["pairs"] == 3  # the interval that decided it
-    assert "look 1 of 6" in rows["fp8_delayed"]["line"]
+    assert "look 1 of 4" in rows["fp8_delayed"]["line"]
     assert "95 % repeated CI" in rows["fp8_delayed"]["line"]
     assert (found["advice"], found["looks"]) == (None, [])
     assert not (folder / "compare" / "looks.json").exists()
@@ -161,7 +161,7 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 10 seeds"),
+        (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 6 seeds"),
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
         (["sweep.looks=[1,3]"], "looks begin after 2 seeds"),
         (["precision=bf16"], "sweep.until: has nothing to decide"),

