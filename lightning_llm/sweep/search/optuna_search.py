@@ -92,6 +92,19 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     distributions = distributions_of(space)
     baseline, name, typed = asked.jobs_at([])
     check_launcher(baseline[0][1])
+    keys = asked.keys
+    said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
+    about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
+             "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
+             "seeds": [config.seed for _, config in baseline]}  # fmt: skip
+    first = define(baseline, name, typed, {SEARCH: about})
+    if not first.folder.exists():  # else they were checked then
+        _check_corners(asked, distributions)
+    return Search(asked, first, baseline, distributions)
+
+
+def _check_corners(asked: Asked, distributions: Mapping[str, Any]) -> None:
+    """Raise ConfigError with all that is wrong with runs at the edges of the space."""
     problems: dict[Problem, None] = {}
     for corner in corners_of(distributions):
         try:
@@ -100,12 +113,6 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise ConfigError(list(problems))
-    keys = asked.keys
-    said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
-    about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
-             "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
-             "seeds": [config.seed for _, config in baseline]}  # fmt: skip
-    return Search(asked, define(baseline, name, typed, {SEARCH: about}), baseline, distributions)
 
 
 def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
