@@ -247,7 +247,7 @@ def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override
     return [[*parse_overrides(params), *typed], *lines]
 
 
-def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
+def _typed_first(line: list[Override], typed: Sequence[Override]) -> list[Override]:
     """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
     choices = {each.key_or_group: each for each in typed}
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]
