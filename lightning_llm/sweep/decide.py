@@ -6,8 +6,9 @@ twice.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lightning_llm.compare.comparison import Comparison, compare_runs
@@ -29,6 +30,7 @@ from lightning_llm.sweep.local import signals_passed_on
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
+Definition = Callable[[], Sweep]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
     Raises:
         ConfigError: the jobs or the folder do not fit the looks, before anything starts; or what a look cannot judge.
     """
-    whole, design = declared_sweep(composed, keys)
+    definition, design = declared_sweep(composed, keys)
+    whole = definition()
     print(f"sweep  looks {design.words}; in {whole.folder}", flush=True)
     outcomes: list[Outcome] = []
     begun: tuple[Job, ...] = ()
@@ -56,7 +59,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
             todo = left_to_do(stage.jobs)
             if not todo:
                 break
-            whole = _opened_for(composed, keys, stage.jobs, whole.parent_run_id if outcomes else None)
+            whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
             begun = _with_started(whole, stage.jobs)
             outcomes += start(_same(whole, todo), relay)
             if relay.received or any(state_of(job.folder) not in SETTLED for job in todo):
@@ -67,16 +70,16 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
     return code
 
 
-def _opened_for(composed: Composed, keys: SweepConfig, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
+def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
     """Return the sweep, its file written with the jobs that have begun and `jobs`; its parent run made if it has none.
 
     It is defined anew: another start of it may have given numbers by now.
     """
     if parent_run_id is None:
-        parent_run_id = opened(lambda: _begun(declared_sweep(composed, keys)[0], jobs)).parent_run_id
-        return tracked(declared_sweep(composed, keys)[0], parent_run_id)
-    with one_at_a_time(declared_sweep(composed, keys)[0].folder):
-        whole = tracked(declared_sweep(composed, keys)[0], parent_run_id)
+        parent_run_id = opened(lambda: _begun(definition(), jobs)).parent_run_id
+        return tracked(definition(), parent_run_id)
+    with one_at_a_time(definition().folder):
+        whole = tracked(definition(), parent_run_id)
         write(_begun(whole, jobs))
     return whole
 
@@ -85,8 +88,8 @@ def _begun(whole: Sweep, further: Iterable[Job]) -> Sweep:
     return replace(whole, jobs=_with_started(whole, further))
 
 
-def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Sweep, Design]:
-    """Return the sweep of all jobs that its looks may need, seed by seed, and its design: the one it was begun with.
+def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, Design]:
+    """Return what defines the sweep of all jobs that its looks may need, seed by seed, and the design it is begun with.
 
     Raises:
         ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder was begun with other looks.
@@ -100,12 +103,13 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Sweep, Design
     families = planned_families([config for _, config in jobs], seeds, keys.baseline)
     recipes = max(len(family.recipes) for family in families)
     design = declare(looks, seeds, terms, keys.spending, recipes, keys.baseline)
-    whole = define(jobs, name, typed, {DESIGN: design.as_data()})
-    return whole, read_design(whole.declared, str(whole.folder / FILE)) or design
+    definition = partial(define, jobs, name, typed, {DESIGN: design.as_data()})
+    whole = definition()
+    return definition, read_design(whole.declared, str(whole.folder / FILE)) or design
 
 
 def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[Family]:
-    """Return how jobs of these configs will be judged together: as `compare` would pair them, had they finished.
+    """Return how jobs of these configs will be judged together: as `compare` would pair those of the first seed.
 
     Raises:
         ConfigError: nothing would be held against a baseline, or a recipe or its baseline lacks one of `seeds`.
@@ -113,9 +117,13 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
     if len(trunks := {config.branch_from for config in configs}) > 1:
         text = f"has {len(trunks)} values, and seeds are added to one trunk. Give one trunk, or a sweep without looks."
         raise ConfigError(Problem("branch_from", text))
+    seeds_of: dict[str, set[int]] = {}
+    for config in configs:
+        seeds_of.setdefault(kind_of(config), set()).add(config.seed)
+    first = [config for config in configs if config.seed == seeds[0]]
     runs = [
-        Run(Path("planned") / str(index), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
-        for index, config in enumerate(configs)
+        Run(Path(kind_of(config)), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
+        for config in first
     ]
     try:
         families, problems = pair_runs(runs, choose_factor(runs, baseline))
@@ -123,8 +131,9 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
         found = [Problem("sweep.until", f"has nothing to decide: {each.key} {each.text}") for each in error.problems]
         raise ConfigError(found) from error
     for family in families:
-        for label, pairs in family.recipes.items():
-            if lacking := sorted(set(seeds) - {pair.run.seed for pair in pairs}):
+        for label, (pair,) in family.recipes.items():
+            both = seeds_of[str(pair.run.folder)] & seeds_of[str(pair.baseline.folder)]
+            if lacking := sorted(set(seeds) - both):
                 text = f"has no job at seed {', '.join(map(str, lacking))}, which the looks need, or no baseline there."
                 problems.append(Problem(label, text))
     if not families and not problems:
@@ -142,7 +151,7 @@ def next_stage(whole: Sweep, design: Design) -> Stage:
         return Stage(tuple(waiting))
     settled = [job for job in whole.jobs if state_of(job.folder) in SETTLED]
     comparison = compare_runs([read_run(job.folder) for job in settled], design.terms, design.baseline, design=design)
-    kinds = {job.folder: kind_of(job.config) for job in settled}
+    kinds = {job.folder: kind_of(job.config) for job in whole.jobs}
     needed: dict[str, int] = {}
     paired: set[str] = set()
     for verdict in comparison.verdicts:
@@ -154,7 +163,7 @@ def next_stage(whole: Sweep, design: Design) -> Stage:
     most = max(needed.values(), default=0)
     jobs = []
     for job in whole.jobs:
-        kind = kind_of(job.config)
+        kind = kinds[job.folder]
         count = needed.get(kind, 0) if kind in paired else most  # in no pair: A/A runs, which go on with the others
         if job.config.seed in design.seeds[:count] and state_of(job.folder) not in SETTLED:
             jobs.append(job)

@@ -43,7 +43,8 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         return sweep_facts(define(*composed))
     from lightning_llm.sweep.decide import declared_sweep, most_jobs
 
-    whole, design = declared_sweep(composed, keys)
+    definition, design = declared_sweep(composed, keys)
+    whole = definition()
     first, most = most_jobs(whole, design)
     return sweep_facts(whole) | {
         "sequential": {**design.as_data(), "words": design.words, "first_jobs": first, "most_jobs": most}

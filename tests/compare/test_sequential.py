@@ -50,7 +50,9 @@ def test_one_look_is_the_interval_of_old(recipes):
     assert boundary((5,), recipes, 0.95, "linear", 2000) == pytest.approx((0.95,))
 
 
-@pytest.mark.parametrize("spending", SPENDINGS)
+@pytest.mark.parametrize(
+    "spending", ["linear", *(pytest.param(each, marks=pytest.mark.full) for each in SPENDINGS[1:])]
+)
 def test_at_the_margin_just_the_error_that_is_named_is_made_over_all_looks(spending):
     confidences = boundary(LOOKS, 1, 0.95, spending)
     differences = np.random.default_rng(11).standard_normal((20_000, 1, LOOKS[-1]))
@@ -122,14 +124,14 @@ def test_a_design_that_was_changed_is_refused():
 
 SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}
 UNLIKE = "recipes of unlike spread (0.002, 0.005, 0.02)"
-QUICK = ("normal, one recipe", "heavy tails (t with 3 df)", "every run diverges at 5 %")
+QUICK = ("normal, one recipe", "every run diverges at 5 %")
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_verdicts_that_stop_when_they_like_are_seldom_wrong(name):
-    found = simulation.errors(SCENARIOS[name], 0.01, 100)
-    assert max(found.lossless, found.lossy) <= 0.05 + 0.02  # of 100 sweeps; 0.05 of many, below
-    assert found.coverage >= 0.91
+    found = simulation.errors(SCENARIOS[name], 0.01, 60)
+    assert max(found.lossless, found.lossy) <= 0.05 + 0.035  # of 60 sweeps; 0.05 of many, below
+    assert found.coverage >= 0.88
 
 
 @pytest.mark.full
@@ -144,7 +146,7 @@ def test_verdicts_that_stop_when_they_like_are_wrong_in_at_most_one_of_twenty_sw
 
 
 def test_seeds_are_saved_where_pairs_scatter_less_than_was_feared():
-    own, base, right = simulation.seeds_used(0.005, 0.0, 1, "linear", 150)
-    assert own == base == pytest.approx(5.4, abs=0.35)
+    own, base, right = simulation.seeds_used(0.005, 0.0, 1, "linear", 80)
+    assert own == base == pytest.approx(5.4, abs=0.45)
     assert right > 0.98
-    assert simulation.seeds_used(0.002, 0.0, 1, "linear", 60)[0] < 4
+    assert simulation.seeds_used(0.002, 0.0, 1, "linear", 30)[0] < 4

@@ -149,6 +149,7 @@ def test_a_crashed_run_keeps_a_look_from_being_taken(tmp_path, monkeypatch, caps
     assert (started[0]["precision"]["name"], started[0]["seed"]) == ("bf16", 1)
 
 
+@pytest.mark.full
 def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, capsys):
     started = make_jobs(monkeypatch, loss).started
     assert main(["train", *words(tmp_path, "precision=bf16,mxfp8", "sweep.max_seeds=5")]) == 0
@@ -163,7 +164,6 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
     [
         (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 6 seeds"),
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
-        (["sweep.looks=[1,3]"], "looks begin after 2 seeds"),
         (["precision=bf16"], "sweep.until: has nothing to decide"),
         (["sweep.search=halving"], "until and search do not go together"),
         (["sweep.baseline=precision=fp32"], "fp32"),

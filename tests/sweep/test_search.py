@@ -230,7 +230,7 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     assert len(kind.started) == started
 
 
-@pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), (1, 1, 1, 3, 3)])
+@pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])
 def test_halving_seldom_ends_a_recipe_that_is_as_good_as_the_best(spread):
     """Five recipes of one loss, over two rungs: each in half of 5 %, a louder one in 5 %; and one far off always."""
     rng, keys, trials = np.random.default_rng(0), SweepConfig(margin=1e-9), 250
