@@ -26,6 +26,7 @@ from lightning_llm.compare.references import STATISTICS
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
+from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.plan.matrix import matrix, numbered
 from lightning_llm.precision.lint import NOT_TO_ALLOW, RULES, rule_name
 from lightning_llm.registry import NameIn, Registry
@@ -167,9 +168,11 @@ def config_keys() -> str:
     for key, field in config_fields(Config):
         group = key.partition(".")[0] if "." in key else ""
         tables.setdefault(group, []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
+    for key, field in config_fields(SweepConfig, "sweep."):
+        tables.setdefault("sweep", []).append([f"`{key}`", _type(field), _default(field), field.description or ""])
     sections = []
     for group, rows in tables.items():
-        title = f"`{group}`" if group else "Of a run"
+        title = {"": "Of a run", "sweep": "`sweep`, of `train -m` alone"}.get(group, f"`{group}`")
         sections.append(f"## {title}\n\n{_table(['key', 'value', 'default', 'what it is'], rows)}")
     return "\n".join(sections)
 

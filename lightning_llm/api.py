@@ -6,7 +6,7 @@ Nothing here is imported before it is called: composing needs no torch, and a ve
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +106,10 @@ def compare(
     baseline: str | None = None,
     best_of: str | None = None,
     choose_by: str | None = None,
-    margin: float | str = 0.01,
-    confidence: float = 0.95,
-    metric: str = "val_loss",
-    tail: float = 0.1,
+    margin: float | str | None = None,
+    confidence: float | None = None,
+    metric: str | None = None,
+    tail: float | None = None,
     targets: Iterable[str] = (),
     all_pairs: bool = False,
     output: StrPath | None = None,
@@ -121,10 +121,11 @@ def compare(
         runs: results of `train`, folders of runs or above runs, sweeps, MLflow ids; none: the last sweep.
         baseline: what to hold the others against: "precision=bf16"; None: the usual one.
         best_of: each recipe at its best value of this key, chosen by seeds `choose_by` ("0,1", "all"; None: lowest).
-        margin: the gap in loss, in nats per token, that is still lossless; "2%": tokens more that it may need.
-        confidence: of all intervals together.
-        metric: of the validation records: "val_loss", "val_loss/SOURCE".
-        tail: the last share of the steps, averaged over.
+        margin: the gap in loss, in nats per token, that is still lossless; "2%": tokens more that it may need; None: as
+            declared for the sweep, or 0.01.
+        confidence: of all intervals together; None: as declared, or 0.95.
+        metric: of the validation records: "val_loss", "val_loss/SOURCE"; None: as declared, or "val_loss".
+        tail: the last share of the steps, averaged over; None: as declared, or 0.1.
         targets: what time to target is measured to: "4.4", or that of one setting, "model=llama_tiny:4.4".
         all_pairs: every recipe against every other, too.
         output: a folder for the report, which then goes to no MLflow either.
@@ -134,13 +135,14 @@ def compare(
         IncompleteComparisonError: not all could be judged; its `comparison` has the verdicts on the rest.
         ConfigError: nothing could be judged, with every reason. Flags in its text are the arguments' names here.
     """
-    from lightning_llm.compare.command import best_of_words, compare_named, print_table, terms_of
+    from lightning_llm.compare.command import best_of_words, compare_named, print_table
+    from lightning_llm.compare.declared_looks import AskedTerms
     from lightning_llm.compare.target import read_targets
 
     given = [runs] if isinstance(runs, str | os.PathLike | TrainResult) else runs
     return compare_named(
         [str(_path_of(each)) for each in given],
-        replace(terms_of(margin, confidence, metric, tail), targets=read_targets(list(targets)), all_pairs=all_pairs),
+        AskedTerms(margin, confidence, metric, tail, read_targets(list(targets)), all_pairs),
         baseline,
         best_of_words(best_of, choose_by),
         None if output is None else Path(output),

@@ -62,7 +62,7 @@ LIBRARIES = {
         "verb",
     },
     "lightning": {"train", "callbacks", "run", "record", "golden"},
-    "hydra": {"config", "run", "verb"},
+    "hydra": {"config", "run", "sweep", "verb"},
     "mlflow": {"record", "compare"},
 }
 """Who may import what is slow to import or hard to do without."""

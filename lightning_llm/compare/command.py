@@ -11,7 +11,10 @@ from typing import Any
 
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
+from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import all_differences
+from lightning_llm.compare.ended_jobs import without_ended
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.looks import look_at, record_look
@@ -20,7 +23,6 @@ from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.target import Targets, read_targets
-from lightning_llm.compare.token_curve import margin_of
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -38,10 +40,11 @@ def compare(arguments: argparse.Namespace) -> int:
         return _time_to_target(arguments, targets)
     if arguments.trials is not None:
         raise ConfigError(Problem("--trials", "says which runs are trials of one study. Give --time-to-target, too."))
-    terms = terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
     compare_named(
         arguments.runs,
-        replace(terms, targets=targets, all_pairs=arguments.all_pairs),
+        AskedTerms(
+            arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
+        ),
         arguments.baseline,
         best_of_words(arguments.best_of, arguments.choose_by),
         arguments.output,
@@ -60,7 +63,7 @@ def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
         raise ConfigError(Problem("--time-to-target", text))
     benchmark_named(
         arguments.runs,
-        arguments.metric,
+        arguments.metric or LOSS,
         targets,
         arguments.baseline,
         (arguments.trials or "").split(",") if arguments.trials else (),
@@ -74,7 +77,7 @@ def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
 
 def compare_named(
     words: Sequence[str],
-    terms: Terms,
+    asked: AskedTerms,
     baseline: str | None,
     best_of: BestOf | None,
     output: Path | None,
@@ -86,6 +89,7 @@ def compare_named(
 
     Args:
         words: RUN arguments, see `find_runs`.
+        asked: the terms; what is None there is as it was declared for the sweep, or else as usual.
         output: another folder for the report, which then goes to no MLflow either.
         show: prints the verdicts.
         say: prints a line on where the report went.
@@ -94,19 +98,25 @@ def compare_named(
         IncompleteComparisonError: not all could be judged; the rest is shown and written.
         ConfigError: nothing could be judged.
     """
+    terms_of(asked, None)  # what is wrong with them, before anything is read
     found = find_runs(words)
-    runs, problems = read_all(found.folders)
-    lost, without_kin = lost_jobs(found.sweeps, runs)
+    declared = declared_looks(found, asked, baseline, best_of)
+    terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
+    folders, ended = without_ended(found)
+    runs, problems = read_all(folders)
+    lost, without_kin = lost_jobs(found.sweeps, runs, set(found.folders) - set(folders))
     runs, problems = [*runs, *lost], [*problems, *without_kin]
     try:
         if best_of is not None:
             best_of = replace(best_of, sweeps=tuple(found.sweeps))
-        comparison = compare_runs(runs, terms, baseline, best_of)
+        comparison = compare_runs(runs, terms, baseline, best_of, declared.design)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
-    _record_look(comparison, found.home / "compare")
+    comparison.notes += [*declared.notes, *ended]
+    if comparison.design is None:
+        _record_look(comparison, found.home / "compare")
     show(comparison)
     for line in _write(comparison, output or found.home / "compare", log=output is None):
         say(line)
@@ -126,23 +136,25 @@ def _record_look(comparison: Comparison, folder: Path) -> None:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
 
 
-def terms_of(margin: float | str, confidence: float, metric: str, tail: float) -> Terms:
-    """Return the terms of a verdict; `margin` in nats, or "2%" of tokens. Raises ConfigError with all that are none."""
+def terms_of(asked: AskedTerms, design: Design | None) -> Terms:
+    """Return the terms of a verdict: `design`'s, or those asked for. Raises ConfigError with all that are none."""
+    if design is not None:
+        return replace(design.terms, targets=asked.targets, all_pairs=asked.all_pairs)
     problems: list[Problem] = []
-    nats, share = Terms().margin, None
+    terms = Terms()
     with gathered(problems):
-        nats, share = margin_of(margin)
-    if share is not None and not metric.startswith(LOSS):
-        problems.append(
-            Problem("--margin", f"in tokens is one of a loss, and --metric is {metric}. Give it in its unit.")
-        )
-    if not 0.5 <= confidence < 1:
-        problems.append(Problem("--confidence", f"is {confidence:g}, must be from 0.5 to below 1, say 0.95."))
-    if not 0 <= tail < 1:
-        problems.append(Problem("--tail", f"is {tail:g}, must be from 0 (the last validation) to below 1."))
+        asked.margins(terms)
+    terms = (replace(asked, margin=None) if problems else asked).over(terms)
+    if terms.token_margin is not None and not terms.metric.startswith(LOSS):
+        text = f"in tokens is one of a loss, and --metric is {terms.metric}. Give it in its unit."
+        problems.append(Problem("--margin", text))
+    if not 0.5 <= terms.confidence < 1:
+        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
+    if not 0 <= terms.tail_share < 1:
+        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
     if problems:
         raise ConfigError(problems)
-    return Terms(nats, confidence, metric, tail, share)
+    return terms
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:

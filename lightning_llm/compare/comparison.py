@@ -9,6 +9,7 @@ from typing import Any
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.data import finite, verdict_data
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.grid import borne_out
@@ -48,6 +49,7 @@ class Comparison:
     selection: Selection | None = None
     all_pairs: list[PairGap] = field(default_factory=list)
     """Every recipe against every other, where that was asked for."""
+    design: Design | None = None
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -61,7 +63,8 @@ class Comparison:
     @property
     def methods(self) -> Methods:
         """What was done, in words, and what that is taken from."""
-        return methods_of(Study(self.factor, self.terms, self.families, self.verdicts, self.selection, self.looks))
+        chosen, looks = self.selection, self.looks
+        return methods_of(Study(self.factor, self.terms, self.families, self.verdicts, chosen, looks, self.design))
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds."""
@@ -87,6 +90,7 @@ class Comparison:
             "selection": self.selection.as_data() if self.selection else None,
             "advice": self.advice.as_data() if self.advice else None,
             "looks": [asdict(look) for look in self.looks],
+            "sequential": self.design.as_data() if self.design else None,
             "problems": [{"key": each.key, "text": each.text} for each in self.problems],
             "notes": self.notes,
             "methods": methods.texts,
@@ -128,11 +132,16 @@ def read_all(folders: Sequence[Path]) -> tuple[list[Run], list[Problem]]:
 
 
 def compare_runs(
-    runs: Sequence[Run], terms: Terms, baseline: str | None = None, best_of: BestOf | None = None
+    runs: Sequence[Run],
+    terms: Terms,
+    baseline: str | None = None,
+    best_of: BestOf | None = None,
+    design: Design | None = None,
 ) -> Comparison:
     """Return the verdicts over `runs`; `baseline` is "group=level" or "key=value", None for the usual one.
 
-    `best_of`: each recipe at its best value of a key, by seeds that are not judged.
+    `best_of`: each recipe at its best value of a key, by seeds that are not judged. `design`: declared looks, by which
+    verdicts are taken; `terms` and `baseline` are then its own.
 
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
@@ -168,6 +177,7 @@ def compare_runs(
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
+    comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
     for family in comparison.families:
@@ -177,7 +187,7 @@ def compare_runs(
         except ConfigError as error:
             comparison.problems += error.problems
             continue
-        verdicts, floor, found = judge(family, factor, here, curve)
+        verdicts, floor, found = judge(family, factor, here, curve, design)
         if selection is not None:
             verdicts = borne_out(verdicts, selection)
         comparison.verdicts += verdicts

@@ -29,6 +29,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "margin": verdict.terms.margin,
         "token_margin": verdict.terms.token_margin,
         "confidence": verdict.terms.confidence,
+        "look": verdict.stage.as_data() if verdict.stage else None,
         "late_switching": verdict.switch.as_data() if verdict.switch else None,
         "reason": reason_of(verdict),
         "loss_verdict": judged.loss,

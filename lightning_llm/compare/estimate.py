@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,15 @@ class Terms:
     def unit(self) -> str:
         """What `margin` and gaps are in."""
         return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"
+
+
+@dataclass(frozen=True)
+class LookLevels:
+    """What one of several declared looks may use up: `intervals` the confidence of its intervals, `failures` its share
+    of the error of the verdict on stability."""
+
+    intervals: float
+    failures: float
 
 
 @dataclass(frozen=True)
@@ -137,18 +146,26 @@ def _equal_bits(pair: Pair, metric: str) -> bool:
     return ours.validations[metric] == theirs.validations[metric] and ours.last_loss == theirs.last_loss
 
 
-def judge_all(recipes: Sequence[Measured], floor_sd: float | None, terms: Terms) -> list[Judged]:
-    """Return the verdict on each recipe of one family; intervals and tests hold together."""
+def judge_all(
+    recipes: Sequence[Measured], floor_sd: float | None, terms: Terms, levels: LookLevels | None = None
+) -> list[Judged]:
+    """Return the verdict on each recipe of one family; intervals and tests hold together.
+
+    `levels`: of one declared look of several, over all of which they then hold; None: of the only look.
+    """
     if not recipes:
         return []
     outliers = [_outliers(recipe, recipes, floor_sd or 0.0, terms) for recipe in recipes]
     found = []
-    for recipe, out, estimate in zip(recipes, outliers, _estimates(recipes, outliers, terms), strict=True):
+    confidence = levels.intervals if levels else terms.confidence
+    for recipe, out, estimate in zip(recipes, outliers, _estimates(recipes, outliers, confidence), strict=True):
         failed = {*recipe.diverged_seeds, *(seed for seed in out if recipe.differences[seed] > 0)}
         baseline_failed = {*recipe.baseline_diverged_seeds, *(seed for seed in out if recipe.differences[seed] < 0)}
         stability = judge_stability(
             len(recipe.seeds), sorted(failed), sorted(baseline_failed), len(recipes), terms.confidence
         )
+        if levels:
+            stability = replace(stability, level=levels.failures / len(recipes))
         loss = decision_of(estimate.low, estimate.high, terms.margin)
         found.append(Judged(recipe, estimate, loss, stability, _decision(recipe, loss, stability)))
     return found
@@ -173,7 +190,7 @@ def _outliers(recipe: Measured, recipes: Sequence[Measured], floor_sd: float, te
     return outlier_seeds(recipe.differences, others, terms.margin, floor_sd)
 
 
-def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], terms: Terms) -> list[Estimate]:
+def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], confidence: float) -> list[Estimate]:
     """Return the gap of each recipe, with intervals that hold together."""
     rows = [
         {seed: value for seed, value in recipe.differences.items() if seed not in out}
@@ -183,7 +200,7 @@ def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], terms
     # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
     spread = [{} if recipe.identical else row for recipe, row in zip(recipes, rows, strict=True)]
     matrix = np.array([[row.get(seed, math.nan) for seed in seeds] for row in spread]).reshape(len(rows), len(seeds))
-    intervals = simultaneous_intervals(matrix, terms.confidence)
+    intervals = simultaneous_intervals(matrix, confidence)
     return [
         Estimate(0.0, 0.0, 0.0, 0.0, pool_sd=0.0, pairs=len(row))
         if recipe.identical

@@ -1,7 +1,7 @@
 """Jobs of a sweep without a readable run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,12 @@ from lightning_llm.record.reading import Run
 from lightning_llm.record.sweep_definition import FILE
 
 
-def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], list[Problem]]:
+def lost_jobs(
+    sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = ()
+) -> tuple[list[Run], list[Problem]]:
     """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what nothing is known of.
+
+    `ended`: folders of jobs that are not to be missed.
 
     What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says.
     """
@@ -25,7 +29,7 @@ def lost_jobs(sweeps: Sequence[Path], runs: Sequence[Run]) -> tuple[list[Run], l
             continue
         here = {job["number"]: by_folder.get(sweep / str(job["number"])) for job in jobs}
         for job in jobs:
-            if here[job["number"]] is not None:
+            if here[job["number"]] is not None or sweep / str(job["number"]) in ended:
                 continue
             folder, (kind, seed) = sweep / str(job["number"]), _kind_and_seed(job)
             alike = [run for other in jobs if _kind_and_seed(other)[0] == kind and (run := here[other["number"]])]

@@ -81,6 +81,12 @@ PASSAGES = (
         "best of several is low by luck, too.",
     ),
     Passage(
+        "Verdicts", "looks were declared before the first run", lambda study: study.design is not None,
+        "Looks that a sweep declared before its first run share out the error by a spending function [@lan1983], with "
+        "boundaries drawn for this very procedure. Intervals then hold together over all looks, too "
+        "[@jennison1989].",
+    ),
+    Passage(
         "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),
     ),
     Passage(

@@ -139,6 +139,16 @@ STATISTICS = (
         "The American Statistician", "55(1):19-24", "10.1198/000313001300339897",
     ),
     Reference(
+        "lan1983", "article", "Lan, K. K. Gordon and DeMets, David L.",
+        "Discrete sequential boundaries for clinical trials", "1983", "Biometrika", "70(3):659-663",
+        "10.1093/biomet/70.3.659",
+    ),
+    Reference(
+        "jennison1989", "article", "Jennison, Christopher and Turnbull, Bruce W.",
+        "Interim analyses: the repeated confidence interval approach", "1989",
+        "Journal of the Royal Statistical Society B", "51(3):305-361", "10.1111/j.2517-6161.1989.tb01433.x",
+    ),
+    Reference(
         "hurlbert1984", "article", "Hurlbert, Stuart H.",
         "Pseudoreplication and the design of ecological field experiments", "1984", "Ecological Monographs",
         "54(2):187-211", "10.2307/1942661",

@@ -92,6 +92,30 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Inte
         differences: [..., K, S] in nats, recipe minus baseline at the same seed; NaN where there is no pair.
         confidence: of all intervals together.
     """
+    spread = spread_of(differences)
+    q = _critical_values(spread.df, np.isfinite(differences), confidence)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = q * np.sqrt(spread.variance / spread.pairs)
+    own, shared = np.sqrt(spread.own), np.sqrt(spread.shared)
+    low, high, sd = spread.gap - half, spread.gap + half, np.sqrt(spread.variance)
+    return Intervals(spread.gap, low, high, sd, spread.df, spread.pooled, own, shared, spread.pairs)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What intervals are made of, but for their critical values; as in `Intervals`, with variances in place of SDs."""
+
+    gap: Array
+    variance: Array
+    df: Array
+    pooled: NDArray[np.bool_]
+    own: Array
+    shared: Array
+    pairs: NDArray[np.int64]
+
+
+def spread_of(differences: Array) -> Spread:
+    """Return each recipe's gap and the variance it is judged by, [..., K], of `differences`, [..., K, S]."""
     there = np.isfinite(differences)
     pairs = there.sum(-1)
     filled = np.where(there, differences, 0.0)
@@ -106,10 +130,7 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Inte
     shared = np.where(pooled, _pooled_variance(own, own_df, pooled), own)
     variance = np.where(pooled, np.fmax(shared, own), own)
     df = np.where(pooled, pooled_df(own_df, pooled)[..., None], np.where(own_df > 0, own_df, np.nan))
-    q = _critical_values(df, there, confidence)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        half = q * np.sqrt(variance / pairs)
-    return Intervals(gap, gap - half, gap + half, np.sqrt(variance), df, pooled, np.sqrt(own), np.sqrt(shared), pairs)
+    return Spread(gap, variance, df, pooled, own, shared, pairs)
 
 
 def like_spread(variances: Array, df: NDArray[np.int64]) -> NDArray[np.bool_]:

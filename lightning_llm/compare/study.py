@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.looks import Look
@@ -23,6 +24,7 @@ class Study:
     verdicts: Sequence[Verdict]
     selection: Selection | None
     looks: Sequence[Look]
+    design: Design | None = None
 
     @property
     def runs(self) -> list[Run]:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_llm.compare.branches import Switch, switch_of
 from lightning_llm.compare.censored import TimeToTarget, time_to_target
 from lightning_llm.compare.cost import Cost, cost_of
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
 from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
@@ -17,6 +18,7 @@ from lightning_llm.compare.losses import LOSS, Tail
 from lightning_llm.compare.noise import Floor, measure_floor
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.compare.seeds import SeedPlan, plan_seeds
+from lightning_llm.compare.sequential import Stage, judge_by_looks
 from lightning_llm.compare.spikes import Spikes, judge_spikes
 from lightning_llm.compare.statistics import Decision
 from lightning_llm.compare.tuned import Tuned
@@ -41,6 +43,8 @@ class Verdict:
     tuned: Tuned | None = None
     """What the grid says, of a verdict at each one's best value (--best-of)."""
     curve: Curve | None = None
+    stage: Stage | None = None
+    """Where it stands among declared looks; None of a verdict at one look."""
 
     @property
     def name(self) -> str:
@@ -120,6 +124,8 @@ class Verdict:
             return "the baseline has not learned"
         if self.tuned is not None and self.tuned.withheld:
             return f"{self.tuned.withheld} at the chosen values alone"
+        if self.stage is not None and self.stage.look is None:
+            return "before the first look"
         if judged.loss == "lossless":
             return "seeds missing" if judged.stability.allows_lossless else "failed seeds"
         if pairs <= 1:
@@ -241,9 +247,9 @@ class Verdict:
 
 
 def judge(
-    family: Family, factor: Factor, terms: Terms, curve: Curve | None = None
+    family: Family, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
 ) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor, and what could not be judged.
+    """Return the verdicts of one family, its A/A floor, and what could not be judged; by `design`'s looks, if any.
 
     `curve`: the baseline's losses at other numbers of tokens, for what gaps are worth in those.
     """
@@ -257,6 +263,9 @@ def judge(
             continue
         recipes.append(recipe)
     floor = measure_floor(family, terms.metric, terms.tail_share)
+    if design is not None and recipes:
+        staged = judge_by_looks(replace(family, recipes={each.label: each.pairs for each in recipes}), floor.sd, design)
+        return [_verdict(each, floor, family, factor, terms, stage) for each, stage in staged.values()], floor, problems
     return (
         [
             replace(_verdict(each, floor, family, factor, terms), curve=curve)
@@ -267,10 +276,13 @@ def judge(
     )
 
 
-def _verdict(judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms) -> Verdict:
+def _verdict(
+    judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms, stage: Stage | None = None
+) -> Verdict:
     sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
     cost = cost_of(sound, judged.measured.tail)
-    return Verdict(judged, family, factor, terms, floor, plan_seeds(judged, terms), cost)
+    plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
+    return Verdict(judged, family, factor, terms, floor, plan, cost, stage=stage)
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:

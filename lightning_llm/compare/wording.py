@@ -65,10 +65,13 @@ def _numbers(verdict: Verdict) -> list[str]:
     if measured.identical:
         numbers.append("equal to the last bit")
     elif estimate.low == estimate.low:  # no NaN
-        level = f"{100 * verdict.terms.confidence:g} % CI"
+        repeated = " repeated" if verdict.stage else ""
+        level = f"{100 * verdict.terms.confidence:g} %{repeated} CI"
         numbers.append(f"{level} {interval_of(estimate)}")
     in_all = len(measured.seeds)
     numbers.append(_count(in_all, "pair") if estimate.pairs == in_all else f"{estimate.pairs} of {in_all} pairs")
+    if verdict.stage is not None:
+        numbers.append(verdict.stage.words)
     if verdict.floor.sd is not None:
         numbers.append(f"A/A floor {nats(verdict.floor.sd)}")
     numbers.append(failures(verdict.judged.stability))
@@ -160,6 +163,9 @@ def _open(verdict: Verdict) -> str:
         return ""
     if verdict.tuned is not None and verdict.tuned.withheld:
         return ""
+    if verdict.stage is not None:
+        worse = "worse; by more than the margin: " if verdict.worse else ""
+        return worse + verdict.stage.what_next
     if judged.loss == "lossless":
         if plan.if_stable is None:
             return ""

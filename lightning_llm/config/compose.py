@@ -15,13 +15,13 @@ import yaml
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
 from lightning_llm.config.cluster_choice import give_way_to_cluster
-from lightning_llm.config.composition import Composer, shipped_composer
+from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer, shipped_composer
 from lightning_llm.config.file_sources import register_sources
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
@@ -32,6 +32,8 @@ from lightning_llm.config.resolve import first_line, read_tree
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.sweep_keys import of_search, sweep_config, sweep_keys, with_seeds
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.config.yaml_source import search_override
@@ -39,8 +41,6 @@ from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.terminal.waiting import Waiting
 
 CONFIG_MODULE = "lightning_llm.conf"
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
-"""What Hydra raises for files and arguments that do not compose; a ValueError for keywords of a defaults list."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
@@ -67,6 +67,9 @@ def read_composed(overrides: Sequence[str], config_dir: Path | None = None) -> R
         if any(_recipe_sweep(parsed, composer)):
             text = "this recipe is a sweep of several runs. Add -m: train -m runs it, plan -m lists it."
             raise ConfigError([*problems, Problem("recipe", text)])
+        if of_sweeps := [each.key_or_group for each in parsed if each.key_or_group.startswith("sweep.")]:
+            text = "is of a sweep, and nothing in one run reads it. Add -m, or leave it out."
+            raise ConfigError([*problems, *(Problem(key, text) for key in of_sweeps)])
         if several := [each.key_or_group for each in parsed if each.is_sweep_override()]:
             text = "has several values, which makes a sweep. Add -m, or give one (text with a comma: in quotes)."
             raise ConfigError([*problems, *(Problem(key, text) for key in several)])
@@ -112,10 +115,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
     """
     with _hydra(config_dir) as composer:
         typed, problems = read_overrides(overrides)
-        params, also = _recipe_sweep(typed, composer)
-        plain = [each for each in typed if not each.is_sweep_override()]
-        groups = [[*parse_overrides(params), *typed]]
-        groups += [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
+        groups = of_search(with_seeds(_groups(typed, composer), typed, keys := sweep_keys(typed, composer)), keys)
         jobs: list[tuple[list[str], Reading]] = []
         waiting = Waiting("composing the sweep's jobs")
         choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
@@ -124,6 +124,24 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
             chosen = [redact_uri(word) for word in arguments if word not in overrides]
             jobs.append((chosen, _compose_one(parse_overrides(arguments), composer, problems)))
         return jobs
+
+
+def read_sweep_keys(overrides: Sequence[str], config_dir: Path | None = None) -> SweepConfig:
+    """Return the keys below `sweep`, of the recipe or typed. Raises ConfigError with all that is wrong with them."""
+    with _hydra(config_dir) as composer:
+        return sweep_keys(parse_overrides(overrides), composer)
+
+
+def read_space(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Override]:
+    """Return the choices of a search by key, typed or of the recipe: what a sweep would take the product of.
+
+    Raises:
+        ConfigError: arguments that are no overrides.
+    """
+    with _hydra(config_dir) as composer:
+        typed = parse_overrides(overrides)
+        params, _ = _recipe_sweep(typed, composer)
+        return {each.key_or_group: each for each in [*parse_overrides(params), *typed] if each.is_sweep_override()}
 
 
 def load_config(file: Path, overrides: Sequence[str]) -> Config:
@@ -218,19 +236,18 @@ def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[s
         return [], []  # the same composition follows for each job, and says there what is wrong
     keys = {each.key_or_group for each in typed}
     params = [f"{key}={value}" for key, value in composed.sweep_params.items() if key not in keys]
-    return params, list(_also(composed.tree))
+    return params, list(sweep_config(composed.tree).also)
 
 
-def _also(tree: DictConfig) -> Sequence[str]:
-    """Return `sweep.also`: overrides of further jobs, one line of them each. Raises ConfigError if it is not that."""
-    lines = OmegaConf.select(tree, "sweep.also") or []
-    unknown = set(tree.get("sweep") or {}) - {"also"}
-    if unknown or not isinstance(lines, list | ListConfig) or not all(isinstance(line, str) for line in lines):
-        raise ConfigError(Problem("sweep", "takes `also` alone: a list of lines like 'precision=bf16 seed=0,1'."))
-    return lines
+def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override]]:
+    """Return the overrides of each product that a sweep is made of: the first, and one per line of `sweep.also`."""
+    params, also = _recipe_sweep(typed, composer)
+    plain = [each for each in typed if not each.is_sweep_override()]
+    lines = [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
+    return [[*parse_overrides(params), *typed], *lines]
 
 
-def _typed_first(line: list[Override], typed: list[Override]) -> list[Override]:
+def _typed_first(line: list[Override], typed: Sequence[Override]) -> list[Override]:
     """Return `line` with typed choices in place of its own for the same key; what it sets to one value stays."""
     choices = {each.key_or_group: each for each in typed}
     return [choices.get(each.key_or_group, each) if each.is_sweep_override() else each for each in line]

@@ -19,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_llm.config.overrides import forced
 
 FORCED = "++"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, RecursionError, ValueError)
+"""What Hydra raises for files and arguments that do not compose; a ValueError for keywords of a defaults list."""
 
 
 class Composed(NamedTuple):

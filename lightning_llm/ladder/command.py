@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_llm.compare.command import best_of_words, terms_of
 from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
+from lightning_llm.compare.declared_looks import AskedTerms
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.selection import BestOf
@@ -44,7 +45,7 @@ def ladder(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: as `ladder_named`.
     """
-    terms = terms_of(arguments.margin, arguments.confidence, arguments.metric, arguments.tail)
+    terms = terms_of(AskedTerms(arguments.margin, arguments.confidence, arguments.metric, arguments.tail), None)
     if arguments.beyond <= 0:
         raise ConfigError(Problem("--beyond", f"is {arguments.beyond:g}, must be above 0 (powers of ten)."))
     target = target_of(arguments.predict) if arguments.predict else None

@@ -31,6 +31,10 @@ GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
 UNHASHED = ("callbacks.",)
 """Of which `training_hash` leaves some out."""
+DESIGN = "sequential"
+"""The key, in `FILE`, of the looks that were declared before the first run (`lightning_llm.compare.design`)."""
+SEARCH = "search"
+"""The key, in `FILE`, of what a search was told to look for."""
 BEGINNING = (LOCKS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 
@@ -92,6 +96,8 @@ class Sweep:
     jobs: tuple[Job, ...]
     parent_run_id: str | None = None
     typed: Typed | None = None
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    """What was laid down before the first run, by its key in `FILE`: `DESIGN`, `SEARCH`."""
 
     @property
     def experiment(self) -> str:
@@ -108,26 +114,35 @@ class Sweep:
         return {key: list(values) for key, values in found.items()}
 
 
-def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Typed | None = None) -> Sweep:
+def define(
+    jobs: Sequence[tuple[list[str], Config]],
+    name: str | None,
+    typed: Typed | None = None,
+    declared: Mapping[str, Any] | None = None,
+) -> Sweep:
     """Return the sweep of composed `jobs`, in `run.root/experiment/<name>/`; by default a name of the recipe and hash.
 
     The hash is over the jobs' keys, so the same command finds its folder again, whatever callbacks only watch. Where
     the folder holds a sweep already, jobs keep the numbers they have there and new ones are added behind: a sweep given
     a name can grow. One of an earlier version, whose keys told observers apart, goes on under the keys it has.
+    `declared` is part of the hash, and what the folder holds has to have been declared alike; what was derived from it
+    then ("derived", in its values) stays.
 
     Raises:
-        ConfigError: jobs of several experiments, or the folder holds something that is no sweep.
+        ConfigError: jobs of several experiments, or the folder holds something that is no sweep, or one that was begun
+            with something else declared.
     """
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
         raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
     keys, former = _keys(jobs, training_hash, UNHASHED), _keys(jobs, config_hash)
-    digest, former_digest = (sha256(json.dumps(sorted(each)).encode()).hexdigest()[:12] for each in (keys, former))
+    digest, former_digest = (_digest(each, declared) for each in (keys, former))
     recipe, above = (first.recipe or "sweep").rpartition("/")[2], Path(first.run.root) / first.run.experiment
     folder = above / (name or f"{recipe}-{digest}")
     if not folder.exists() and (above / f"{recipe}-{former_digest}" / FILE).exists():
         folder, digest = above / f"{recipe}-{former_digest}", former_digest
     known = _read(folder)
+    declared = _as_declared(known, declared, folder)
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
     keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
     following = max(numbers.values(), default=-1) + 1
@@ -139,7 +154,35 @@ def define(jobs: Sequence[tuple[list[str], Config]], name: str | None, typed: Ty
         update = {"dir": str(folder / str(number)), "name": f"{number} {' '.join(words)}".strip()}
         placed = config.model_copy(update={"run": config.run.model_copy(update=update)})
         made.append(Job(number, tuple(words), key, placed))
-    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"), typed)
+    return Sweep(folder, digest, tuple(made), known.get("mlflow_run_id"), typed, declared)
+
+
+def _digest(keys: list[str], declared: Mapping[str, Any] | None) -> str:
+    whole = [sorted(keys), _terms_alone(declared)] if declared else sorted(keys)
+    return sha256(json.dumps(whole).encode()).hexdigest()[:12]
+
+
+def _terms_alone(declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was declared without what follows from it, which another machine may round otherwise."""
+    return {key: {k: v for k, v in each.items() if k not in ("derived", "hash")} for key, each in declared.items()}
+
+
+def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
+    """Return what is declared for the sweep in `folder`. Raises ConfigError where it was begun with something else."""
+    before = {key: known[key] for key in (DESIGN, SEARCH) if known.get(key)}
+    if declared is None or not known:
+        return before or dict(declared or {})
+    ours, theirs = (json.loads(json.dumps(_terms_alone(each))) for each in (declared, before))
+    if ours == theirs:
+        return before
+    if not before:
+        text = f"{folder} was begun without: it has to be declared before the first run. Give another run.name."
+    else:
+        flat = flatten(ours), flatten(theirs)
+        keys = sorted(key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key))
+        was = "; ".join(f"{key} was {flat[1].get(key)}, is {flat[0].get(key)}" for key in keys)
+        text = f"{folder} was begun with others declared ({was}). Give these again, or another run.name."
+    raise ConfigError(Problem("sweep", text))
 
 
 def write(sweep: Sweep) -> dict[str, Any]:
@@ -156,6 +199,7 @@ def write(sweep: Sweep) -> dict[str, Any]:
         "axes": sweep.axes,
         "typed": typed,
         "mlflow_run_id": sweep.parent_run_id,
+        **sweep.declared,
         "jobs": sorted(known.values(), key=lambda each: each["number"]),
     }
     write_json(sweep.folder / FILE, about)
@@ -217,14 +261,25 @@ def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str,
 
 def _described(job: Job) -> dict[str, Any]:
     """Return a job as `sweep.json` lists it; those of one `kind` differ in seed and trunk alone."""
-    config = flatten(job.config.model_dump(mode="json"))
-    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
-    kind = {key: value for key, value in config.items() if value is not None and not below(key, rest)}
-    digest = sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+    digest = kind_of(job.config)
     trunk = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
     return {
         "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **trunk
     }  # fmt: skip
+
+
+def kind_of(config: Config) -> str:
+    """Return what a job shares with those of other seeds and trunks, and with no other: 12 hex digits."""
+    flat = flatten(config.model_dump(mode="json"))
+    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
+    kind = {key: value for key, value in flat.items() if value is not None and not below(key, rest)}
+    return sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_declared(folder: Path) -> dict[str, Any]:
+    """Return what was declared for the sweep in `folder`, {} where nothing was. Raises ConfigError: it is no sweep."""
+    known = _read(folder)
+    return {key: known[key] for key in (DESIGN, SEARCH) if known.get(key)}
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:

@@ -20,6 +20,16 @@ class Relay:
     def __init__(self) -> None:
         self.received = 0
         self.processes: set[Started] = set()
+        self.of_job: dict[int, Started] = {}
+
+    def runs(self, number: int) -> bool:
+        """Return whether the job of this number is under way here."""
+        return number in self.of_job
+
+    def stop(self, number: int) -> None:
+        """Have the job of this number, if it is under way, save and stop."""
+        if (process := self.of_job.get(number)) is not None:
+            process.send_signal(signal.SIGTERM)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

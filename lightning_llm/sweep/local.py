@@ -85,10 +85,12 @@ def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
         # In a process group of its own: a terminal's Ctrl-C would reach it beside ours, and the second one kills.
         process = subprocess.Popen(command, process_group=0, env=environment, stdout=output, stderr=output)
         relay.processes.add(process)
+        relay.of_job[job.number] = process
         if relay.received:  # it came while the process was started
             process.send_signal(relay.received)
         code = process.wait()
         relay.processes.discard(process)
+        del relay.of_job[job.number]
     finally:
         if output is not None:
             output.close()

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.compose import read_sweep_keys
 from lightning_llm.config.identity import config_hash
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
@@ -24,9 +25,30 @@ def outline(arguments: argparse.Namespace) -> int:
     """
     if arguments.matrix:
         raise ConfigError(Problem("--matrix", "is of one run: leave out -m and name a recipe that is no sweep."))
-    facts = sweep_facts(define(*checked_jobs(arguments, to_train=False)))
+    facts = _facts(arguments)
     print(json.dumps(facts, indent=1) if arguments.json else render(facts))
     return 0
+
+
+def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the sweep as plain data, with its looks, or its search, if it has such."""
+    keys = read_sweep_keys(arguments.overrides, arguments.config_dir)
+    if keys.search is not None:
+        from lightning_llm.sweep.search.outline import search_facts
+
+        whole, about = search_facts(arguments, keys)
+        return sweep_facts(whole) | {"search": about}
+    composed = checked_jobs(arguments, to_train=False)
+    if keys.until is None:
+        return sweep_facts(define(*composed))
+    from lightning_llm.sweep.decide import declared_sweep, most_jobs
+
+    definition, design = declared_sweep(composed, keys)
+    whole = definition()
+    first, most = most_jobs(whole, design)
+    return sweep_facts(whole) | {
+        "sequential": {**design.as_data(), "words": design.words, "first_jobs": first, "most_jobs": most}
+    }
 
 
 def sweep_facts(whole: Sweep) -> dict[str, Any]:
@@ -80,9 +102,16 @@ def render(facts: dict[str, Any]) -> str:
     states = Counter(job["state"] for job in facts["jobs"])
     left = facts["left"]
     count = f"{left['jobs']} job{'' if left['jobs'] == 1 else 's'}"
+    further = []
+    if looks := facts.get("sequential"):
+        jobs = f"{looks['first_jobs']} jobs for the first, {looks['most_jobs']} if nothing is decided before the last"
+        further = [("looks", f"{looks['words']}; {jobs}")]
+    if search := facts.get("search"):
+        further = [("search", search["words"]), *search["rows"]]
     where = f"{facts['launcher']}, {facts['at_once']} at once"
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
+    rows += further
     rows += [
         ("jobs", f"{len(facts['jobs'])} ({where}): {', '.join(f'{states[state]} {state}' for state in states)}"),
         ("left", f"{count}, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),

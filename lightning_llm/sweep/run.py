@@ -3,11 +3,11 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_llm.config.commands import sync_command
-from lightning_llm.config.compose import read_sweep, typed_value
+from lightning_llm.config.compose import read_sweep, read_sweep_keys, typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.errors import ConfigError, Problem
@@ -21,7 +21,7 @@ from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.ray_cluster import in_sweep, ray_problems
-from lightning_llm.run.relay import signals_passed_on
+from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.trunk import settled
 from lightning_llm.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
@@ -45,34 +45,60 @@ def sweep(arguments: argparse.Namespace) -> int:
     alone. Returns 0, 1 where a job failed, or 128 + a signal, which is passed on to the jobs under way: they save and
     stop. A diverged job is a result and no failure.
     """
+    keys = read_sweep_keys(arguments.overrides, arguments.config_dir)
+    if keys.search is not None:
+        from lightning_llm.sweep.search.run import search
+
+        return search(arguments, keys)
     composed = checked_jobs(arguments)
+    if keys.until is not None:
+        from lightning_llm.sweep.decide import run_until_decided
+
+        return run_until_decided(composed, keys)
     whole = define(*composed)
+    todo = left_to_do(whole.jobs)
+    if not todo:
+        print(f"sweep  nothing left to do, in {whole.folder}")
+        return 0
+    keys_left = {job.key for job in todo}
+    whole = opened(lambda: define(*composed))
+    with signals_passed_on() as relay:
+        outcomes = start([job for job in whole.jobs if job.key in keys_left], relay)  # they know their parent now
+    return close(whole, outcomes, relay.received)
+
+
+def left_to_do(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs that are neither settled nor running elsewhere, and print what the others are."""
     todo = []
-    for job in whole.jobs:
+    for job in jobs:
         if (state := settled_state(job.folder)) in (*SETTLED, "running"):
             again = f", a result (to run it again, remove {job.folder})" if state == "diverged" else ""
             print(f"job    {job.name}: {state}, left as it is{again}")
         else:
             todo.append(job)
-    if not todo:
-        print(f"sweep  nothing left to do, in {whole.folder}")
-        return 0
-    keys = {job.key for job in todo}
-    with one_at_a_time(whole.folder):  # another start of it may have given numbers, or made the parent, by now
-        whole = _open(define(*composed))
-    todo = [job for job in whole.jobs if job.key in keys]  # they know their parent now
-    launcher = todo[0].config.launcher
+    return todo
+
+
+def opened(definition: Callable[[], Sweep]) -> Sweep:
+    """Return the sweep, its file and its parent run written before any of its jobs starts."""
+    with one_at_a_time(definition().folder):  # another start of it may have given numbers, or made the parent, by now
+        return _open(definition())
+
+
+def start(jobs: Sequence[Job], relay: Relay) -> list[Outcome]:
+    """Run `jobs`, one at least, where their launcher has them run; return how they came out."""
+    launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
-    plans = [Resolution(job.config, to_train=here).plan() for job in todo]
+    plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
     for line in dict.fromkeys(line for plan in plans for line in notes(plan, to_train=True)):
         print(line, flush=True)
-    progress = Progress(len(todo), queued=launcher.name == "slurm")
-    with in_sweep(launcher), signals_passed_on() as relay:
+    progress = Progress(len(jobs), queued=launcher.name == "slurm")
+    with in_sweep(launcher):
         if launcher.name == "slurm":
-            run_on_slurm(todo, relay, progress)
+            run_on_slurm(jobs, relay, progress)
         else:
-            run_here(todo, launcher.at_once, relay, progress)
-    return _close(whole, progress.outcomes, relay.received)
+            run_here(jobs, launcher.at_once, relay, progress)
+    return progress.outcomes
 
 
 def checked_jobs(
@@ -141,21 +167,30 @@ def _open(whole: Sweep) -> Sweep:
     return whole
 
 
-def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
-    """Print how the sweep came out, tell MLflow, and return the exit code."""
+def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = ()) -> int:
+    """Print how the sweep came out, tell MLflow, and return the exit code.
+
+    `ended`: numbers of jobs that a search ended before their end, which are no failures.
+    """
     states = {job.number: state_of(job.folder) for job in whole.jobs}
     counted = Counter(states.values())
     finished, diverged = (counted[state] for state in SETTLED)
     failed = [
         each
         for each in outcomes
-        if each.code and states[each.job.number] != "diverged" and not (stopped_by and each.code in STOPPED)
+        if each.code
+        and states[each.job.number] != "diverged"
+        and not ((stopped_by or each.job.number in ended) and each.code in STOPPED)
     ]
     here = {each.job.number for each in outcomes}
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
     running = "running" in states.values()
     if whole.jobs[0].config.logger.name == "mlflow":
-        sound = not failed and not elsewhere and finished + diverged == len(states)
+        sound = (
+            not failed
+            and not elsewhere
+            and finished + diverged + sum(number in ended for number in states) == len(states)
+        )
         status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
         counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
         counts["total"] = len(states)
@@ -164,6 +199,7 @@ def _close(whole: Sweep, outcomes: list[Outcome], stopped_by: int) -> int:
             text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
+    lost += f", {len(ended)} ended by the search" if ended else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
     if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
         tracked = mlflow_facts(outcomes[0].job.folder)

@@ -162,11 +162,11 @@ def _compare(parser: ArgumentParser) -> None:
         metavar="SEEDS",
         help="seeds that choose with --best-of, and are not judged (the lowest); all: all choose, and judge",
     )
-    margin = "the gap in loss that is still lossless, nats (0.01), or tokens more that a recipe may need (2%%)"
-    add("--margin", default="0.01", metavar="NATS|N%", help=margin)
-    add("--confidence", type=float, default=0.95, metavar="P", help="of all intervals together (0.95)")
-    add("--metric", default="val_loss", metavar="KEY", help="of validation lines (val_loss; also val_loss/SOURCE)")
-    add("--tail", type=float, default=0.1, metavar="SHARE", help="last share of the steps, averaged over (0.1)")
+    margin = "the gap that is still lossless, nats (as declared, or 0.01), or tokens more that may be needed (2%%)"
+    add("--margin", metavar="NATS|N%", help=margin)
+    add("--confidence", type=float, metavar="P", help="of all intervals together (as declared, or 0.95)")
+    add("--metric", metavar="KEY", help="of validation lines (as declared, or val_loss; also val_loss/SOURCE)")
+    add("--tail", type=float, metavar="SHARE", help="last share of the steps, averaged over (as declared, or 0.1)")
     add(
         "--all-pairs",
         action="store_true",

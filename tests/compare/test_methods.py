@@ -89,7 +89,8 @@ def test_the_runs_are_described_as_they_were(several, alone):
 
 
 def test_seeds_that_choose_and_looks_are_named_where_there_were_any(tmp_path, several):
-    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
+    losses = {"1e-3": 0.1, "2e-3": 0.0, "4e-3": 0.1}  # best inside the grid
+    rates = {f"precision={p} optim.learning_rate={r}": gap for p in ("bf16", "mxfp8") for r, gap in losses.items()}
     chosen = compared(make_sweep(tmp_path / "s", rates), BestOf("optim.learning_rate"))
     text = " ".join(chosen.methods.texts)
     assert "optim.learning_rate was chosen for each recipe at seed 0." in text

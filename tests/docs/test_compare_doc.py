@@ -1,4 +1,4 @@
-"""docs/compare.md says what the program does: commands, free keys, the keys of a verdict, a cell of the power table."""
+"""docs/compare.md and sequential.md say what the program does: commands, free keys, a cell of the power table."""
 
 import importlib.util
 import json
@@ -12,17 +12,20 @@ import pytest
 from lightning_llm.__main__ import _parser
 from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
-from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.compose import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + (DOCS / "sequential.md").read_text(encoding="utf-8"), re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_parse_and_sweeps_compose(command, monkeypatch, tmp_path):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     arguments = _parser().parse_args(shlex.split(command, comments=True)[1:])
+    if arguments.verb == "train":
+        read_sweep_keys(arguments.overrides)
     if arguments.verb == "train" and "recipe=quickstart" in arguments.overrides:
         assert len(compose_sweep(arguments.overrides)) >= 6
 

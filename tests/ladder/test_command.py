@@ -14,7 +14,7 @@ import run_folders
 from run_folders import STEP_TOKENS, make_run, refusal, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare import report
+from lightning_llm.compare.report import pictures, write
 
 SIZES = {"ladder_240k": 237_888, "ladder_690k": 688_768, "ladder_1m": 1_115_264}
 STEPS = (4, 8, 16)
@@ -122,8 +122,9 @@ def test_a_ladder_needs_rungs(ladder, capsys):
 
 @pytest.fixture
 def undrawn_here(monkeypatch):
-    for name in ("draw_curves", "draw_intervals", "draw_speed"):
-        monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
+    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
 
 
 @pytest.mark.usefixtures("undrawn_here")

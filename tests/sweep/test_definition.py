@@ -47,10 +47,17 @@ def test_what_is_typed_takes_the_place_of_a_recipes_choices(recipes: Path) -> No
     assert {config.trainer.max_steps for _, config in jobs} == {9}
 
 
-@pytest.mark.parametrize("also", ['{"a": 1}', "[3]", '["precision=bf16"], and: 2'])
-def test_other_keys_of_a_sweep_are_refused(also: str, recipes: Path) -> None:
+@pytest.mark.parametrize(
+    ("also", "said"),
+    [
+        ('{"a": 1}', "sweep.also: must be a list of lines"),
+        ("[3]", "sweep.also.0: must be a list of lines"),
+        ('["precision=bf16"], untill: decided', "sweep.untill: unknown key. Did you mean 'until'"),
+    ],
+)
+def test_other_keys_of_a_sweep_are_refused(also: str, said: str, recipes: Path) -> None:
     (recipes / "recipe" / "mine.yaml").write_text(f"# @package _global_\n# x\nsweep: {{also: {also}}}\n")
-    with pytest.raises(ConfigError, match="sweep: takes `also` alone"):
+    with pytest.raises(ConfigError, match=said):
         compose_sweep(["recipe=mine", "seed=0,1"], recipes)
 
 

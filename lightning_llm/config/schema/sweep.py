@@ -1,0 +1,75 @@
+"""`sweep`: what a sweep does beside its product of values. No single run reads it, or has it in its config."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+
+FEWEST_AT_A_LOOK = 2
+
+
+class SweepConfig(Group):
+    """`sweep`: further jobs, seeds by declared looks, a search in place of a product."""
+
+    also: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        (), description="further jobs, a line of overrides each: 'precision=bf16 seed=0,1'"
+    )
+    until: Literal["decided"] | None = Field(
+        None, description="decided: seeds by `looks`, until each verdict is decided; null: the seeds that are given"
+    )
+    looks: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1, max_length=100)] = Field(
+        (3, 4, 5, 6, 8, 10), description="until=decided: the numbers of seeds after which verdicts are taken"
+    )
+    max_seeds: PositiveInt | None = Field(
+        None, description="until=decided: the budget: looks end here, the last one at it; null: at the last of `looks`"
+    )
+    spending: Literal["linear", "pocock", "obrien_fleming"] = Field(
+        "linear", description="how looks share the error: evenly by seeds, the first ones more, the last ones more"
+    )
+    margin: PositiveFloat = Field(0.01, description="the gap that is still lossless, in nats per token or of `metric`")
+    confidence: float = Field(0.95, ge=0.5, lt=1, description="of all intervals of all looks together")
+    metric: str = Field("val_loss", description="of the validation records, as `compare --metric`")
+    tail: Fraction = Field(0.1, lt=1, description="last share of the steps, averaged over, as `compare --tail`")
+    baseline: str | None = Field(
+        None, description="what the others are held against, as `compare --baseline`; null: the usual one"
+    )
+
+    search: Literal["optuna", "halving"] | None = Field(
+        None, description="optuna: values of intervals and choices are searched; halving: recipes drop out by rungs"
+    )
+    trials: PositiveInt = Field(20, description="search=optuna: how many, those that are pruned included")
+    sampler: Literal["tpe", "random", "gp"] = Field("tpe", description="search=optuna: Optuna's sampler of this name")
+    search_seed: int = Field(0, ge=0, lt=2**32, description="search=optuna: of the sampler")
+    pruning: Literal["median", "none"] = Field(
+        "median", description="search=optuna: median: end a trial whose paired gap is above the median of those before"
+    )
+    startup_trials: PositiveInt = Field(4, description="search=optuna: trials that are whole before any is pruned")
+    rungs: Annotated[tuple[Fraction, ...], Field(strict=False, min_length=1)] = Field(
+        (0.25, 0.5), description="search=halving: shares of the steps after which recipes may drop out"
+    )
+
+    @model_validator(mode="after")
+    def _looks_ascend(self) -> Self:
+        if list(self.looks) != sorted(set(self.looks)):
+            raise ValueError(f"looks {list(self.looks)} must ascend, each number of seeds once")
+        if self.looks[0] < FEWEST_AT_A_LOOK:
+            raise ValueError(f"looks begin after {FEWEST_AT_A_LOOK} seeds at the earliest: one pair shows no spread")
+        if self.max_seeds is not None and self.max_seeds < FEWEST_AT_A_LOOK:
+            raise ValueError(f"max_seeds is {self.max_seeds}, and no look is before {FEWEST_AT_A_LOOK} seeds")
+        return self
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.until is not None and self.search is not None:
+            raise ValueError("until and search do not go together: a search has its own end")
+        if list(self.rungs) != sorted(set(self.rungs)) or not self.rungs[0] > 0 or not self.rungs[-1] < 1:
+            raise ValueError(f"rungs {list(self.rungs)} must ascend, each above 0 and below 1")
+        return self
+
+    @property
+    def looks_within_budget(self) -> tuple[int, ...]:
+        """The looks, the last one where the budget ends."""
+        if self.max_seeds is None:
+            return self.looks
+        return (*(look for look in self.looks if look < self.max_seeds), self.max_seeds)

@@ -1,0 +1,99 @@
+"""`sweep`, as it is composed: its keys, checked, and the seeds that declared looks need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
+
+from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
+from lightning_llm.config.overrides import parse_overrides
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+
+
+def sweep_keys(typed: Sequence[Override], composer: Composer) -> SweepConfig:
+    """Return the keys below `sweep` of what `typed` composes to. Raises ConfigError with all that is wrong with them.
+
+    Of several recipes none may be a sweep; and what does not compose is said of each job.
+    """
+    try:
+        return sweep_config(composer.compose([each for each in typed if not each.is_sweep_override()]).tree)
+    except COMPOSITION_ERRORS:
+        return SweepConfig()
+
+
+def sweep_config(tree: DictConfig) -> SweepConfig:
+    """Return the node `sweep` of a composed tree, checked. Raises ConfigError."""
+    node = tree.get("sweep")
+    values: Any = {} if node is None else node
+    if isinstance(node, DictConfig):
+        values = OmegaConf.to_container(node, resolve=True)
+    try:
+        return SweepConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([_problem(details) for details in error.errors()]) from error
+
+
+def _problem(details: Any) -> Problem:
+    location = [str(part) for part in details["loc"]]
+    key = ".".join(["sweep", *location])
+    if details["type"] == "extra_forbidden":
+        return Problem(key, f"unknown key.{did_you_mean(location[-1], list(SweepConfig.model_fields))}")
+    if details["type"] == "value_error":
+        return Problem(key, f"{details['msg'].removeprefix('Value error, ')}.")
+    if details["type"] in ("tuple_type", "model_type") or "also" in location:
+        shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else "a list: [3, 4, 5]"
+        return Problem(key, f"must be {shape if location else 'a mapping of keys'}.")
+    return Problem(key, f"is {details['input']!r}, must be {details['msg'].removeprefix('Input should be ')}.")
+
+
+def with_seeds(groups: list[list[Override]], typed: Sequence[Override], keys: SweepConfig) -> list[list[Override]]:
+    """Return the products of a sweep with as many seeds as the last of its declared looks has, if any are declared.
+
+    Seeds that are typed are taken in their order; else they count from the one given, or from 0, whatever the recipe's
+    file says. Lines of `sweep.also` keep their own: A/A runs may be fewer.
+
+    Raises:
+        ConfigError: fewer are typed than that.
+    """
+    if keys.until is None:
+        return groups
+    needed = keys.looks_within_budget[-1]
+    are_typed = any(each.key_or_group == "seed" and each.is_sweep_override() for each in typed)
+    return [_with_seeds(group, needed, are_typed, is_line=place > 0) for place, group in enumerate(groups)]
+
+
+def _with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line: bool) -> list[Override]:
+    given = [each for each in group if each.key_or_group == "seed"]
+    several = [each for each in given if each.is_sweep_override()]
+    if several and is_line:
+        return group
+    if several and are_typed:
+        count = len(list(several[-1].sweep_string_iterator())) if several[-1].is_discrete_sweep() else 0
+        if count < needed:
+            text = (
+                f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "
+                f"2, ...), give as many, or fewer looks (sweep.max_seeds={max(count, 2)})."
+            )
+            raise ConfigError(Problem("seed", text))
+        return group
+    first = given[-1].value() if given and not several else 0
+    if not isinstance(first, int):
+        return group  # which is said of each job
+    seeds = parse_overrides([f"seed={','.join(str(first + n) for n in range(needed))}"])
+    return [*(each for each in group if each.key_or_group != "seed"), *seeds]
+
+
+def of_search(groups: list[list[Override]], keys: SweepConfig) -> list[list[Override]]:
+    """Return the products of a sweep; of a search by Optuna the one of its seeds, at what is given and not searched.
+
+    Raises:
+        ConfigError: it has further lines.
+    """
+    if keys.search != "optuna":
+        return groups
+    if len(groups) > 1:
+        raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Leave it out."))
+    return [[each for each in groups[0] if each.key_or_group == "seed" or not each.is_sweep_override()]]

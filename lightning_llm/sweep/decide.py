@@ -1,0 +1,201 @@
+"""`sweep.until=decided`: seeds look by look, until each recipe's verdict is decided or the declared looks are spent.
+
+Which jobs come next follows from the runs in the sweep's folder and the design in its `sweep.json` alone
+(`lightning_llm.compare.sequential`). So the same command goes on after any end, repeats nothing, and no look is spent
+twice.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from lightning_llm.compare.comparison import Comparison, compare_runs
+from lightning_llm.compare.design import Design, declare, read_design
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.factor import choose_factor
+from lightning_llm.compare.pairing import Family, pair_runs
+from lightning_llm.compare.wording import line_of
+from lightning_llm.config.commands import command
+from lightning_llm.config.identity import flatten
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.reading import Run, read_run
+from lightning_llm.record.state import SETTLED, state_of
+from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Typed, define, kind_of, tracked, write
+from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
+from lightning_llm.sweep.local import signals_passed_on
+from lightning_llm.sweep.run import close, left_to_do, opened, start
+
+Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
+Definition = Callable[[], Sweep]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a sequential sweep does next: `jobs`, none where it is at its end; what the last look found, if any yet."""
+
+    jobs: tuple[Job, ...]
+    comparison: Comparison | None = None
+
+
+def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
+    """Run the jobs that each look needs, and look, until all is decided; return the exit code, as `sweep` does.
+
+    Raises:
+        ConfigError: the jobs or the folder do not fit the looks, before anything starts; or what a look cannot judge.
+    """
+    definition, design = declared_sweep(composed, keys)
+    whole = definition()
+    print(f"sweep  looks {design.words}; in {whole.folder}", flush=True)
+    outcomes: list[Outcome] = []
+    begun: tuple[Job, ...] = ()
+    with signals_passed_on() as relay:
+        while True:
+            stage = next_stage(whole, design)
+            _print_look(stage, design)
+            todo = left_to_do(stage.jobs)
+            if not todo:
+                break
+            whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
+            begun = _with_started(whole, stage.jobs)
+            outcomes += start(_same(whole, todo), relay)
+            if relay.received or any(state_of(job.folder) not in SETTLED for job in todo):
+                break
+    begun = begun or _with_started(whole, ())
+    code = close(replace(whole, jobs=begun), outcomes, relay.received)
+    print(f"       the verdict: {command('compare', str(whole.folder))}")
+    return code
+
+
+def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:
+    """Return the sweep, its file written with the jobs that have begun and `jobs`; its parent run made if it has none.
+
+    It is defined anew: another start of it may have given numbers by now.
+    """
+    if parent_run_id is None:
+        parent_run_id = opened(lambda: _begun(definition(), jobs)).parent_run_id
+        return tracked(definition(), parent_run_id)
+    with one_at_a_time(definition().folder):
+        whole = tracked(definition(), parent_run_id)
+        write(_begun(whole, jobs))
+    return whole
+
+
+def _begun(whole: Sweep, further: Iterable[Job]) -> Sweep:
+    return replace(whole, jobs=_with_started(whole, further))
+
+
+def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, Design]:
+    """Return what defines the sweep of all jobs that its looks may need, seed by seed, and the design it is begun with.
+
+    Raises:
+        ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder was begun with other looks.
+    """
+    jobs, name, typed = composed
+    looks = keys.looks_within_budget
+    terms = Terms(keys.margin, keys.confidence, keys.metric, keys.tail)
+    seeds = tuple(dict.fromkeys(config.seed for _, config in jobs))[: looks[-1]]
+    order = {seed: place for place, seed in enumerate(seeds)}
+    jobs = sorted((job for job in jobs if job[1].seed in order), key=lambda job: order[job[1].seed])
+    families = planned_families([config for _, config in jobs], seeds, keys.baseline)
+    recipes = max(len(family.recipes) for family in families)
+    design = declare(looks, seeds, terms, keys.spending, recipes, keys.baseline)
+    definition = partial(define, jobs, name, typed, {DESIGN: design.as_data()})
+    whole = definition()
+    return definition, read_design(whole.declared, str(whole.folder / FILE)) or design
+
+
+def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[Family]:
+    """Return how jobs of these configs will be judged together: as `compare` would pair those of the first seed.
+
+    Raises:
+        ConfigError: nothing would be held against a baseline, or a recipe or its baseline lacks one of `seeds`.
+    """
+    if len(trunks := {config.branch_from for config in configs}) > 1:
+        text = f"has {len(trunks)} values, and seeds are added to one trunk. Give one trunk, or a sweep without looks."
+        raise ConfigError(Problem("branch_from", text))
+    seeds_of: dict[str, set[int]] = {}
+    for config in configs:
+        seeds_of.setdefault(kind_of(config), set()).add(config.seed)
+    first = [config for config in configs if config.seed == seeds[0]]
+    runs = [
+        Run(Path(kind_of(config)), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
+        for config in first
+    ]
+    try:
+        families, problems = pair_runs(runs, choose_factor(runs, baseline))
+    except ConfigError as error:
+        found = [Problem("sweep.until", f"has nothing to decide: {each.key} {each.text}") for each in error.problems]
+        raise ConfigError(found) from error
+    for family in families:
+        for label, (pair,) in family.recipes.items():
+            both = seeds_of[str(pair.run.folder)] & seeds_of[str(pair.baseline.folder)]
+            if lacking := sorted(set(seeds) - both):
+                text = f"has no job at seed {', '.join(map(str, lacking))}, which the looks need, or no baseline there."
+                problems.append(Problem(label, text))
+    if not families and not problems:
+        problems.append(Problem("sweep.until", "has nothing to decide: no recipe has a baseline to be held against."))
+    if problems:
+        raise ConfigError(problems)
+    return families
+
+
+def next_stage(whole: Sweep, design: Design) -> Stage:
+    """Return the jobs that the next look needs and that are not settled, by all runs of the sweep that are."""
+    first = design.seeds_at(design.looks[0])
+    waiting = [job for job in whole.jobs if job.config.seed in first and state_of(job.folder) not in SETTLED]
+    if waiting:
+        return Stage(tuple(waiting))
+    settled = [job for job in whole.jobs if state_of(job.folder) in SETTLED]
+    comparison = compare_runs([read_run(job.folder) for job in settled], design.terms, design.baseline, design=design)
+    kinds = {job.folder: kind_of(job.config) for job in whole.jobs}
+    needed: dict[str, int] = {}
+    paired: set[str] = set()
+    for verdict in comparison.verdicts:
+        for pair in verdict.family.recipes[verdict.name]:
+            own = {kinds[pair.run.folder], kinds[pair.baseline.folder]}
+            paired |= own
+            if verdict.stage is not None and verdict.stage.coming is not None:
+                needed |= {kind: max(needed.get(kind, 0), verdict.stage.coming.seeds) for kind in own}
+    most = max(needed.values(), default=0)
+    jobs = []
+    for job in whole.jobs:
+        kind = kinds[job.folder]
+        count = needed.get(kind, 0) if kind in paired else most  # in no pair: A/A runs, which go on with the others
+        if job.config.seed in design.seeds[:count] and state_of(job.folder) not in SETTLED:
+            jobs.append(job)
+    return Stage(tuple(jobs), comparison)
+
+
+def most_jobs(whole: Sweep, design: Design) -> tuple[int, int]:
+    """Return the number of jobs of the first look, and of all looks if nothing is decided before the last."""
+    first = design.seeds_at(design.looks[0])
+    return sum(job.config.seed in first for job in whole.jobs), len(whole.jobs)
+
+
+def _print_look(stage: Stage, design: Design) -> None:
+    if stage.comparison is None:
+        print(f"sweep  for look 1 of {len(design.looks)}, after {design.looks[0].seeds} seeds:", flush=True)
+        return
+    for verdict in stage.comparison.verdicts:
+        print(f"look   {line_of(verdict)}", flush=True)
+    for problem in stage.comparison.problems:
+        print(f"note   {problem.key}: {problem.text}", file=sys.stderr)
+    if not stage.jobs:
+        decided = all(each.decision != "inconclusive" for each in stage.comparison.verdicts)
+        text = "every verdict is decided" if decided else "no further look: some verdicts stay open"
+        print(f"sweep  {text}", flush=True)
+
+
+def _with_started(whole: Sweep, further: Iterable[Job]) -> tuple[Job, ...]:
+    """Return the jobs that have begun, and `further` ones: a job that no look has asked for is not missing."""
+    coming = {job.key for job in further}
+    return tuple(job for job in whole.jobs if job.key in coming or state_of(job.folder) != "new")
+
+
+def _same(whole: Sweep, jobs: Iterable[Job]) -> list[Job]:
+    keys = {job.key for job in jobs}
+    return [job for job in whole.jobs if job.key in keys]

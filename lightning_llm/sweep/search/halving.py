@@ -1,0 +1,237 @@
+"""`sweep.search=halving`: recipes over a few seeds, of which the clearly worse ones are ended at rungs on the way.
+
+Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. By rank
+alone a recipe that is as good as the best goes as often as noise has it. Here one is ended only where the interval of
+its gap to the best so far is above the margin: paired by seed, at equal steps, variances pooled as for a verdict.
+
+The interval is Dunnett's, with the best of the rung in the baseline's place, at 1 - (1 - confidence) / rungs. A recipe
+whose true loss at the rung is within the margin of every other's is ended at a rung with a probability of at most half
+of that error: only where it lies above one of the others by more, which is the event that Dunnett's critical value
+bounds with the recipe itself as the control, whichever of the others then is the best.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from lightning_llm.compare.losses import tail_of
+from lightning_llm.compare.statistics import simultaneous_intervals
+from lightning_llm.config.commands import command
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.reading import Run
+from lightning_llm.record.search_results import write_results
+from lightning_llm.record.state import SETTLED, state_of
+from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of
+from lightning_llm.sweep.job_locks import Outcome
+from lightning_llm.sweep.local import Relay, signals_passed_on
+from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.search.curves import run_in
+from lightning_llm.sweep.search.run import Asked, check_launcher
+from lightning_llm.sweep.search.watch import watched
+
+FEWEST_SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A recipe that was ended at `step`: its gap to the best there, the best's name, and the interval."""
+
+    name: str
+    step: int
+    best: str
+    gap: float
+    low: float
+    high: float
+
+    @property
+    def words(self) -> str:
+        """Why, in a line."""
+        if not math.isfinite(self.gap):
+            return f"{self.name}: all its runs diverged by step {self.step}"
+        interval = f"[{self.low:+.4f}, {self.high:+.4f}]"
+        return f"{self.name}: {self.gap:+.4f} {interval} above {self.best} at step {self.step}"
+
+
+@dataclass
+class Halving:
+    """`recipes`: {name: its jobs, by seed}; `rungs`: steps at which recipes may be ended; `dropped`: by name."""
+
+    keys: SweepConfig
+    whole: Sweep
+    recipes: dict[str, list[Job]]
+    rungs: tuple[int, ...]
+    dropped: dict[str, Dropped] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> dict[str, list[Job]]:
+        """The recipes that go on."""
+        return {name: jobs for name, jobs in self.recipes.items() if name not in self.dropped}
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """{Job number: why it was ended}, of jobs that had not come to their end by themselves."""
+        return {
+            job.number: each.words
+            for name, each in self.dropped.items()
+            for job in self.recipes[name]
+            if state_of(job.folder) not in SETTLED
+        }
+
+
+def planned_halving(asked: Asked) -> Halving:
+    """Return the halving, nothing of it started.
+
+    Raises:
+        ConfigError: there are fewer than two recipes, one lacks seeds, or no validation lies before a rung.
+    """
+    composed, name, typed = asked.jobs_at([])
+    keys, first = asked.keys, composed[0][1]
+    check_launcher(first)
+    kinds = {kind_of(config): config for _, config in composed}
+    seeds = sorted({config.seed for _, config in composed})
+    problems = []
+    if len(kinds) < 2:
+        problems.append(Problem("sweep.search", "halves among several recipes, and there is one. Give a=1,2."))
+    if len(seeds) < FEWEST_SEEDS or len(composed) < len(kinds) * len(seeds):
+        text = f"halving needs {FEWEST_SEEDS} seeds or more of each recipe, to know the noise: seed=0,1,2."
+        problems.append(Problem("seed", text))
+    last, every = first.trainer.max_steps, first.trainer.validate_every_steps
+    if len({config.trainer.max_steps for config in kinds.values()}) > 1:
+        problems.append(Problem("trainer.max_steps", "is one for all recipes of a halving, and these differ in it."))
+    rungs = tuple(dict.fromkeys(math.ceil(share * last / every) * every for share in keys.rungs)) if every else ()
+    if not rungs or rungs[-1] >= last:
+        text = f"is {every}, and of {last} steps there has to be a validation between a rung's and the last."
+        problems.append(Problem("trainer.validate_every_steps", text))
+    if problems:
+        raise ConfigError(problems)
+    about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin, "confidence": keys.confidence,
+             "metric": keys.metric, "tail": keys.tail}  # fmt: skip
+    whole = define(composed, name, typed, {SEARCH: about})
+    return Halving(keys, whole, recipes_of(whole), rungs)
+
+
+def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
+    """Return {what tells a recipe from the others: its jobs, by seed}."""
+    found: dict[str, list[Job]] = {}
+    for job in whole.jobs:
+        words = " ".join(word for word in job.words if not word.startswith("seed="))
+        found.setdefault(words or "as it is", []).append(job)
+    return {name: sorted(jobs, key=lambda job: job.config.seed) for name, jobs in found.items()}
+
+
+def halve(asked: Asked) -> int:
+    """Run the recipes from rung to rung, and those that are left to their end; return the exit code.
+
+    Raises:
+        ConfigError: as `planned_halving`.
+    """
+    halving = planned_halving(asked)
+    steps = ", ".join(map(str, halving.rungs))
+    print(f"sweep  {len(halving.recipes)} recipes, rungs at steps {steps}; in {halving.whole.folder}", flush=True)
+    halving.whole = opened(lambda: halving.whole)
+    halving.recipes = recipes_of(halving.whole)
+    outcomes: list[Outcome] = []
+    with signals_passed_on() as relay:
+        for rung, step in enumerate((*halving.rungs, None)):
+            if not _run_to(halving, step, relay, outcomes):
+                break
+            if step is not None:
+                drop_at(halving, rung, step)
+                write_results(halving.whole.folder, _rows(halving), halving.ended)
+    write_results(halving.whole.folder, _rows(halving), halving.ended)
+    code = close(halving.whole, outcomes, relay.received, set(halving.ended))
+    print(f"       the verdict: {command('compare', str(halving.whole.folder))}")
+    return code
+
+
+def _run_to(halving: Halving, step: int | None, relay: Relay, outcomes: list[Outcome]) -> bool:
+    """Run what is alive to a rung, or (None) to its end; return whether all came there."""
+
+    def is_there(job: Job) -> bool:
+        run = run_in(job.folder)
+        return (
+            run is not None
+            and step is not None
+            and max(run.validations.get(halving.keys.metric, {}), default=0) >= step
+        )
+
+    def short(job: Job) -> bool:
+        return state_of(job.folder) not in SETTLED and not is_there(job)
+
+    jobs = [job for jobs in halving.alive.values() for job in jobs if short(job)]
+    if jobs and (todo := left_to_do(jobs)):
+        with watched(todo, is_there, relay):
+            ended = start(todo, relay)
+        outcomes += [replace(each, code=0) if is_there(each.job) and not relay.received else each for each in ended]
+    return not relay.received and not any(short(job) for jobs in halving.alive.values() for job in jobs)
+
+
+def drop_at(halving: Halving, rung: int, step: int) -> None:
+    """End the recipes that are worse than the best at `step` by more than the margin, and print which."""
+    names = list(halving.alive)
+    losses = losses_at([[run_in(job.folder) for job in halving.recipes[name]] for name in names], step, halving.keys)
+    for place, (best, gap, low, high) in worse_than_best(losses, halving.keys, len(halving.rungs)).items():
+        dropped = Dropped(names[place], step, names[best], gap, low, high)
+        halving.dropped[names[place]] = dropped
+        print(f"ended  {dropped.words}", flush=True)
+    print(
+        f"sweep  rung {rung + 1} of {len(halving.rungs)}, step {step}: {len(halving.alive)} recipes go on", flush=True
+    )
+
+
+def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:
+    """Return the mean losses over the tail of the first `step` steps, [recipes, seeds], NaN where it is lost."""
+    cut = [[None if run is None else _until(run, step, keys.metric) for run in each] for each in runs]
+    sound = [run for each in cut for run in each if run is not None and run.validations.get(keys.metric)]
+    sound = [run for run in sound if not run.lost_its_loss or run.last_step > step]
+    tail = tail_of(sound, keys.metric, keys.tail)
+    kept = {id(run) for run in sound}
+
+    def loss(run: Run | None) -> float:
+        return tail.of(run) if tail and run is not None and id(run) in kept else math.nan
+
+    return np.array([[loss(run) for run in each] for each in cut])
+
+
+def _until(run: Run, step: int, metric: str) -> Run:
+    """Return the run as it was after `step` steps."""
+    values = {at: value for at, value in run.validations.get(metric, {}).items() if at <= step}
+    return replace(run, validations={metric: values})
+
+
+def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[int, tuple[int, float, float, float]]:
+    """Return {recipe: (the best, gap to it, low, high)} of those whose interval is above the margin, by their places.
+
+    `losses`: [recipes, seeds], NaN where a run lost its loss; a recipe that lost all is ended, with an infinite gap.
+    """
+    means = [fmean(row[np.isfinite(row)]) if np.isfinite(row).any() else math.inf for row in losses]
+    best = int(np.argmin(means))
+    others = [place for place in range(len(losses)) if place != best]
+    gone = {place: (best, math.inf, math.inf, math.inf) for place in others if math.isinf(means[place])}
+    judged = [place for place in others if place not in gone]
+    if math.isinf(means[best]) or not judged:
+        return gone if not math.isinf(means[best]) else {}
+    confidence = 1 - (1 - keys.confidence) / rungs
+    found = simultaneous_intervals(losses[judged] - losses[best], confidence)
+    for row, place in enumerate(judged):
+        if found.low[row] > keys.margin:
+            gone[place] = (best, float(found.gap[row]), float(found.low[row]), float(found.high[row]))
+    return gone
+
+
+def _rows(halving: Halving) -> list[Mapping[str, Any]]:
+    return [
+        {"recipe": name, "jobs": [job.number for job in jobs],
+         "state": "ended" if name in halving.dropped else _whole_or_open(jobs),
+         "why": halving.dropped[name].words if name in halving.dropped else None}
+        for name, jobs in halving.recipes.items()
+    ]  # fmt: skip
+
+
+def _whole_or_open(jobs: Sequence[Job]) -> str:
+    return "whole" if all(state_of(job.folder) in SETTLED for job in jobs) else "open"

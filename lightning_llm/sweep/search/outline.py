@@ -1,0 +1,43 @@
+"""A search as `plan -m` shows it: its first jobs, the space or the rungs, and how far it has come."""
+
+import argparse
+import json
+from typing import Any
+
+from lightning_llm.config.compose import read_space
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.record.search_results import FILE
+from lightning_llm.record.sweep_definition import SEARCH, Sweep
+from lightning_llm.sweep.search.run import Asked
+
+
+def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Sweep, dict[str, Any]]:
+    """Return the sweep of the jobs that are known before a search, and what it would do, as data and as lines.
+
+    Raises:
+        ConfigError: as starting it does, with all problems.
+    """
+    asked = Asked(arguments, keys, to_train=False)
+    if keys.search == "halving":
+        from lightning_llm.sweep.search.halving import planned_halving
+
+        halving = planned_halving(asked)
+        steps = ", ".join(map(str, halving.rungs))
+        words = (
+            f"halving of {len(halving.recipes)} recipes: those worse than the best by more than {keys.margin:g} end at "
+        )
+        return halving.whole, {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": []}
+    from lightning_llm.sweep.search.optuna_search import planned_search
+
+    search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
+    about = search.first.declared[SEARCH]
+    seeds = len(search.baseline)
+    jobs = f"{seeds} jobs of the baseline, at most {keys.trials * seeds} of trials"
+    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, pruning {keys.pruning}: {jobs}"
+    return search.first, {**about, "words": words, "rows": [(key, values) for key, values in about["space"].items()]}
+
+
+def _done(whole: Sweep) -> int:
+    """Return how many trials the search's own record has."""
+    file = whole.folder / FILE
+    return len(json.loads(file.read_text(encoding="utf-8"))["trials"]) if file.is_file() else 0

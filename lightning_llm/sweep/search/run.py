@@ -1,0 +1,66 @@
+"""`sweep.search`: a search in the place of a sweep's product, by Optuna or by successive halving."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_llm.config.compose import read_space
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.sweep_definition import Typed, kind_of
+from lightning_llm.sweep.run import checked_jobs
+
+ComposedJob = tuple[list[str], Config]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a search was asked for: the arguments as typed, its keys, and whether machines are checked for training."""
+
+    arguments: argparse.Namespace
+    keys: SweepConfig
+    to_train: bool = True
+
+    def jobs_at(self, words: Sequence[str]) -> tuple[list[ComposedJob], str | None, Typed]:
+        """Return the checked jobs, one per seed, of the arguments with `words` behind them, as `checked_jobs` does."""
+        overrides = [*self.arguments.overrides, *words]
+        whole = argparse.Namespace(overrides=overrides, config=None, config_dir=self.arguments.config_dir)
+        jobs, name, _ = checked_jobs(whole, to_train=self.to_train)
+        named = [([*words, *(each for each in own if each not in words)], config) for own, config in jobs]
+        return named, name, Typed(tuple(self.arguments.overrides), self.arguments.config_dir)
+
+
+def search(arguments: argparse.Namespace, keys: SweepConfig) -> int:
+    """Search as `keys` say; return the exit code, as `sweep` does.
+
+    Raises:
+        ConfigError: with all that is wrong, before anything starts.
+    """
+    if arguments.config:
+        raise ConfigError(
+            Problem("--config", "is one resolved run; a search (-m) is composed. Give overrides instead.")
+        )
+    asked = Asked(arguments, keys)
+    if keys.search == "halving":
+        from lightning_llm.sweep.search.halving import halve
+
+        return halve(asked)
+    from lightning_llm.sweep.search.optuna_search import search_values
+
+    return search_values(asked, read_space(arguments.overrides, arguments.config_dir))
+
+
+def check_launcher(config: Config) -> None:
+    """Raise ConfigError where jobs would run where they cannot be watched."""
+    if config.launcher.name != "local":
+        text = f"is {config.launcher.name}, and a search looks at its jobs while they run. Use launcher=local."
+        raise ConfigError(Problem("launcher", text))
+
+
+def without_repeats(jobs: Sequence[ComposedJob]) -> list[ComposedJob]:
+    """Return the jobs less those that are the same as one before them: a search may come to a place twice."""
+    seen: dict[tuple[str, int], ComposedJob] = {}
+    for job in jobs:
+        seen.setdefault((kind_of(job[1]), job[1].seed), job)
+    return list(seen.values())

@@ -1,0 +1,79 @@
+"""Space that a search draws from: Hydra's sweep syntax as Optuna's distributions, and values as overrides again."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+
+from lightning_llm.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+SEED = "seed"
+"""The key whose values are repeated in each trial, and not searched."""
+
+
+def optuna_is_there() -> None:
+    """Raise ConfigError where Optuna is not installed."""
+    try:
+        import optuna  # noqa: F401
+    except ModuleNotFoundError as error:
+        text = "needs Optuna, which is not installed: pip install 'lightning-llm[search]'."
+        raise ConfigError(Problem("sweep.search", text)) from error
+
+
+def distributions_of(space: Mapping[str, Override]) -> dict[str, "BaseDistribution"]:
+    """Return Optuna's distribution of each key: of interval(a, b), tag(log, interval(a, b)), range(a, b), choice(a, b).
+
+    An interval of integers, int(interval(1, 8)), is one of integers; a range is one with its step.
+
+    Raises:
+        ConfigError: with each key whose values cannot be searched, or where there is nothing to search.
+    """
+    problems, found = [], {}
+    for key, each in space.items():
+        if key == SEED:
+            continue
+        try:
+            found[key] = _distribution(each)
+        except ValueError as error:
+            problems.append(Problem(key, f"cannot be searched: {str(error).rstrip('.')}."))
+    if not found and not problems:
+        example = "optim.learning_rate='tag(log, interval(1e-4, 1e-2))'"
+        text = f"has nothing to search. Give a key an interval or a choice: {example}."
+        problems.append(Problem("sweep.search", text))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _distribution(each: Override) -> "BaseDistribution":
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value = each.value()
+    if isinstance(value, IntervalSweep):
+        low, high, log = value.start, value.end, "log" in value.tags
+        if low is None or high is None or not low < high:
+            raise ValueError(f"the interval from {low} to {high} is empty")
+        if isinstance(low, int) and isinstance(high, int):
+            return IntDistribution(low, high, log=log)
+        return FloatDistribution(float(low), float(high), log=log)
+    if isinstance(value, RangeSweep) and not value.shuffle:
+        start, stop, step = value.start, value.stop, value.step
+        if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step > 0 and stop > start:
+            last = start + (stop - start - 1) // step * step
+            return IntDistribution(start, last, step=step)
+    return CategoricalDistribution(list(each.sweep_string_iterator()))
+
+
+def words_of(params: Mapping[str, Any]) -> list[str]:
+    """Return a trial's values as overrides."""
+    return [f"{key}={value!r}" if isinstance(value, float) else f"{key}={value}" for key, value in params.items()]
+
+
+def corners_of(distributions: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return trials that have each key once at each of its ends, or choices, so that a wrong one is found at once."""
+    ends = {key: list(getattr(each, "choices", None) or (each.low, each.high)) for key, each in distributions.items()}
+    first = {key: values[0] for key, values in ends.items()}
+    return [{**first, key: value} for key, values in ends.items() for value in values]

@@ -1,0 +1,184 @@
+"""Sweeps until each verdict is decided: which seeds are run, looks that go on after any end, what was declared."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_jobs import make_jobs
+
+from lightning_llm.__main__ import main
+
+GAPS = {"bf16": 0.0, "fp8_current": 0.0, "fp8_delayed": 0.1, "mxfp8": 0.0095}
+NOISE = np.random.default_rng(3).normal(0, 0.003, (4, 12))
+
+
+def loss(config: dict[str, Any], step: int) -> float:
+    """A curve that falls by the same for all, an effect of the seed, and each recipe's own gap and noise."""
+    name, seed = config["precision"]["name"], config["seed"]
+    return 4 - step / 20 + 0.1 * seed + GAPS[name] + float(NOISE[list(GAPS).index(name), seed])
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """Return the arguments of the sweep, `more` in place of those of the same key."""
+    keys = tuple(f"{word.partition('=')[0]}=" for word in more)
+    usual = [
+        "-m", "model=llama_tiny", "data=python", "precision=bf16,fp8_current,fp8_delayed", "trainer.max_steps=20",
+        "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
+        f"run.root={folder}", "run.name=looks", "sweep.until=decided", "sweep.max_seeds=6",
+    ]  # fmt: skip
+    return [*(word for word in usual if not word.startswith(keys)), *more]
+
+
+def seeds_by_recipe(started: list[dict[str, Any]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for config in started:
+        found.setdefault(config["precision"]["name"], []).append(config["seed"])
+    return found
+
+
+def verdicts(capsys: pytest.CaptureFixture[str], *more: str, expect: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["compare", "--json", *more]) == expect
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_llm.compare import report
+
+    for name in ("draw_curves", "draw_intervals", "draw_speed"):
+        monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys):
+    started = make_jobs(monkeypatch, loss).started
+    assert main(["plan", *words(tmp_path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["sequential"]["looks"] == [3, 4, 5, 6]
+    assert (plan["sequential"]["first_jobs"], plan["sequential"]["most_jobs"]) == (9, 18)
+    assert not list(tmp_path.iterdir())
+
+    assert main(["train", *words(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    seeds = seeds_by_recipe(started)
+    assert seeds["fp8_delayed"] == [0, 1, 2]  # ten margins worse, and lossy at the first look
+    assert len(seeds["fp8_current"]) > 3  # noise of a third of the margin
+    assert seeds["bf16"] == seeds["fp8_current"] == list(range(len(seeds["bf16"])))
+    assert "every verdict is decided" in told
+
+    folder = tmp_path / "default" / "looks"
+    found = verdicts(capsys, str(folder))
+    rows = {row["name"]: row for row in found["verdicts"]}
+    assert (rows["fp8_delayed"]["verdict"], rows["fp8_delayed"]["look"]["number"]) == ("lossy", 1)
+    assert rows["fp8_current"]["verdict"] == "lossless"
+    assert rows["fp8_current"]["look"]["seeds"] == len(seeds["bf16"]) == rows["fp8_current"]["pairs"]
+    assert rows["fp8_delayed"]["pairs"] == 3  # the interval that decided it
+    assert "look 1 of 4" in rows["fp8_delayed"]["line"]
+    assert "95 % repeated CI" in rows["fp8_delayed"]["line"]
+    assert (found["advice"], found["looks"]) == (None, [])
+    assert not (folder / "compare" / "looks.json").exists()
+    about = json.loads((folder / "sweep.json").read_text())
+    assert len(about["jobs"]) == len(started)  # what no look asked for is not missing
+    assert about["sequential"] == found["sequential"]
+
+    assert main(["train", *words(tmp_path)]) == 0  # nothing is left to do
+    assert sum(map(len, seeds.values())) == len(started)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeypatch, capsys):
+    make_jobs(monkeypatch, loss)
+    assert main(["train", *words(tmp_path, "sweep.margin=0.02")]) == 0
+    folder = str(tmp_path / "default" / "looks")
+    declared = verdicts(capsys, folder)
+    assert (declared["margin"], declared["sequential"]["margin"]) == (0.02, 0.02)
+    other = verdicts(capsys, folder, "--margin", "0.03")
+    assert (other["margin"], other["sequential"]) == (0.03, None)
+    assert any("margin 0.03 in place of 0.02" in note and "declared error" in note for note in other["notes"])
+    assert all(row["look"] is None for row in other["verdicts"])
+    part = verdicts(capsys, *(f"{folder}/{number}" for number in range(6)))
+    assert any("not all of the sweep's" in note for note in part["notes"])
+    assert main(["train", *words(tmp_path, "sweep.margin=0.01")]) == 2
+    assert "begun with others declared (sequential.margin was 0.02, is 0.01)" in capsys.readouterr().err
+
+    file = Path(folder) / "sweep.json"
+    file.write_text(file.read_text().replace('"margin": 0.02', '"margin": 0.05'))
+    assert main(["compare", folder]) == 2
+    assert "changed after it was declared" in capsys.readouterr().err
+
+
+class Killed(BaseException):
+    """The end of the sweep's process."""
+
+
+def test_a_sweep_that_was_killed_goes_on_and_repeats_nothing(tmp_path, monkeypatch, capsys):
+    whole, two = make_jobs(monkeypatch, loss), "precision=bf16,fp8_current"
+    assert main(["train", *words(tmp_path / "whole", two)]) == 0
+    ran: list[tuple[str, int]] = []
+    for limit in (2, 4, 1):  # jobs before it dies: within the first look, between two looks, within the second
+        kind = make_jobs(monkeypatch, loss)
+
+        def dies(config: dict[str, Any], kind=kind, limit=limit) -> bool:
+            if len(kind.ended) >= limit:
+                raise Killed
+            return False
+
+        kind.dies = staticmethod(dies)
+        with pytest.raises(Killed):
+            main(["train", *words(tmp_path / "killed", two)])
+        ran += [(config["precision"]["name"], config["seed"]) for config in kind.ended]
+    kind = make_jobs(monkeypatch, loss)
+    assert main(["train", *words(tmp_path / "killed", two)]) == 0
+    ran += [(config["precision"]["name"], config["seed"]) for config in kind.ended]
+    assert "every verdict is decided" in capsys.readouterr().out
+    assert sorted(ran) == sorted((config["precision"]["name"], config["seed"]) for config in whole.ended)
+
+
+def test_a_crashed_run_keeps_a_look_from_being_taken(tmp_path, monkeypatch, capsys):
+    lost = lambda config: (config["precision"]["name"], config["seed"]) == ("bf16", 1)  # noqa: E731
+    started = make_jobs(monkeypatch, loss, dies=lost).started
+    assert main(["train", *words(tmp_path)]) == 1
+    assert len(started) == 9
+    assert "look   " not in capsys.readouterr().out
+    started = make_jobs(monkeypatch, loss).started
+    assert main(["train", *words(tmp_path)]) == 0
+    assert (started[0]["precision"]["name"], started[0]["seed"]) == ("bf16", 1)
+
+
+@pytest.mark.full
+def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, capsys):
+    started = make_jobs(monkeypatch, loss).started
+    assert main(["train", *words(tmp_path, "precision=bf16,mxfp8", "sweep.max_seeds=5")]) == 0
+    assert seeds_by_recipe(started)["mxfp8"] == [0, 1, 2, 3, 4]
+    told = capsys.readouterr().out
+    assert "look 3 of 3, the last: the declared 5 seeds are spent" in told
+    assert "no further look: some verdicts stay open" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 6 seeds"),
+        (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
+        (["precision=bf16"], "sweep.until: has nothing to decide"),
+        (["sweep.search=halving"], "until and search do not go together"),
+        (["sweep.baseline=precision=fp32"], "fp32"),
+    ],
+)
+def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp_path, capsys):
+    assert main(["train", *words(tmp_path, *more)]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_that_was_begun_without_looks_cannot_declare_them(tmp_path, monkeypatch, capsys):
+    make_jobs(monkeypatch, loss)
+    plain = [word for word in words(tmp_path) if not word.startswith("sweep.")]
+    assert main(["train", *plain, "seed=0,1,2"]) == 0
+    assert main(["train", *words(tmp_path)]) == 2
+    assert "was begun without: it has to be declared before the first run" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "default")
