@@ -138,6 +138,7 @@ def test_a_sweep_that_was_killed_goes_on_and_repeats_nothing(tmp_path, monkeypat
     assert sorted(ran) == sorted((config["precision"]["name"], config["seed"]) for config in whole.ended)
 
 
+@pytest.mark.full
 def test_a_crashed_run_keeps_a_look_from_being_taken(tmp_path, monkeypatch, capsys):
     lost = lambda config: (config["precision"]["name"], config["seed"]) == ("bf16", 1)  # noqa: E731
     started = make_jobs(monkeypatch, loss, dies=lost).started
@@ -175,6 +176,7 @@ def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_begun_without_looks_cannot_declare_them(tmp_path, monkeypatch, capsys):
     make_jobs(monkeypatch, loss)
     plain = [word for word in words(tmp_path) if not word.startswith("sweep.")]
