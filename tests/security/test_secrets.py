@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.redact import redacted, secret_in
+from lightning_llm.model.weights.write import ToWrite, write_tensors
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.mlflow.tracker import MLflowTracker
 from lightning_llm.run import rank
@@ -95,6 +97,16 @@ def fail_under_077(tmp_path: Path, small_run: Any, capfd: pytest.CaptureFixture[
     assert CANARY not in said.out + said.err
     assert holding(root) == []
     assert wrong_modes(root, 0o077) == {}
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o027, 0o077])
+def test_exported_tensors_are_not_for_their_owner_alone(mask: int, tmp_path: Path) -> None:
+    ones = torch.ones(2)
+    with umask(mask):
+        (tmp_path / "out").mkdir()
+        write_tensors(tmp_path / "out", [ToWrite("a", 8, lambda: ones), ToWrite("b", 8, lambda: ones)], shard_bytes=8)
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert wrong_modes(tmp_path / "out", mask) == {}
 
 
 @pytest.mark.usefixtures("secrets")

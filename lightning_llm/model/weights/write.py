@@ -55,6 +55,7 @@ def write_tensors(folder: Path, tensors: Sequence[ToWrite], shard_bytes: int = S
         made = {each.name: _own(each.make()) for each in shard}
         try:
             save_file(made, folder / name, metadata={"format": "pt"})
+            _follow_umask(folder / name)
         except SafetensorError as error:  # in which it wraps what the system says of a full disk
             raise OSError(str(error)) from error
     if len(shards) > 1:
@@ -70,6 +71,16 @@ def _own(tensor: "Tensor") -> "Tensor":
     import torch
 
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _follow_umask(file: Path) -> None:
+    """Give `file` the mode of any file that is made here: the library's are for their owner alone."""
+    ordinary = file.with_name(f"{file.name}.mode")
+    ordinary.touch()
+    try:
+        shutil.copymode(ordinary, file)
+    finally:
+        ordinary.unlink()
 
 
 def _shard_name(number: int, count: int) -> str:

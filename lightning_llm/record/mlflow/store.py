@@ -94,6 +94,7 @@ def _create(database: Path) -> None:
     partial = database.with_name(f"{database.name}.partial")
     for left in (partial, partial.with_name(f"{partial.name}-journal")):
         left.unlink(missing_ok=True)
+    partial.touch()  # SQLite would make it 0644 at most, whatever the umask leaves to a group
     _client(f"sqlite:///{partial}").search_experiments(max_results=1)
     os.replace(partial, database)
 
