@@ -1,4 +1,4 @@
-"""docs/ladder.md: its commands parse, its tables are of the data that lie here, its predictions are as they were made."""
+"""docs/ladder.md: its commands parse, its tables are of data that lie here, its predictions stand as they were made."""
 
 import re
 import shlex
