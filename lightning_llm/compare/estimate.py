@@ -40,6 +40,11 @@ class Terms:
         return f"{100 * self.token_margin:g} % of tokens{nats}"
 
     @property
+    def margin_and_unit(self) -> str:
+        """The margin as it was asked for: "0.01 nats per token", "2 % of tokens"."""
+        return self.margin_words if self.token_margin is not None else f"{self.margin:g} {self.unit}"
+
+    @property
     def unit(self) -> str:
         """What `margin` and gaps are in."""
         return "nats per token" if self.metric.removeprefix("eval/").startswith(LOSS) else f"of {self.metric}"

@@ -60,8 +60,8 @@ def runs_paragraph(study: Study, recipes: dict[str, Reference]) -> str:
         + (f", in each of {len(study.settings)} settings ({'; '.join(study.settings)})" if study.settings else "")
         + f": {len(study.runs)} runs.",
         _trained(study),
-        f"The margin is {terms.margin_words} {terms.unit}"
-        + (f" of {terms.metric}" if "nats" in terms.unit else "")
+        f"The margin is {terms.margin_and_unit}"
+        + (f" of {terms.metric}" if "nats" in terms.margin_and_unit else "")
         + f", the confidence {100 * terms.confidence:g} %, the tail the last {100 * terms.tail_share:g} % of the steps "
         f"({_range(study.tail_validations)} validation{'s' * (study.tail_validations[1] != 1)}).",
         _precision(study),

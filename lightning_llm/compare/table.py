@@ -20,7 +20,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     level = f"{100 * terms.confidence:g} % simultaneous intervals"
     console.print(
         Text(f"{factor.name} against {factor.baseline_label}", style="bold"),
-        Text(f"{terms.metric}, margin {terms.margin_words} {terms.unit}, {level}"),
+        Text(f"{terms.metric}, margin {terms.margin_and_unit}, {level}"),
     )
     console.print(_table(comparison))
     for verdict in comparison.verdicts:

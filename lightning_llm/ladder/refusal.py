@@ -134,7 +134,7 @@ def _too_far(fit: Fit, target: Target | None, decades: float) -> list[str]:
     if target is None:
         return []
     rungs = fit.ladder.rungs
-    asked = {
+    asked: dict[str, tuple[float, list[float]]] = {
         "parameters": (target.parameters, [rung.parameters for rung in rungs]),
         "tokens": (target.tokens, [rung.tokens for rung in rungs]),
         "tokens per parameter": (

@@ -78,8 +78,8 @@ def _broken(blocks: Sequence[Block]) -> list[list[Block]]:
 
 def _terms(comparison: Comparison) -> str:
     terms = comparison.terms
-    metric = f" of {terms.metric}" if "nats" in terms.unit else ""
-    margin = f"Margin {terms.margin_words} {terms.unit}{metric}, {100 * terms.confidence:g} % intervals."
+    metric = f" of {terms.metric}" if "nats" in terms.margin_and_unit else ""
+    margin = f"Margin {terms.margin_and_unit}{metric}, {100 * terms.confidence:g} % intervals."
     return f"{sentence(comparison)} {margin}"
 
 
