@@ -39,6 +39,7 @@ OBSERVERS = "lightning_llm.callbacks."
 
 FREE_ON_RESUME = (
     *NOT_IDENTITY,
+    "data.epochs",
     "trainer.max_steps",
     "trainer.validate_every_steps",
     "trainer.devices",

@@ -24,6 +24,8 @@ BLOCK = 1_000
 LARGEST_BLOCK = 100_000
 SMALLEST_SHARE = 10 / LARGEST_BLOCK
 ROUNDS = 8
+BOUND = name_word("data.max_tokens")
+"""In place of a run's seed, where it is chosen which windows there are: the same ones for every seed."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,9 @@ class SampleOrder:
     `windows` (how many windows a source holds, at least 1 of one that is drawn) is keyed by source name; the key of a
     source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
     the windows in their order.
+
+    `limits`: how many windows of a source there are to be, at most, by its name. Which these are is a function of the
+    name alone, and those of a smaller limit are among those of a larger one; with `shuffle=False` they are the first.
     """
 
     def __init__(
@@ -174,13 +179,15 @@ class SampleOrder:
         seed: int,
         shuffle: bool = True,
         skipped: Sequence[Range] = (),
+        limits: Mapping[str, int] | None = None,
     ):
         self.mixture = mixture
         self.names = mixture.names
         self.seed = seed
         self.shuffle = shuffle
         self.skipped = skipped
-        self.windows = [windows[name] for name in self.names]
+        self._available = [windows[name] for name in self.names]
+        self.windows = [min(windows[name], (limits or {}).get(name, windows[name])) for name in self.names]
         self._name_words = [name_word(name) for name in self.names]
 
     def locate(self, position: int) -> Address:
@@ -189,6 +196,8 @@ class SampleOrder:
         epoch, i = divmod(ordinal, self.windows[source])
         if self.shuffle:
             i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
+            if self.windows[source] < self._available[source]:
+                i = permute(i, self._available[source], _round_keys(BOUND, self._name_words[source], 0))
         return Address(source, i, epoch)
 
     def drawn(self, total: int) -> list[int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.data.bound import bound_problems
 from lightning_llm.data.cache import (
     default_cache_dir,
     disk_problem,
@@ -39,6 +40,7 @@ def data_rules(
     return [
         lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),
+        lambda: bound_problems(data()),
         lambda: _validation_problems(data()),
         lambda: [
             problem for name, source in data().sources.items() for problem in source.problems(f"data.sources.{name}")

@@ -17,6 +17,7 @@ import torch
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.batch import Batch, ValidationBatch
+from lightning_llm.data.bound import window_limits
 from lightning_llm.data.cache import digest_of
 from lightning_llm.data.skipped import index_of, merged
 from lightning_llm.data.token_files import TokenStream
@@ -83,14 +84,15 @@ class Corpus:
         windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.trained, self.train, strict=True)}
         mixture: Mixture = config.chosen_mixture.build(weights, config.global_batch_size, max_steps)
         self.skipped = merged(config.skip_samples or ())
-        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped)
+        self.limits = window_limits(config)
+        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped, self.limits)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
 
-        And how a mixture changes the shares. Free of paths, seed and batch sizes, and of sources that no sample comes
+        And how a mixture changes the shares, and `data.max_tokens` what there is. Free of paths, seed and batch sizes, and of sources that no sample comes
         from: those only watched, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
@@ -100,7 +102,10 @@ class Corpus:
             [name, share, train.digest, held_out[name].digest] for name, share, train in streams if name in drawn
         ]
         mixture = self.config.chosen_mixture.identity()
-        return digest_of([self.tokenizer.fingerprint, learned, *([] if mixture is None else [mixture])])
+        further = [] if mixture is None else [mixture]
+        if self.limits is not None:
+            further.append(["max_tokens", self.limits, self.config.sequence_length, self.config.shuffle])
+        return digest_of([self.tokenizer.fingerprint, learned, *further])
 
     @cached_property
     def validation_fingerprint(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.bound import limit_problem, window_limits
 from lightning_llm.data.check import cache_dir_of
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
@@ -76,3 +77,5 @@ def _length_problems(name: str, streams: dict[str, TokenStream], config: DataCon
             f"{config.sequence_length:,} needs {needed:,} training tokens, and source {name!r} has {available:,}. "
             f"Shorten it to {max(1, available - 1):,} or less, or give the source more text.",
         )
+    elif (limits := window_limits(config)) and (problem := limit_problem(name, limits[name], available, config)):
+        yield problem

@@ -18,14 +18,19 @@ from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
 from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for
+from lightning_llm.model.weights.whole import frozen
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.teachers import teacher_models
 from lightning_llm.plan.traffic import small_bytes
+from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -100,7 +105,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
-        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients])
+        teachers = _teachers(config)
+        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()
@@ -122,6 +128,18 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         host_waits=counting.host_waits,
         cpu_seconds=time.process_time() - started,
     )
+
+
+def _teachers(config: Config) -> Distillation | None:
+    """Return teachers of the planned shapes, whose weights are no numbers in particular."""
+    if config.distil is None:
+        return None
+    dtype, decoders = DTYPES[config.precision.compute_dtype], []
+    for model in teacher_models(config):
+        with torch.device("meta"):
+            decoder = Decoder(model, dtype)
+        decoders.append(frozen(decoder.to_empty(device=CPU), dtype))
+    return Distillation(config.distil, Ensemble.of(decoders, config.distil.combine), config.model.vocab_size)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:

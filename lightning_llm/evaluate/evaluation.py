@@ -14,10 +14,11 @@ from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError
-from lightning_llm.evaluate.members import COMBINATIONS, AverageWeights, Combine, Ensemble
+from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.request import Request
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
 from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of, tokenizer_of
+from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.parallel.layout import Layout

@@ -55,6 +55,7 @@ from lightning_llm.run.rollback import go_back, rollback_line
 from lightning_llm.run.rollbacks import rollback_facts, skipped_samples
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
+from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
@@ -228,7 +229,8 @@ def fit(rank: Rank, start: Start) -> None:
     agree_on_data(corpus.fingerprint, start)
     check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
-    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
+    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, device)
+    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts | teacher_facts
     facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)} | rollback_facts(start.rollbacks, skipped)
     here = origin_here(rank.plan, device) | facts
     for line in agree_on_fingerprint(config, start, here):
@@ -236,7 +238,7 @@ def fit(rank: Rank, start: Start) -> None:
     if is_first_rank() and (earlier := resume_history(config, start, here)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(rank.plan, corpus, initial)
+    module = build_module(rank.plan, corpus, initial, distillation)
     module.spikes.rollbacks_made = len(start.rollbacks)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)

@@ -18,6 +18,7 @@ from lightning_llm.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    TokenCount,
 )
 from lightning_llm.errors import Problem
 from lightning_llm.registry import Registry
@@ -179,6 +180,14 @@ class DataConfig(Group):
     sequence_length: PositiveInt = Field(description="tokens per sequence")
     micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
     global_batch_size: PositiveInt = Field(description="sequences per optimizer step")
+    max_tokens: TokenCount | None = Field(
+        None,
+        description="training tokens that there are, of all sources by their weights, the same under every seed; null: "
+        "all of them",
+    )
+    epochs: PositiveFloat | None = Field(
+        None, description="passes over data.max_tokens, which set trainer.max_steps; null: as many as that makes"
+    )
     shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
     skip_samples: tuple[Annotated[tuple[NonNegativeInt, NonNegativeInt], Field(strict=False)], ...] | None = Field(
         None,
