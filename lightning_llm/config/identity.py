@@ -57,7 +57,7 @@ FREE_ON_RESUME = (
 """May differ between a run and its continuation: none of these chooses what is learned from which token."""
 
 
-DATA_PATH = re.compile(r"data\.(sources\.[^.]+|tokenizer)\.path")
+DATA_PATH = re.compile(r"data\.((sources\.[^.]+|tokenizer)\.path|mixture\.scores)")
 
 
 def is_data_path(key: str) -> bool:

@@ -44,7 +44,7 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     data = _mapping(values, "data")
     paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
     paths += [(_mapping(values, "model"), "init_from")]
-    paths += [(_mapping(data, "tokenizer"), "path")]
+    paths += [(_mapping(data, "tokenizer"), "path"), (_mapping(data, "mixture"), "scores")]
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
     if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):
         values["distil"]["teachers"] = [

@@ -10,6 +10,7 @@ Letters: A micro-batches per rank and step (gradient accumulation), B micro-batc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,13 +67,14 @@ class Corpus:
         streams: dict[str, dict[str, TokenStream]],
         left_out: Mapping[str, int],
         max_steps: int | None = None,
+        chosen: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
 
         `left_out` counts for each source the records whose text is null, empty or blank. `data.opening` makes and
-        checks all of it.
+        checks all of it. `chosen`: what `choose_documents` returned.
         """
-        self.left_out = dict(left_out)
+        self.left_out, self.chosen = dict(left_out), dict(chosen or {})
         self.config = config
         self.tokenizer = tokenizer
         self.names = list(config.sources)
@@ -82,11 +84,15 @@ class Corpus:
         self.held_out = [streams[name]["validation"] for name in self.names]
         length = config.sequence_length
         windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.trained, self.train, strict=True)}
-        mixture: Mixture = config.chosen_mixture.build(weights, config.global_batch_size, max_steps)
+        kind = config.chosen_mixture
+        drawn = {name: windows[name] if name in config.drawn else 0 for name in self.trained}
+        shares = drawn if kind.shares_by_tokens else weights
+        mixture: Mixture = kind.build(shares, config.global_batch_size, max_steps)
         self.skipped = merged(config.skip_samples or ())
         self.limits = window_limits(config)
         self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped, self.limits)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
+        self.mix_shares = [share / sum(shares.values()) for share in shares.values()]
 
     @cached_property
     def fingerprint(self) -> str:

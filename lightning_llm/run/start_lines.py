@@ -101,6 +101,8 @@ def _rate_lines(trunk: Config, config: Config, updates: int) -> Iterator[str]:
 def _data_lines(trunk: Config, config: Config, step: int) -> Iterator[str]:
     """Yield which sources do not go on where the trunk left them."""
     drawn = []
+    if any(each.data.chosen_mixture.shares_by_tokens for each in (trunk, config)):
+        return  # known once documents are chosen
     for each in (trunk, config):
         width = each.data.global_batch_size
         mixture: Mixture = each.data.chosen_mixture.build(each.data.trained_weights, width, each.trainer.max_steps)

@@ -80,6 +80,15 @@ def _config(parser: ArgumentParser) -> None:
     add_config_dir(parser)
 
 
+def _prepare(parser: ArgumentParser) -> None:
+    add_composition(parser)
+    add_config_dir(parser)
+    add = parser.add_argument
+    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/data_recipes.md)"
+    add("--score", nargs="+", metavar="MEASURE=SCORER", help=what)
+    add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
+
+
 def _import(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
@@ -216,6 +225,13 @@ VERBS = {
         "lightning_llm.verb.config:config",
         "print the composed config, or what a group offers",
         _config,
+        composes=True,
+        prints_data=True,
+    ),
+    "prepare": Verb(
+        "lightning_llm.verb.prepare:prepare",
+        "tokenise the data of a config ahead of runs, or score its documents",
+        _prepare,
         composes=True,
         prints_data=True,
     ),

@@ -132,3 +132,5 @@ def print_metrics(done: Evaluation) -> None:
         values = [f"{its[metric]['value']:.4f}" for its in found.values()]
         table.add_row(metric, *values, "" if error is None else f"{error:.4f}")
     Console().print(table)
+    for line in done.gain.lines() if done.gain else ():
+        print(line)

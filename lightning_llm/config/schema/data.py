@@ -101,6 +101,9 @@ class TokenSourceConfig(SourceConfig):
 class MixtureConfig(Group):
     """Which source each training sample comes from: a function of the sample's number, so that nothing is resumed."""
 
+    shares_by_tokens: ClassVar[bool] = False
+    """Whether a source's share is what its training stream holds, once documents are chosen, and no weight."""
+
     kind: str = Field(description="a registered mixture")
 
     @property
@@ -123,8 +126,12 @@ class MixtureConfig(Group):
         """Return what tells its samples from those of the weights alone, as JSON data; None: nothing does."""
         return self.model_dump()
 
+    def chooser(self) -> Any:
+        """Return the `data.chosen.Chooser` of the documents in the training streams; None: each once, as it is read."""
+        return None
+
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
-        """Return the `data.addressing.Mixture` of sources of these `weights`.
+        """Return the `data.addressing.Mixture` of sources of these `weights`; of windows, where `shares_by_tokens`.
 
         A step takes `step_samples` samples; `max_steps` is the run's length, None where nobody knows.
         """
