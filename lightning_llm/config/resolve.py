@@ -48,7 +48,8 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
     if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):
         values["distil"]["teachers"] = [
-            str(Path(os.path.expanduser(each)).absolute()) if isinstance(each, str) and each else each for each in teachers
+            str(Path(os.path.expanduser(each)).absolute()) if isinstance(each, str) and each else each
+            for each in teachers
         ]
     for node, key in paths:
         value = node.get(key)

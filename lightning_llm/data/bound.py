@@ -28,9 +28,11 @@ def bound_problems(config: DataConfig) -> Iterator[Problem]:
             text = f"is {config.epochs:g}, and nothing says how long one is before data are read: set {KEY}."
             yield Problem("data.epochs", text)
         return
-    if config.chosen_mixture.shares_by_tokens:
-        text = f"is shared out by weights, and data.mixture.kind={config.chosen_mixture.kind} has none. Leave one out."
-        yield Problem(KEY, text)
+    if config.chosen_mixture.chooses_documents:
+        text = (
+            f"is a part of what lies in order, and data.mixture.kind={config.chosen_mixture.kind} chooses documents. "
+        )
+        yield Problem(KEY, f"{text}Leave one of them out.")
     drawn, length = config.drawn, config.sequence_length
     for name in drawn:
         if not config.trained_weights[name]:

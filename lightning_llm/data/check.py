@@ -92,6 +92,9 @@ def _mixture_problems(config: DataConfig) -> list[Problem]:
 
 def _tokenised_problems(config: DataConfig) -> Iterator[Problem]:
     names = [name for name, source in config.sources.items() if source.tokenised]
+    for name in set(names) & {*config.trained_weights} if config.chosen_mixture.chooses_documents else ():
+        text = f"holds tokens, and data.mixture.kind={config.chosen_mixture.kind} goes by scores of text. Leave it out."
+        yield Problem(f"data.sources.{name}", text)
     if names and config.tokenizer.kind == "bpe":
         text = (
             f"is bpe, which is trained here, and {', '.join(f'data.sources.{name}' for name in names)} was tokenised "

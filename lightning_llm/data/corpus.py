@@ -90,7 +90,9 @@ class Corpus:
         mixture: Mixture = kind.build(shares, config.global_batch_size, max_steps)
         self.skipped = merged(config.skip_samples or ())
         self.limits = window_limits(config)
-        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped, self.limits)
+        steps = kind.paced_steps(max_steps)
+        total = None if steps is None else steps * config.global_batch_size
+        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped, self.limits, kind.pace, total)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
         self.mix_shares = [share / sum(shares.values()) for share in shares.values()]
 

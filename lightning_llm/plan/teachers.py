@@ -29,7 +29,9 @@ def teacher_models(config: Config) -> list[ModelConfig]:
                 shape = {"name": "teacher", **shape_of(weights_path(path))}
                 models.append(ModelConfig.model_validate({**shape, "init_from": None}))
             except ValidationError as error:
-                raise ConfigError(Problem(KEY, f"{path} holds the config of no model: {error.errors()[0]['msg']}.")) from error
+                raise ConfigError(
+                    Problem(KEY, f"{path} holds the config of no model: {error.errors()[0]['msg']}.")
+                ) from error
     if problems:
         raise ConfigError([Problem(KEY if each.key == INIT_KEY else each.key, each.text) for each in problems])
     return models
@@ -62,7 +64,9 @@ def teacher_differences(path: str, model: ModelConfig, config: Config) -> Iterat
         text = f"{path} predicts {model.vocab_size:,} tokens, and model.vocab_size is {config.model.vocab_size:,}."
         yield Problem(KEY, f"{text} Give teachers of one vocabulary, and set model.vocab_size to its size.")
     if model.max_sequence_length < config.data.sequence_length:
-        text = f"{path} takes {model.max_sequence_length:,} tokens: data.sequence_length={config.data.sequence_length:,}"
+        text = (
+            f"{path} takes {model.max_sequence_length:,} tokens: data.sequence_length={config.data.sequence_length:,}"
+        )
         yield Problem(KEY, f"{text} is too long. Lower it.")
 
 

@@ -124,6 +124,10 @@ def _evaluate(parser: ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="the first N samples of each task")
     add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
     add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
+    merged = (
+        "what sets of parts of the data would give, by the mean of a sweep's models of one part each (ablate/merge)"
+    )
+    add("--merge", type=Path, metavar="SWEEP", help=merged)
     add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
     add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
     add_device(parser)

@@ -100,7 +100,8 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
             problems += scorers[measure].problems(f"--score {measure}={name}")
         except ValidationError as error:
             problems += [
-                Problem(f"--score {measure}.{'.'.join(map(str, each['loc']))}", f"{each['msg']}.") for each in error.errors()
+                Problem(f"--score {measure}.{'.'.join(map(str, each['loc']))}", f"{each['msg']}.")
+                for each in error.errors()
             ]
     return scorers
 
@@ -135,4 +136,9 @@ def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
     own = np.array(columns["source"]) == name
     clusters = set(columns["cluster"][own].tolist()) - {-1}
     means = {measure: float(columns[measure][own].mean()) for measure in MEASURES}
-    return {"documents": int(own.sum()), "bytes": int(columns["text_bytes"][own].sum()), **means, "clusters": len(clusters)}
+    return {
+        "documents": int(own.sum()),
+        "bytes": int(columns["text_bytes"][own].sum()),
+        **means,
+        "clusters": len(clusters),
+    }

@@ -33,9 +33,13 @@ def test_a_bounded_source_gives_the_same_windows_in_every_epoch_and_under_every_
         found[seed] = of_a
     assert set(found[0]) == set(found[1])
     assert found[0] != found[1]
-    smaller = {order(5, {"a": 12, "b": 4}).locate(i).window for i in range(16) if order(5, limits).locate(i).source == 0}
+    smaller = {
+        order(5, {"a": 12, "b": 4}).locate(i).window for i in range(16) if order(5, limits).locate(i).source == 0
+    }
     assert smaller < set(found[0]), "a smaller bound is part of a larger one"
-    assert [each.window for each in map(order(0, limits, shuffle=False).locate, range(40)) if each.source == 0] == list(range(30))
+    assert [each.window for each in map(order(0, limits, shuffle=False).locate, range(40)) if each.source == 0] == list(
+        range(30)
+    )
 
 
 def test_no_bound_leaves_every_address_as_it_was():
@@ -90,4 +94,6 @@ def test_what_cannot_be_is_refused(two_files, cache):
     phases = {"kind": "phases", "phases": {"one": {}, "two": {"start": 0.5, "weights": {"b": 2}}}}
     silent = {name: {**source, "weight": 0.0 if name == "b" else 1.0} for name, source in two_files.items()}
     config = data_config(cache, silent, mixture=phases, max_tokens=400)
-    assert "data.sources.b.weight: is 0, and data.max_tokens is shared out" in "\n".join(map(str, check_data(config, 300, 1)))
+    assert "data.sources.b.weight: is 0, and data.max_tokens is shared out" in "\n".join(
+        map(str, check_data(config, 300, 1))
+    )

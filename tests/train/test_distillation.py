@@ -76,7 +76,6 @@ def student(small_run, teachers, tmp_path_factory) -> Path:
 def test_first_step_is_that_of_float64_on_logits(student, teachers, small_run, tmp_path):
     """The recorded divergence, and the gradient's norm, against the formula over logits that this test asks for."""
     from lightning_llm.api import load
-
     from lightning_llm.config.compose import load_config
     from lightning_llm.data.opening import open_corpus
     from lightning_llm.model.decoder import Decoder
@@ -98,7 +97,9 @@ def test_resume_has_the_bits(student, teachers, small_run, tmp_path):
     assert main(["train", *words, "trainer.max_steps=4"]) == 0
     assert main(["train", *words, "resume=auto"]) == 0
     keys = ("loss", "distil_kl", "grad_norm")
-    whole, parts = ([{k: each[k] for k in keys} for each in read_metrics(f) if "loss" in each] for f in (student, tmp_path / "run"))
+    whole, parts = (
+        [{k: each[k] for k in keys} for each in read_metrics(f) if "loss" in each] for f in (student, tmp_path / "run")
+    )
     assert whole == parts
 
 

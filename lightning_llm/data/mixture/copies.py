@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_llm.data.score.table import read_scores
-from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.data.score.table import scores_of
 from lightning_llm.keyed_hash import name_word
 
-KEY = "data.mixture.scores"
 SHOWN_CLUSTERS = 64
 
 
@@ -74,7 +72,7 @@ class ScoredCopies:
 
     def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See `Chooser`."""
-        scored = _scores_of(Path(self.config.scores), keys)
+        scored = scores_of(Path(self.config.scores), keys, ("quality", "diversity", "cluster"))
         both = (np.concatenate([scored[name][each] for name in keys]) for each in ("quality", "diversity"))
         weights = sampling_weights(*both, self.config.alpha, self.config.tau)
         expected = self.config.ratio * len(weights) * weights  # [documents of all sources]
@@ -107,23 +105,3 @@ def _facts(expected: np.ndarray, copies: np.ndarray, clusters: np.ndarray) -> di
         "dropped": int((copies == 0).sum()),
         "clusters": of_cluster,
     }
-
-
-def _scores_of(file: Path, keys: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the scores of the documents of `keys` by source. Raises ConfigError where some have none."""
-    known, found, problems = read_scores(file, KEY), {}, []
-    for name, its in keys.items():
-        if name not in known:
-            text = f"{file} has no scores of source {name!r}; it has those of {', '.join(known)}. Score this data."
-            problems.append(Problem(KEY, text))
-            continue
-        found[name], missing = known[name].of_keys(its, ("quality", "diversity", "cluster"))
-        if missing:
-            text = (
-                f"{file} has no scores of {missing:,} of {len(its):,} documents of source {name!r}: they have changed "
-                "since. Score this data again: lightning-llm prepare ... --score ..."
-            )
-            problems.append(Problem(KEY, text))
-    if problems:
-        raise ConfigError(problems)
-    return found

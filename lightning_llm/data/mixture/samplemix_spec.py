@@ -23,6 +23,7 @@ class SampleMix(MixtureConfig):
     """
 
     shares_by_tokens: ClassVar[bool] = True
+    chooses_documents: ClassVar[bool] = True
 
     kind: Literal["samplemix"] = "samplemix"
     scores: str = Field(description="the Parquet file that `prepare --score` wrote")

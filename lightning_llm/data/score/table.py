@@ -25,6 +25,7 @@ COLUMNS = {
     "cluster": "int32",
 }
 SCORERS = b"scorers"
+KEY = "data.mixture.scores"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,31 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
         str(name): Scores({column: values[sources == name] for column, values in columns.items()})
         for name in dict.fromkeys(sources)
     }
+
+
+def scores_of(file: Path, keys: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
+    """Return `columns` of the documents of `keys`, uint64 [documents] by source, each [documents].
+
+    Raises:
+        ConfigError: some have no scores in `file`.
+    """
+    known, problems = read_scores(file, KEY), []
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, its in keys.items():
+        if name not in known:
+            text = f"{file} has no scores of source {name!r}; it has those of {', '.join(known)}. Score this data."
+            problems.append(Problem(KEY, text))
+            continue
+        found[name], missing = known[name].of_keys(its, columns)
+        if missing:
+            text = (
+                f"{file} has no scores of {missing:,} of {len(its):,} documents of source {name!r}: they have changed "
+                "since. Score this data again: lightning-llm prepare ... --score ..."
+            )
+            problems.append(Problem(KEY, text))
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def scores_digest(file: str) -> str | None:

@@ -43,7 +43,7 @@ class TfidfKMeans(ScorerConfig):
         words = TfidfVectorizer(max_features=self.features, sublinear_tf=True, token_pattern=r"\w+")
         counts = words.fit_transform(text[:CHARACTERS] for text in texts)  # [documents, features], sparse
         count = min(self.clusters, len(texts))
-        fitted = KMeans(count, random_state=self.seed, n_init=1).fit(counts)
+        fitted = KMeans(count, random_state=self.seed, n_init=4).fit(counts)
         labels, centroids = fitted.labels_, fitted.cluster_centers_
         own = np.linalg.norm  # rows are of unit length: |x - c|^2 = 1 - 2 x.c + |c|^2
         products = counts.multiply(centroids[labels]).sum(1)
@@ -51,7 +51,9 @@ class TfidfKMeans(ScorerConfig):
         distances = np.sqrt(
             np.maximum(0, squares - 2 * np.asarray(products).ravel() + own(centroids[labels], axis=1) ** 2)
         )
-        compactness = np.array([distances[labels == each].mean() if (labels == each).any() else 0 for each in range(count)])
+        compactness = np.array(
+            [distances[labels == each].mean() if (labels == each).any() else 0 for each in range(count)]
+        )
         between = own(centroids[:, None] - centroids[None], axis=-1)  # [clusters, clusters]
         separation = between.sum(1) / max(1, count - 1)
         return to_unit((compactness * separation)[labels]), labels.astype(np.int32)
