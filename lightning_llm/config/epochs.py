@@ -36,8 +36,8 @@ def fill_steps(tree: DictConfig, typed: Collection[str], *, of_file: bool = Fals
     chosen = STEPS in typed or (not of_file and given != _default_steps())
     if chosen and given != steps:
         text = (
-            f"is {given}, and {KEY} makes it {steps}: {', '.join(f'{key}={_value(tree, key)}' for key in (KEY, *LENGTH))}. "
-            f"Leave it out, or {KEY} (null)."
+            f"is {given}, and {KEY} makes it {steps}: "
+            f"{', '.join(f'{key}={_value(tree, key)}' for key in (KEY, *LENGTH))}. Leave it out, or {KEY} (null)."
         )
         raise ConfigError(Problem(STEPS, text))
     OmegaConf.update(tree, STEPS, steps, force_add=True)

@@ -71,7 +71,7 @@ def _training_keys(source: Source, held_out: HeldOut, cache_dir: Path) -> np.nda
 
 @dataclass
 class ChosenStream(TokenStream):
-    """Documents of the stream `base` in the `order` of their numbers, int64 [chosen]: some several times, some never."""
+    """Documents of the stream `base`, by their numbers in `order`, int64 [chosen]: some several times, some never."""
 
     base: TokenStream
     order: np.ndarray

@@ -100,8 +100,8 @@ class Corpus:
     def fingerprint(self) -> str:
         """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
 
-        And how a mixture changes the shares, and `data.max_tokens` what there is. Free of paths, seed and batch sizes, and of sources that no sample comes
-        from: those only watched, and those of weight 0.
+        And how a mixture changes the shares, and `data.max_tokens` what there is. Free of paths, seed and batch sizes,
+        and of sources that no sample comes from: those only watched, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = zip(self.trained, self.shares, self.train, strict=True)

@@ -1,4 +1,4 @@
-"""Several models judged as one: whether they can be, and the mean of their weights (of predictions: `model.ensemble`)."""
+"""Several models judged as one: whether they can be, and the mean of their weights; predictions: `model.ensemble`."""
 
 from collections.abc import Sequence
 

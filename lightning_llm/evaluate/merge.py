@@ -1,4 +1,4 @@
-"""Data ablation by merging: what a model of several parts of the data would score, by the mean of models of one part each.
+"""Data ablation by merging: what a model of several parts of the data would score, by the mean of models of one each.
 
 Na et al. 2024 (arXiv 2410.15661): models that were continued from one start, each on its part (a base unit, all of one
 size), are averaged over a candidate set of parts; the loss of that average ranks candidates, and is not their loss. One
@@ -35,7 +35,7 @@ Parts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of `parts` at one `seed`: the losses of its units' average, and of a run on all of it, where there is one."""
+    """A set of `parts` at one `seed`: the losses of its units' average, and of a run on all of it, if there is one."""
 
     parts: Parts
     seed: int
@@ -86,7 +86,7 @@ class Merge:
 
 
 def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Merge:
-    """Return the proxies of all sets of the parts that the runs below `folder` were each trained on; write `merge.json`.
+    """Return the proxies of all sets of the parts that runs below `folder` were each trained on; write `merge.json`.
 
     Runs on one source are the units; runs on several of them, by equal weights, are what proxies are held against. All
     are scored here, on the data of the first.
@@ -158,7 +158,10 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         )
         problems.append(Problem(str(folder), f"{text} Run train -m recipe=ablate/merge, and name its folder."))
     if len(set(singles)) > MOST_PARTS:
-        text = f"holds runs on {len(set(singles))} parts, whose sets are {2 ** len(set(singles)):,}; up to {MOST_PARTS} are."
+        count = len(set(singles))
+        text = (
+            f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
+        )
         problems.append(Problem(str(folder), text))
     if problems:
         raise ConfigError(problems)

@@ -159,8 +159,8 @@ def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
 def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
     """Return the bytes of what teachers predict of a micro-batch as it is kept, and at most while it is made.
 
-    And of a second gradient of the logits, where labels are learned beside it. `Ensemble` holds of one member its logits
-    and logarithms, and of all the mean before and after it is taken in, in fp32.
+    And of a second gradient of the logits, where labels are learned beside it. `Ensemble` holds one member's logits and
+    logarithms, and of all the mean before and after it is taken in, in fp32.
     """
     config = plan.config
     if config.distil is None:

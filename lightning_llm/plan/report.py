@@ -145,7 +145,7 @@ def _teacher_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     each = facts["teacher_flops_per_token"]
     if not each:
         return []
-    text = f"{each:.4g} FLOPs per token, {each * facts['total_tokens']:.4g} in all, in no time that is planned or measured as MFU"
+    text = f"{each:.4g} FLOPs per token, {each * facts['total_tokens']:.4g} in all; in no step's time above, nor in MFU"
     return [("teachers", text)]
 
 

@@ -9,7 +9,7 @@ from lightning_llm.config.schema.distil import DistilConfig
 from lightning_llm.model.distillation_loss import divergence_sum
 
 RECORD = "distil_kl"
-"""In a step's record: nats per target token, the mean of KL(teachers || student) at the temperature, times its square."""
+"""In a step's record: the mean of KL(teachers || student) per target token, nats, times the temperature squared."""
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_windows_are_those_of_the_shuffled_run_in_order(total, blocks):
         count = len(after)
         cut = [[w for i, w in enumerate(after) if i * blocks // count == block] for block in range(blocks)]
         ends = [(min(each), max(each)) for each in cut if each]
-        assert all(high < low for (_, high), (low, _) in zip(ends, ends[1:], strict=False))
+        assert all(high < low for (_, high), (low, _) in pairwise(ends))
         if blocks == 1 and count > 10:
             assert after != sorted(after)
         if blocks == 1000:

@@ -1,4 +1,4 @@
-"""SampleMix: weights and copies against closed forms, counts against chance, streams token by token, what is refused."""
+"""SampleMix: weights and copies against closed forms, counts against chance, streams token by token, refusals."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_a_stream_holds_the_documents_as_often_as_their_scores_say(two_files, ca
     for name, stream in zip(corpus.trained, plain.train, strict=True):
         ends = np.append(stream.starts[1:], len(stream.tokens))
         pieces[name] = [stream.tokens[a:b].tolist() for a, b in zip(stream.starts, ends, strict=True)]
-    rows = {name: table for name, table in read_scores(scored, "k").items()}
+    rows = read_scores(scored, "k")
     held = {"a": [], "b": []}  # of each training document: score
     for name in held:
         source = Source(name, corpus.config.sources[name])
@@ -166,7 +166,7 @@ def test_refusals(two_files, cache, scored, tmp_path):
         **two_files,
         "b": {**two_files["b"], "path": str(write_jsonl(tmp_path / "b.jsonl", [words(i, 30) for i in range(9)]))},
     }
-    with pytest.raises(ConfigError, match="has no scores of . of . documents of source 'b'"):
+    with pytest.raises(ConfigError, match=r"has no scores of \d of \d documents of source 'b'"):
         open_corpus(mixed(cache, grown, scored), 0, 300)
     other = tmp_path / "other.parquet"
     other.write_text("no table")

@@ -15,7 +15,7 @@ LEAST_TEMPERATURE = 1e-3
 
 @MIXTURES.register
 class SampleMix(MixtureConfig):
-    """SampleMix (Xi et al. 2025, arXiv 2503.01506): a document's copies follow its scores, and the sources' shares those.
+    """SampleMix (Xi et al. 2025, arXiv 2503.01506): copies of a document follow its scores, and sources' shares those.
 
     A document's weight is the softmax, over all training documents, of `(alpha diversity + (1 - alpha) quality) / tau`;
     `ratio x documents x weight` is how often it is expected in the training stream: the whole part of that, and once

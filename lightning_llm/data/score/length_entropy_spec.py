@@ -8,7 +8,7 @@ from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
 
 @SCORERS.register
 class LengthEntropy(ScorerConfig):
-    """The mean of a document's log length and of the entropy of its bytes, each brought to [0, 1] over all documents."""
+    """The mean of a document's log length and of its bytes' entropy, each brought to [0, 1] over all documents."""
 
     measures: ClassVar[Measure] = "quality"
 

@@ -1,7 +1,7 @@
 """The table of scores: a Parquet file with a row per training document and source.
 
-Columns: `source`, `key` (uint64, `Document.key`), `text_bytes`, `quality` and `diversity` (float64 in [0, 1]), `cluster`
-(int32, -1 where nothing was clustered).
+Columns: `source`, `key` (uint64, `Document.key`), `text_bytes`, `quality` and `diversity` (float64 in [0, 1]), and
+`cluster` (int32, -1 where nothing was clustered).
 """
 
 import json
