@@ -3,6 +3,7 @@
 import gc
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -96,7 +97,7 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
 
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
     parallel = ParallelModel.of(config, layout, CPU, quantisation, fill=fill)
-    gradients: list[int] = []
+    decoders, gradients = _teachers(config), list[int]()
 
     def measure_gradients(loss: Tensor) -> None:
         gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
@@ -105,7 +106,7 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
-        teachers = _teachers(config)
+        teachers = None if config.distil is None else _asked(config, [each.to_empty(device=CPU) for each in decoders])
         step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
         batch = _batch(config, plan.micro_batches)
@@ -130,15 +131,16 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
     )
 
 
-def _teachers(config: Config) -> Distillation | None:
-    """Return teachers of the planned shapes, whose weights are no numbers in particular."""
+def _teachers(config: Config) -> list[Decoder]:
+    """Return decoders of the teachers' shapes, on the meta device."""
+    dtype = DTYPES[config.precision.compute_dtype]
+    with torch.device("meta"):
+        return [frozen(Decoder(model, dtype), dtype) for model in teacher_models(config)]
+
+
+def _asked(config: Config, decoders: Sequence[Decoder]) -> Distillation:
     if config.distil is None:
-        return None
-    dtype, decoders = DTYPES[config.precision.compute_dtype], []
-    for model in teacher_models(config):
-        with torch.device("meta"):
-            decoder = Decoder(model, dtype)
-        decoders.append(frozen(decoder.to_empty(device=CPU), dtype))
+        raise ValueError("there are no teachers to ask")
     return Distillation(config.distil, Ensemble.of(decoders, config.distil.combine), config.model.vocab_size)
 
 

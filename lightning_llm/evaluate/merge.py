@@ -159,9 +159,7 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         problems.append(Problem(str(folder), f"{text} Run train -m recipe=ablate/merge, and name its folder."))
     if len(set(singles)) > MOST_PARTS:
         count = len(set(singles))
-        text = (
-            f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
-        )
+        text = f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
         problems.append(Problem(str(folder), text))
     if problems:
         raise ConfigError(problems)

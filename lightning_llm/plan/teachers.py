@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from lightning_llm.config.from_weights import KEY as INIT_KEY
 from lightning_llm.config.from_weights import shape_of, weights_path
 from lightning_llm.config.schema import Config, ModelConfig
-from lightning_llm.errors import ConfigError, Problem, gathered
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.model.linear_names import has_bias
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
@@ -17,24 +17,24 @@ KEY = "distil.teachers"
 
 
 def teacher_models(config: Config) -> list[ModelConfig]:
-    """Return the teachers' shapes, as their folders say them.
+    """Return the teachers' shapes, as their folders say them. Raises ConfigError as `_model_at` does."""
+    return [_model_at(path) for path in config.distil.teachers] if config.distil else []
+
+
+def _model_at(path: str) -> ModelConfig:
+    """Return the shape of the weights at `path`.
 
     Raises:
-        ConfigError: with what is wrong with each folder.
+        ConfigError: with what is wrong with the folder.
     """
-    models, problems = [], list[Problem]()
-    for path in config.distil.teachers if config.distil else ():
-        with gathered(problems):
-            try:
-                shape = {"name": "teacher", **shape_of(weights_path(path))}
-                models.append(ModelConfig.model_validate({**shape, "init_from": None}))
-            except ValidationError as error:
-                raise ConfigError(
-                    Problem(KEY, f"{path} holds the config of no model: {error.errors()[0]['msg']}.")
-                ) from error
-    if problems:
-        raise ConfigError([Problem(KEY if each.key == INIT_KEY else each.key, each.text) for each in problems])
-    return models
+    try:
+        return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
+    except ValidationError as error:
+        text = f"{path} holds the config of no model: {error.errors()[0]['msg']}."
+        raise ConfigError(Problem(KEY, text)) from error
+    except ConfigError as error:
+        problems = [Problem(KEY if each.key == INIT_KEY else each.key, each.text) for each in error.problems]
+        raise ConfigError(problems) from error
 
 
 def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
@@ -49,13 +49,11 @@ def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
                 "parallel.zero_stage up to 3."
             )
             yield Problem(f"parallel.{axis}", text)
-    try:
-        models = teacher_models(config)
-    except ConfigError as error:
-        yield from error.problems
-        return
-    for path, model in zip(config.distil.teachers, models, strict=True):
-        yield from teacher_differences(path, model, config)
+    for path in config.distil.teachers:
+        try:
+            yield from teacher_differences(path, _model_at(path), config)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def teacher_differences(path: str, model: ModelConfig, config: Config) -> Iterator[Problem]:

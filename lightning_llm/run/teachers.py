@@ -50,7 +50,7 @@ def open_teachers(
         decoders.append(frozen_decoder(weights.config, state, DTYPES[config.precision.compute_dtype], device))
         if is_first_rank():
             print(f"teacher {weights.path} ({weights.kind}, digest {digest[:8]})", flush=True)
-    _check_known(start, [each["digest"] for each in facts])
+    _check_known(start, [str(each["digest"]) for each in facts])
     teachers = Ensemble.of(decoders, distil.combine)
     return Distillation(distil, teachers, config.model.vocab_size), {DISTIL: facts}
 

@@ -135,7 +135,7 @@ def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the size of a source, its mean scores, and in how many clusters it has documents."""
     own = np.array(columns["source"]) == name
     clusters = set(columns["cluster"][own].tolist()) - {-1}
-    means = {measure: float(columns[measure][own].mean()) for measure in MEASURES}
+    means: dict[str, float] = {measure: float(columns[measure][own].mean()) for measure in MEASURES}
     return {
         "documents": int(own.sum()),
         "bytes": int(columns["text_bytes"][own].sum()),

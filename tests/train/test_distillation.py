@@ -66,6 +66,9 @@ def teachers(small_run, tmp_path_factory) -> list[Path]:
     return folders
 
 
+TAUGHT = "distil.weight=0.75", "distil.temperature=2", "schedule.total_steps=6"
+
+
 def named(folders) -> str:
     return f"distil.teachers=[{','.join(map(str, folders))}]"
 
@@ -73,7 +76,7 @@ def named(folders) -> str:
 @pytest.fixture(scope="module")
 def student(small_run, teachers, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("student")
-    assert main(["train", *small_run(folder, named(teachers), "distil.weight=0.75", "distil.temperature=2")]) == 0
+    assert main(["train", *small_run(folder, named(teachers), *TAUGHT)]) == 0
     return folder / "run"
 
 
@@ -119,7 +122,7 @@ def test_what_cannot_be_learned_from_is_refused(teachers, student, small_run, tm
     text = told(named(teachers), "parallel=tp", "trainer.devices=2", "model.num_kv_heads=2")
     assert "parallel.tp: is 2, and teachers (distil) are held and asked whole on each rank" in text
     assert "parallel.pp: is 2" in told(named(teachers), "parallel=pp", "trainer.devices=2")
-    text = told(named([*teachers, tmp_path / "nothing"]), "model.vocab_size=336", "data.sequence_length=600")
+    text = told(named([*teachers, tmp_path / "nothing"]), "model.vocab_size=336")
     assert "predicts 320 tokens, and model.vocab_size is 336" in text
     assert f"distil.teachers: {tmp_path / 'nothing'} does not exist" in text
     assert "has another tokenizer than the run" in told(named(teachers), "data.tokenizer.vocab_size=290")
@@ -127,7 +130,7 @@ def test_what_cannot_be_learned_from_is_refused(teachers, student, small_run, tm
     changed = json.loads((tmp_path / "copy" / "summary.json").read_text())
     changed["distil"][1]["digest"] = "0" * 32
     (tmp_path / "copy" / "summary.json").write_text(json.dumps(changed))
-    words = named(teachers), "distil.weight=0.75", "distil.temperature=2", f"run.dir={tmp_path / 'copy'}"
+    words = named(teachers), *TAUGHT, f"run.dir={tmp_path / 'copy'}"
     assert "hold other weights than when" in told(*words, "trainer.max_steps=8", "resume=auto")
 
 
@@ -146,7 +149,7 @@ def test_the_plan_counts_teachers(teachers, small_run, tmp_path, capsys):
 
 
 def test_resume_has_the_bits(student, teachers, small_run, tmp_path):
-    words = small_run(tmp_path, named(teachers), "distil.weight=0.75", "distil.temperature=2")
+    words = small_run(tmp_path, named(teachers), *TAUGHT)
     assert main(["train", *words, "trainer.max_steps=4"]) == 0
     assert main(["train", *words, "resume=auto"]) == 0
     keys = ("loss", "distil_kl", "grad_norm")

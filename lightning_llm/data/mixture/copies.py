@@ -73,8 +73,9 @@ class ScoredCopies:
     def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """See `Chooser`."""
         scored = scores_of(Path(self.config.scores), keys, ("quality", "diversity", "cluster"))
-        both = (np.concatenate([scored[name][each] for name in keys]) for each in ("quality", "diversity"))
-        weights = sampling_weights(*both, self.config.alpha, self.config.tau)
+        quality = np.concatenate([scored[name]["quality"] for name in keys])
+        diversity = np.concatenate([scored[name]["diversity"] for name in keys])
+        weights = sampling_weights(quality, diversity, self.config.alpha, self.config.tau)
         expected = self.config.ratio * len(weights) * weights  # [documents of all sources]
         orders, at = {}, 0
         for name, its in keys.items():

@@ -29,7 +29,7 @@ class Curriculum(StaticMixture):
     )
     blocks: PositiveInt = Field(20, description="stretches of an epoch within which the order is shuffled")
     total_steps: PositiveInt | None = Field(
-        None, description="steps of the run whose windows are put in order; null: trainer.max_steps"
+        None, description="steps of the run that is put in order, or phases are shares of; null: trainer.max_steps"
     )
 
     @property
