@@ -159,8 +159,9 @@ def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
 def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
     """Return the bytes of what teachers predict of a micro-batch as it is kept, and at most while it is made.
 
-    And of a second gradient of the logits, where labels are learned beside it. `Ensemble` holds one member's logits and
-    logarithms, and of all the mean before and after it is taken in, in fp32.
+    And what the divergence has beside the cross entropy: a second gradient of the logits, where labels are learned, too,
+    and five fp32 arrays of a chunk where that has two. `Ensemble` holds one member's logits and logarithms, and of all
+    the mean before and after it is taken in, in fp32.
     """
     config = plan.config
     if config.distil is None:
@@ -169,7 +170,8 @@ def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
     rows = tokens_of(config, plan.degrees)
     predicted, logits = rows * config.model.vocab_size, rows * config.model.padded_vocab_size
     making = 16 * predicted if count > 1 else 4 * predicted + width * logits
-    return 4 * predicted, making, width * logits if config.distil.weight < 1 else 0
+    chunk = min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    return 4 * predicted, making, 12 * chunk + (width * logits if config.distil.weight < 1 else 0)
 
 
 def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:

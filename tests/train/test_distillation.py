@@ -145,7 +145,7 @@ def test_the_plan_counts_teachers(teachers, small_run, tmp_path, capsys):
     held = sum(parameter.nbytes for decoder in decoders for parameter in decoder.parameters())
     assert facts["memory_bytes"]["teachers"] == held
     assert facts["teacher_flops_per_token"] == 2 * (facts["flops_per_token"] // 3)
-    assert facts["dry_run"]["memory_bytes"]["total"] == pytest.approx(facts["memory_bytes"]["total"], rel=0.15)
+    assert facts["dry_run"]["memory_bytes"]["total"] == pytest.approx(facts["memory_bytes"]["total"], rel=0.1)
 
 
 def test_resume_has_the_bits(student, teachers, small_run, tmp_path):
