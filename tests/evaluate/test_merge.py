@@ -50,6 +50,7 @@ def swept(small_run, tmp_path_factory):
     return folder / "sweep"
 
 
+@pytest.mark.full
 def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
     assert main(["evaluate", "--merge", str(swept), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -86,6 +87,7 @@ def test_proxies_are_the_losses_of_torchs_average(swept, capsys, tmp_path):
     assert json.loads((swept / "merge.json").read_text()) == found
 
 
+@pytest.mark.full
 def test_a_units_average_with_itself_is_itself_to_the_bit(swept):
     from lightning_llm.evaluate.members import AverageWeights
     from lightning_llm.model.weights.initial import InitialWeights
@@ -98,6 +100,7 @@ def test_a_units_average_with_itself_is_itself_to_the_bit(swept):
         assert (mean(name, 0, tensor.numel()) == tensor.flatten()).all()
 
 
+@pytest.mark.full
 def test_refusals(swept, tmp_path, capsys):
     def told(*words) -> str:
         assert main(["evaluate", *map(str, words)]) == 2

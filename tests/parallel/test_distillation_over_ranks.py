@@ -22,6 +22,7 @@ def teacher(small_run, tmp_path_factory) -> str:
     return f"distil.teachers=[{folder / 'run'}]"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["zero3", "ddp"])
 def test_a_student_has_the_bits_of_one_rank(layout, teacher, ranks, matrix_run):
     words = "bf16", teacher, "distil.weight=0.5"

@@ -103,6 +103,7 @@ def test_first_step_is_that_of_float64_on_logits(teachers, small_run, tmp_path):
     assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
+@pytest.mark.full
 def test_teachers_of_one_folder_alone_are_their_ensemble(teachers, small_run, tmp_path):
     """The mean of a model with itself is that model; and it is not that of the other."""
     found = []
