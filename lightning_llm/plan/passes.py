@@ -159,9 +159,9 @@ def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
 def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
     """Return the bytes of what teachers predict of a micro-batch as it is kept, and at most while it is made.
 
-    And what the divergence has beside the cross entropy: a second gradient of the logits, where labels are learned, too,
-    and five fp32 arrays of a chunk where that has two. `Ensemble` holds one member's logits and logarithms, and of all
-    the mean before and after it is taken in, in fp32.
+    And what the divergence has beside the cross entropy: a second gradient of the logits, where labels are learned,
+    too, and five fp32 arrays of a chunk where that has two. `Ensemble` holds one member's logits and logarithms, and of
+    all the mean before and after it is taken in, in fp32.
     """
     config = plan.config
     if config.distil is None:
