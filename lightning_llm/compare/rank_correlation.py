@@ -26,7 +26,8 @@ class RankCorrelation:
         """Return it over pairs of numbers; nan where there are fewer than 2, or one of the two never varies.
 
         The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
-        23): `(1 + rho^2 / 2) / (count - 3)`.
+        23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged, and
+        reaches to the end: few points that happen to agree are no certainty.
         """
         count = len(one)
         if count < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
@@ -34,9 +35,11 @@ class RankCorrelation:
         rho = float(stats.spearmanr(one, other).statistic)
         if count < FEWEST:
             return cls(rho, -1.0, 1.0, count)
-        middle = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, rho)))
-        half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) * math.sqrt((1 + rho**2 / 2) / (count - 3))
-        return cls(rho, math.tanh(middle - half), math.tanh(middle + half), count)
+        nearest = 1 - 12 / (count * (count**2 - 1))  # to a perfect order
+        inner = max(-nearest, min(nearest, rho))
+        half = float(stats.norm.ppf(0.5 + CONFIDENCE / 2)) * math.sqrt((1 + inner**2 / 2) / (count - 3))
+        low, high = (math.tanh(math.atanh(inner) + side * half) for side in (-1, 1))
+        return cls(rho, -1.0 if rho < inner else low, 1.0 if rho > inner else high, count)
 
     def words(self) -> str:
         """Return it for a terminal."""

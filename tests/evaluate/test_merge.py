@@ -117,6 +117,9 @@ def test_correlation_and_its_interval():
     found = RankCorrelation.of(one, other)
     assert found.rho == pytest.approx(stats.spearmanr(one, other).statistic)
     assert RankCorrelation.of([1, 2, 3], [2, 3, 9]) == RankCorrelation(pytest.approx(1.0), -1.0, 1.0, 3)
+    perfect = RankCorrelation.of(range(6), range(6))
+    assert (perfect.rho, perfect.high) == (pytest.approx(1), 1.0)
+    assert perfect.low == pytest.approx(np.tanh(np.arctanh(33 / 35) - 1.959964 * np.sqrt((1 + (33 / 35) ** 2 / 2) / 3)))
     assert np.isnan(RankCorrelation.of([1, 1, 1, 1], [1, 2, 3, 4]).rho)
     rho, held = 0.6, 0
     true = 6 / np.pi * np.arcsin(rho / 2)  # Spearman's of a normal pair of correlation rho
