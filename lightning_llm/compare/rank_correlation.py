@@ -26,8 +26,8 @@ class RankCorrelation:
         """Return it over pairs of numbers; nan where there are fewer than 2, or one of the two never varies.
 
         The interval is Fisher's transform with the variance of D. G. Bonett and T. A. Wright (Psychometrika 65 (2000)
-        23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged, and
-        reaches to the end: few points that happen to agree are no certainty.
+        23): `(1 + rho^2 / 2) / (count - 3)`. Of a perfect order it is that of the next one, two neighbours exchanged,
+        and reaches to the end: few points that happen to agree are no certainty.
         """
         count = len(one)
         if count < 2 or np.ptp(one) == 0 or np.ptp(other) == 0:
