@@ -88,6 +88,9 @@ def meaningful(
     digests = {facts(run).get("init_digest") for run in (one, other)}
     if len(digests) == 1 and None not in digests:  # the same weights, wherever they lie
         free += ("model.init_from",)
+    teachers = {facts(run).get("teachers") for run in (one, other)}
+    if len(teachers) == 1 and None not in teachers:  # likewise
+        free += ("distil.teachers",)
     differing = all_differences(one, other)
     acting = _foreign_callbacks(one) | _foreign_callbacks(other)
     return {

@@ -195,6 +195,8 @@ def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
         own += ("data_hash",)
     if any(key.startswith("model.") for key in own):
         own += ("init_digest",)
+    if any(key.startswith("distil.") for key in own):
+        own += ("distil.", "teachers")
     if BRANCH_KEY in own:
         own += ("branch.",)
     return Pair(run, baseline, meaningful(baseline, run, own, metric))

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
 from lightning_llm.config.cluster_choice import give_way_to_cluster
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer, shipped_composer
+from lightning_llm.config.epochs import fill_steps
 from lightning_llm.config.file_sources import register_sources
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
 from lightning_llm.config.named_casts import fill_named_casts
@@ -190,6 +191,8 @@ def _read_resolved(
         OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
     give_way_to_cluster(tree, changed)
     fill_from_weights(tree, list(changed))
+    if to_build:
+        fill_steps(tree, changed, of_file=True)
     return read_tree(tree, to_build=to_build)
 
 
@@ -264,9 +267,11 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
     unknown = {each.key_or_group: problem for each in parsed if (problem := unknown_option(each, composer.search))}
     problems = [*known, *unknown.values()]
     sound_overrides = [each for each in parsed if each.key_or_group not in unknown]
+    typed = {each.key_or_group for each in parsed}
     try:
         if branching is not None:
             tree = branch_tree(branching, sound_overrides, _tree([], composer)[0], _group_of(composer))
+            fill_steps(tree, typed, of_file=True)
             return _reading(read_tree(tree, stand_ins=unknown), known, problems, unknown)
         tree, _ = _tree(sound_overrides, composer)
         try:
@@ -275,6 +280,10 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
             problems += error.problems
             others = [each for each in sound_overrides if each.key_or_group.partition(".")[0] != "model"]
             tree, unknown["model"] = _tree(others, composer)[0], error.problems[0]
+        try:
+            fill_steps(tree, typed)
+        except ConfigError as error:
+            problems += error.problems
         return _reading(read_tree(tree, stand_ins=unknown), known, problems, unknown)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error

@@ -39,6 +39,7 @@ OBSERVERS = "lightning_llm.callbacks."
 
 FREE_ON_RESUME = (
     *NOT_IDENTITY,
+    "data.epochs",
     "trainer.max_steps",
     "trainer.validate_every_steps",
     "trainer.devices",
@@ -56,7 +57,7 @@ FREE_ON_RESUME = (
 """May differ between a run and its continuation: none of these chooses what is learned from which token."""
 
 
-DATA_PATH = re.compile(r"data\.(sources\.[^.]+|tokenizer)\.path")
+DATA_PATH = re.compile(r"data\.((sources\.[^.]+|tokenizer)\.path|mixture\.scores)")
 
 
 def is_data_path(key: str) -> bool:

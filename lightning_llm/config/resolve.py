@@ -45,8 +45,13 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     data = _mapping(values, "data")
     paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
     paths += [(_mapping(values, "model"), "init_from")]
-    paths += [(_mapping(data, "tokenizer"), "path")]
+    paths += [(_mapping(data, "tokenizer"), "path"), (_mapping(data, "mixture"), "scores")]
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
+    if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):
+        values["distil"]["teachers"] = [
+            str(Path(os.path.expanduser(each)).absolute()) if isinstance(each, str) and each else each
+            for each in teachers
+        ]
     for node, key in paths:
         value = node.get(key)
         if isinstance(value, str) and value and not _is_no_path(node, key, value):

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from lightning_llm.config.schema.data import Pace
+from lightning_llm.data.pacing import Pacing
 from lightning_llm.data.skipped import Range, before, index_of
 from lightning_llm.keyed_hash import hash_words, mix, name_word
 
@@ -24,6 +26,8 @@ BLOCK = 1_000
 LARGEST_BLOCK = 100_000
 SMALLEST_SHARE = 10 / LARGEST_BLOCK
 ROUNDS = 8
+BOUND = name_word("data.max_tokens")
+"""In place of a run's seed, where it is chosen which windows there are: the same ones for every seed."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,9 @@ class SampleOrder:
     `windows` (how many windows a source holds, at least 1 of one that is drawn) is keyed by source name; the key of a
     source's shuffling is its name, so that adding a source reorders no other. With `shuffle=False` every epoch takes
     the windows in their order.
+
+    `limits`: how many windows of a source there are to be, at most, by its name. Which these are is a function of the
+    name alone, and those of a smaller limit are among those of a larger one; with `shuffle=False` they are the first.
     """
 
     def __init__(
@@ -174,22 +181,41 @@ class SampleOrder:
         seed: int,
         shuffle: bool = True,
         skipped: Sequence[Range] = (),
+        limits: Mapping[str, int] | None = None,
+        pace: Pace | None = None,
+        total: int | None = None,
     ):
+        """`pace`: see `MixtureConfig`; of a run of `total` samples, None: of whole epochs."""
         self.mixture = mixture
         self.names = mixture.names
         self.seed = seed
         self.shuffle = shuffle
         self.skipped = skipped
-        self.windows = [windows[name] for name in self.names]
+        self._available = [windows[name] for name in self.names]
+        self.windows = [min(windows[name], (limits or {}).get(name, windows[name])) for name in self.names]
         self._name_words = [name_word(name) for name in self.names]
+        self.pacing: Pacing | None = None
+        if pace is not None:
+            self.pacing = Pacing(pace, self.windows, self._drawn_in_order(total), self._shuffled)
 
     def locate(self, position: int) -> Address:
         """Return where the sample at `position` (from 0) lies."""
         source, ordinal = self.mixture.ordinal(index_of(position, self.skipped))
         epoch, i = divmod(ordinal, self.windows[source])
-        if self.shuffle:
-            i = permute(i, self.windows[source], _round_keys(self.seed, self._name_words[source], epoch))
+        if self.pacing is not None:
+            i = self.pacing.place(source, epoch, i)
+        elif self.shuffle:
+            i = self._shuffled(i, self.windows[source], source, epoch)
+            if self.windows[source] < self._available[source]:
+                i = permute(i, self._available[source], _round_keys(BOUND, self._name_words[source], 0))
         return Address(source, i, epoch)
+
+    def _shuffled(self, i: int, n: int, source: int, epoch: int) -> int:
+        return permute(i, n, _round_keys(self.seed, self._name_words[source], epoch))
+
+    def _drawn_in_order(self, total: int | None) -> list[int] | None:
+        """Return how many samples of each source lie before the end of a run, those left out included."""
+        return None if total is None else self.mixture.drawn(index_of(total - 1, self.skipped) + 1)
 
     def drawn(self, total: int) -> list[int]:
         """Return how many of the samples at positions [0, total) each source gives."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig, TokenizerConfig
 from lightning_llm.config.schema.partial import Rule, gather
+from lightning_llm.data.bound import bound_problems
 from lightning_llm.data.cache import (
     default_cache_dir,
     disk_problem,
@@ -39,6 +40,7 @@ def data_rules(
     return [
         lambda: batch_problems(data(), world()),
         lambda: _mixture_problems(data()),
+        lambda: bound_problems(data()),
         lambda: _validation_problems(data()),
         lambda: [
             problem for name, source in data().sources.items() for problem in source.problems(f"data.sources.{name}")
@@ -90,6 +92,9 @@ def _mixture_problems(config: DataConfig) -> list[Problem]:
 
 def _tokenised_problems(config: DataConfig) -> Iterator[Problem]:
     names = [name for name, source in config.sources.items() if source.tokenised]
+    for name in set(names) & {*config.trained_weights} if config.chosen_mixture.chooses_documents else ():
+        text = f"holds tokens, and data.mixture.kind={config.chosen_mixture.kind} goes by scores of text. Leave it out."
+        yield Problem(f"data.sources.{name}", text)
     if names and config.tokenizer.kind == "bpe":
         text = (
             f"is bpe, which is trained here, and {', '.join(f'data.sources.{name}' for name in names)} was tokenised "

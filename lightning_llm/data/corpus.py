@@ -10,6 +10,7 @@ Letters: A micro-batches per rank and step (gradient accumulation), B micro-batc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.batch import Batch, ValidationBatch
+from lightning_llm.data.bound import window_limits
 from lightning_llm.data.cache import digest_of
 from lightning_llm.data.skipped import index_of, merged
 from lightning_llm.data.token_files import TokenStream
@@ -65,13 +67,14 @@ class Corpus:
         streams: dict[str, dict[str, TokenStream]],
         left_out: Mapping[str, int],
         max_steps: int | None = None,
+        chosen: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
 
         `left_out` counts for each source the records whose text is null, empty or blank. `data.opening` makes and
-        checks all of it.
+        checks all of it. `chosen`: what `choose_documents` returned.
         """
-        self.left_out = dict(left_out)
+        self.left_out, self.chosen = dict(left_out), dict(chosen or {})
         self.config = config
         self.tokenizer = tokenizer
         self.names = list(config.sources)
@@ -81,17 +84,24 @@ class Corpus:
         self.held_out = [streams[name]["validation"] for name in self.names]
         length = config.sequence_length
         windows = {name: (len(s.tokens) - 1) // length for name, s in zip(self.trained, self.train, strict=True)}
-        mixture: Mixture = config.chosen_mixture.build(weights, config.global_batch_size, max_steps)
+        kind = config.chosen_mixture
+        drawn = {name: windows[name] if name in config.drawn else 0 for name in self.trained}
+        shares = drawn if kind.shares_by_tokens else weights
+        mixture: Mixture = kind.build(shares, config.global_batch_size, max_steps)
         self.skipped = merged(config.skip_samples or ())
-        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped)
+        self.limits = window_limits(config)
+        steps = kind.paced_steps(max_steps)
+        total = None if steps is None else steps * config.global_batch_size
+        self.order = SampleOrder(mixture, windows, seed, config.shuffle, self.skipped, self.limits, kind.pace, total)
         self.shares = [weight / sum(weights.values()) for weight in weights.values()]
+        self.mix_shares = [share / sum(shares.values()) for share in shares.values()]
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits of what there is to learn: tokenizer, and each source's name, share, and tokens of both splits.
 
-        And how a mixture changes the shares. Free of paths, seed and batch sizes, and of sources that no sample comes
-        from: those only watched, and those of weight 0.
+        And how a mixture changes the shares, and `data.max_tokens` what there is. Free of paths, seed and batch sizes,
+        and of sources that no sample comes from: those only watched, and those of weight 0.
         """
         held_out = dict(zip(self.names, self.held_out, strict=True))
         streams = zip(self.trained, self.shares, self.train, strict=True)
@@ -100,7 +110,10 @@ class Corpus:
             [name, share, train.digest, held_out[name].digest] for name, share, train in streams if name in drawn
         ]
         mixture = self.config.chosen_mixture.identity()
-        return digest_of([self.tokenizer.fingerprint, learned, *([] if mixture is None else [mixture])])
+        further = [] if mixture is None else [mixture]
+        if self.limits is not None:
+            further.append(["max_tokens", self.limits, self.config.sequence_length, self.config.shuffle])
+        return digest_of([self.tokenizer.fingerprint, learned, *further])
 
     @cached_property
     def validation_fingerprint(self) -> str:

@@ -41,7 +41,7 @@ def source_reports(corpus: Corpus, total_samples: int) -> list[SourceReport]:
         reports.append(
             SourceReport(
                 name=name,
-                share=corpus.shares[s] if s is not None else 0.0,
+                share=corpus.mix_shares[s] if s is not None else 0.0,
                 achieved_share=count / total_samples if total_samples else 0.0,
                 available_tokens=windows * length,
                 drawn_tokens=count * length,

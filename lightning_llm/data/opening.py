@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.bound import limit_problem, window_limits
 from lightning_llm.data.check import cache_dir_of
+from lightning_llm.data.chosen import choose_documents
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.prepare import ALL_HELD_OUT, Scan, hold_out, prepare_streams, prepare_tokenizer, scan
 from lightning_llm.data.source import Source
@@ -42,9 +44,11 @@ def open_corpus(
             processes = config.tokenize_processes
             made = prepare_streams(source, scans[name], rule, tokenizer, cache_dir, progress, processes)
         streams[name] = made
+    chosen = choose_documents(config, sources, streams, held_out, cache_dir)
     if problems := [each for name in config.drawn for each in _length_problems(name, streams[name], config)]:
         raise ConfigError(problems)
-    return Corpus(config, seed, tokenizer, streams, {name: scans[name].left_out for name in sources}, max_steps)
+    left_out = {name: scans[name].left_out for name in sources}
+    return Corpus(config, seed, tokenizer, streams, left_out, max_steps, chosen)
 
 
 def _scan_all(
@@ -76,3 +80,5 @@ def _length_problems(name: str, streams: dict[str, TokenStream], config: DataCon
             f"{config.sequence_length:,} needs {needed:,} training tokens, and source {name!r} has {available:,}. "
             f"Shorten it to {max(1, available - 1):,} or less, or give the source more text.",
         )
+    elif (limits := window_limits(config)) and (problem := limit_problem(name, limits[name], available, config)):
+        yield problem

@@ -3,6 +3,7 @@
 import gc
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -18,14 +19,19 @@ from lightning_llm.dry_run.sending import sends_held
 from lightning_llm.gemm import unwidened
 from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.dtypes import DTYPES
+from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.loss import chunked_for
+from lightning_llm.model.weights.whole import frozen
 from lightning_llm.optim.optimizer import initialise_state
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice, materialise
 from lightning_llm.plan.activations import on_gpu
 from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.plan.teachers import teacher_models
 from lightning_llm.plan.traffic import small_bytes
+from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -91,7 +97,7 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
 
     quantisation = Quantisation(config.precision, config.seed, config.trainer.max_steps, backend="shapes")
     parallel = ParallelModel.of(config, layout, CPU, quantisation, fill=fill)
-    gradients: list[int] = []
+    decoders, gradients = _teachers(config), list[int]()
 
     def measure_gradients(loss: Tensor) -> None:
         gradients.append(_bytes([p.grad for p in parallel.model.parameters() if p.grad is not None]))
@@ -100,7 +106,8 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         scaler, spikes = LossScaler(config.precision.loss_scaling), SpikePolicy(config.spikes)
         state = TrainState(config.data.global_batch_size * config.data.sequence_length)
         quantisation.watch_overflow(parallel.model)
-        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients])
+        teachers = None if config.distil is None else _asked(config, [each.to_empty(device=CPU) for each in decoders])
+        step = TrainStep.of(config, parallel, state, scaler, spikes, lambda _: None, [measure_gradients], teachers)
         initialise_state(step.optimizer)
         batch = _batch(config, plan.micro_batches)
         parallel.model.train()
@@ -122,6 +129,19 @@ def count_step(plan: Plan, layout: Layout, fake: FakeTensorMode | None) -> RankC
         host_waits=counting.host_waits,
         cpu_seconds=time.process_time() - started,
     )
+
+
+def _teachers(config: Config) -> list[Decoder]:
+    """Return decoders of the teachers' shapes, on the meta device."""
+    dtype = DTYPES[config.precision.compute_dtype]
+    with torch.device("meta"):
+        return [frozen(Decoder(model, dtype), dtype) for model in teacher_models(config)]
+
+
+def _asked(config: Config, decoders: Sequence[Decoder]) -> Distillation:
+    if config.distil is None:
+        raise ValueError("there are no teachers to ask")
+    return Distillation(config.distil, Ensemble.of(decoders, config.distil.combine), config.model.vocab_size)
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -14,10 +14,12 @@ from lightning_llm.config.workspace import default_outputs
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.errors import ConfigError
-from lightning_llm.evaluate.members import COMBINATIONS, AverageWeights, Combine, Ensemble
+from lightning_llm.evaluate.ensemble_gap import EnsembleGain, ensemble_gain
+from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.request import Request
 from lightning_llm.evaluate.validation import TrainedModel, validation_losses
 from lightning_llm.evaluate.weights import decoder_of, sharded_decoder_of, tokenizer_of
+from lightning_llm.model.ensemble import COMBINATIONS, Combine, Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.parallel.layout import Layout
@@ -40,6 +42,7 @@ class Evaluation:
     `how`: by what several `members` were made one ("average", "ensemble"), "" for one model. `step`: optimizer steps
     of the first one's training, None where nothing says so. `by_combination`: of an ensemble by "probabilities" and by
     "logits", else the first alone: by metric its "value" (of "val_loss" nats per token), and "of" what data it is.
+    `gain`: of an ensemble that was validated, over its members.
     """
 
     how: str
@@ -47,6 +50,7 @@ class Evaluation:
     step: int | None
     by_combination: Mapping[Combine, Metrics] = field(repr=False)
     file: Path = Path()
+    gain: EnsembleGain | None = None
 
     @property
     def metrics(self) -> Metrics:
@@ -67,7 +71,9 @@ class Evaluation:
         several = {
             combine: {name: each["value"] for name, each in its.items()} for combine, its in self.by_combination.items()
         }
-        return self.about() | {"file": str(self.file), "metrics": several if self.how == "ensemble" else self.values}
+        gain = {"gain": self.gain.as_data()} if self.gain else {}
+        metrics = several if self.how == "ensemble" else self.values
+        return self.about() | {"file": str(self.file), "metrics": metrics} | gain
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it, for another process; see `from_json`."""
@@ -76,7 +82,8 @@ class Evaluation:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Evaluation":
         """Return what `as_json` described."""
-        return cls(**{**data, "file": Path(data["file"])})
+        gain = data.get("gain")
+        return cls(**{**data, "file": Path(data["file"]), "gain": EnsembleGain.from_data(gain) if gain else None})
 
 
 def evaluate_models(request: Request, output: Path | None) -> Evaluation:
@@ -100,9 +107,10 @@ def evaluate_models(request: Request, output: Path | None) -> Evaluation:
                 | _task_results(request, weights, layout, device, combine)
                 for combine in combinations
             }
+            gain = _gain(weights, corpus, layout, device) if request.how == "ensemble" else None
     finally:
         torch.set_num_threads(threads)  # whoever calls this goes on
-    done = Evaluation(request.how, request.members, first.step, found)
+    done = Evaluation(request.how, request.members, first.step, found, gain=gain)
     return replace(done, file=_write(request, done, output)) if is_first_rank() else done
 
 
@@ -171,6 +179,14 @@ def _losses(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch
     return found
 
 
+def _gain(weights: Parts, corpus: Corpus | None, layout: Layout, device: torch.device) -> EnsembleGain | None:
+    if corpus is None:
+        return None
+    models = [TrainedModel.of(subject, initial, layout, device) for subject, initial in weights]
+    data = weights[0][0].config.data
+    return ensemble_gain(models, corpus, data.watched, data.micro_batch_size, device, _progress("each sequence"))
+
+
 def _task_results(request: Request, weights: Parts, layout: Layout, device: torch.device, combine: Combine) -> Metrics:
     if request.tasks is None:
         return {}
@@ -204,7 +220,8 @@ def _write(request: Request, done: Evaluation, output: Path | None) -> Path:
     file = Path(output or Path(default_outputs(), "evaluate", f"{name}.json")).expanduser().absolute()
     file.parent.mkdir(parents=True, exist_ok=True)
     metrics = dict(done.by_combination) if done.how == "ensemble" else done.metrics
-    write_json(file, done.about() | {"metrics": metrics})
+    gain = {"gain": done.gain.as_data()} if done.gain else {}
+    write_json(file, done.about() | {"metrics": metrics} | gain)
     return file
 
 

@@ -1,23 +1,15 @@
-"""Several models judged as one: the mean of their weights, or of what they predict."""
+"""Several models judged as one: whether they can be, and the mean of their weights; predictions: `model.ensemble`."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
 from lightning_llm.config.from_weights import NOT_OF_WEIGHTS
-from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.evaluate.weights import tokenizer_of
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.probe.subject import Subject
-
-Combine = Literal["probabilities", "logits"]
-COMBINATIONS: tuple[Combine, ...] = ("probabilities", "logits")
 
 
 class AverageWeights:
@@ -58,37 +50,3 @@ def check_members(subjects: Sequence[Subject], *, same_shape: bool) -> None:
             problems.append(Problem(str(subject.folder), f"predicts another vocabulary than {first.folder}: {sizes}."))
     if problems:
         raise ConfigError(problems)
-
-
-class Ensemble(nn.Module):
-    """Gives logits whose softmax is the mean of the members' probabilities, or that are the mean of their logits.
-
-    The second is the geometric mean of probabilities, normalised. Of one member `of` makes itself.
-    """
-
-    def __init__(self, members: Sequence[nn.Module], combine: Combine):
-        super().__init__()
-        self.members = nn.ModuleList(members)
-        self.combine = combine
-        shapes: list[Any] = [member.config for member in members]
-        self.config: ModelConfig = min(shapes, key=lambda shape: shape.max_sequence_length)
-        self.vocab_size = self.config.vocab_size
-
-    @classmethod
-    def of(cls, members: Sequence[nn.Module], combine: Combine) -> nn.Module:
-        """Return the ensemble, of one member itself."""
-        return members[0] if len(members) == 1 else cls(members, combine)
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Return logits `[B, T, V]` of real ids, fp32; see `Decoder.forward`."""
-        total = None
-        for count, member in enumerate(self.members):
-            logits = member(tokens, positions, document_ids)[..., : self.vocab_size].float()  # [B, T, vocab_size]
-            if self.combine == "logits":
-                total = logits if total is None else total + (logits - total) / (count + 1)
-            else:
-                log_p = F.log_softmax(logits, dim=-1)  # [B, T, vocab_size]
-                total = log_p if total is None else torch.logaddexp(total, log_p)
-        if total is None:
-            raise ValueError("an ensemble of no member predicts nothing")
-        return total if self.combine == "logits" else total - math.log(len(self.members))

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.data.batch import ValidationBatch
 from lightning_llm.data.corpus import IGNORED, Corpus
-from lightning_llm.evaluate.members import Combine, Ensemble
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.ensemble import Combine, Ensemble
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.probe.subject import Subject, delayed_state

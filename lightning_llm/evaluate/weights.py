@@ -13,8 +13,7 @@ from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.dtypes import DTYPES
-from lightning_llm.model.linear import Linear
-from lightning_llm.model.weights.whole import whole_decoder
+from lightning_llm.model.weights.whole import frozen_decoder
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.probe.subject import Subject, device_of, find_subject, read_weights
@@ -31,11 +30,7 @@ def decoder_of(
     """
     config = subject.config
     dtype = DTYPES[compute_dtype or config.precision.compute_dtype]
-    model = whole_decoder(config.model, weights, dtype, device=device)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.to(dtype)  # once, and not in every forward pass
-    return model.eval().requires_grad_(False)
+    return frozen_decoder(config.model, weights, dtype, device)
 
 
 def sharded_decoder_of(

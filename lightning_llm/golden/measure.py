@@ -26,6 +26,7 @@ from lightning_llm.run.fingerprint import fingerprint
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.rank import Rank, prepare_rank, quiet_lightning, say
 from lightning_llm.run.start import Start
+from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
@@ -69,8 +70,10 @@ def _first_steps(rank: Rank, steps: int, nudge: int | None) -> Measured:
     )
     agree_on_data(corpus.fingerprint, start)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
-    facts = run_facts(config, corpus, rank.plan.decision) | init_facts | {FINGERPRINT: fingerprint(rank.device)}
-    module = build_module(rank.plan, corpus, initial)
+    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, rank.device)
+    facts = run_facts(config, corpus, rank.plan.decision) | init_facts | teacher_facts
+    facts |= {FINGERPRINT: fingerprint(rank.device)}
+    module = build_module(rank.plan, corpus, initial, distillation)
     trainer = build_trainer(rank.plan, rank.device, rank.layout, start, [], chosen=rank.callbacks)
     trajectory = Trajectory(min(steps, config.trainer.max_steps), nudge)
     trainer.callbacks[:] = [*(each for each in trainer.callbacks if not isinstance(each, WRITERS)), trajectory]

@@ -21,6 +21,7 @@ from lightning_llm.plan.nodes import tensor_parallel_problems
 from lightning_llm.plan.parameter_gather import parameter_gather_problems
 from lightning_llm.plan.resolve import Plan, Resolution
 from lightning_llm.plan.stages import pipeline_problems
+from lightning_llm.plan.teachers import teacher_problems
 from lightning_llm.plan.weight_casts import weight_cast_problems
 from lightning_llm.precision.lint import lint
 from lightning_llm.precision.module_rules import (
@@ -54,6 +55,7 @@ def config_problems(found: Resolution) -> list[Problem]:
         *_layout_rules(found),
         lambda: lint(config.precision),
         lambda: _precision_problems(config),
+        lambda: teacher_problems(config, found.likely_degrees),
         lambda: attention_kernel_problems(found),
         lambda: monitor_problems(config),
         lambda: run_path_problems(config),

@@ -13,6 +13,7 @@ from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.passes import coming_and_going
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.stages import parts_of, rank_kind
+from lightning_llm.plan.teachers import teacher_bytes
 from lightning_llm.plan.units import Units, reduces_once, shard_ranks, sums_in_tree, tree_buffers
 from lightning_llm.plan.weight_casts import kept_cast_bytes
 
@@ -43,6 +44,7 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
 
     - `parameters`, `gradients`, `optimizer`: what persists, in shards or whole (ZeRO, arXiv 1910.02054, section 5; here
       masters are fp32 and the 16-bit weights are gathered). `gradients` are the sum in progress.
+    - `teachers`: the weights of `distil.teachers`, whole on each rank.
     - `unsharded_gradients`: ZeRO-1's, which wait for a stage's last micro-batch of a step.
     - `tree_gradients`: partial sums that wait for their partner in the tree (`tree_buffers`).
     - `gathered`: weights that FSDP2 has put together: of the whole model in ZeRO-1 and 2; in ZeRO-3 of the root with
@@ -61,6 +63,7 @@ def memory_bytes(plan: Plan, accounting: Accounting = OURS) -> dict[str, int]:
       activations, and those of its weights before they are reduced.
     - `logits`: those of a micro-batch, their gradient, and fp32 copies of a chunk (`model.loss_spec`); they are given
       back before the first block's backward pass. GPipe keeps those of all micro-batches.
+    - `teacher_logits`: what teachers predict of a micro-batch, in fp32.
     - `allocator_reserve`: on a GPU, `ALLOCATOR_RESERVE` of what comes and goes.
     """
     peak = peak_memory(plan, accounting)
@@ -100,6 +103,8 @@ def memory_at(plan: Plan, pp_rank: int, accounting: Accounting = OURS) -> PeakMe
     state = _state_bytes(config, degrees, units, accounting)
     buffers = tree_buffers(plan.micro_batches) if sums_in_tree(config.parallel) else 0
     persistent = {"parameters": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+    if config.distil is not None:
+        persistent["teachers"] = teacher_bytes(config)
     throughout = {
         "tree_gradients": buffers * gradient * units.shard(ranks) * (ranks if once else 1),
         "gathered": gathered_bytes(config, units, degrees, accounting),

@@ -40,6 +40,10 @@ class Stage(NamedTuple):
     """Of each micro-batch in flight."""
     loss: int
     """Beside the logits, while the loss or its gradient is taken."""
+    taught: int
+    """Of what teachers predict, from before the forward pass until the gradient of the loss is there."""
+    teaching: int
+    """Of the same while several teachers' predictions are made one, at most."""
     backward: int
     """Of a block's backward pass, beside what is kept."""
     unsharded: int
@@ -58,6 +62,7 @@ class Stage(NamedTuple):
         blocks = [made[kind] for kind in kinds]
         once = reduces_once(config.parallel, degrees) and plan.micro_batches > 1 and not accounting.buffers
         kept_logits, loss = _logits_bytes(plan, accounting) if part.last else (0, 0)
+        taught, teaching, gradient = _teacher_bytes(plan)
         copies, recast = (0, 0) if accounting.buffers else compute_copy_bytes(plan, part, units)
         boundary = boundary_bytes(config, degrees)
         buffers = plan.micro_batches * boundary * (2 - part.first - part.last)
@@ -69,7 +74,9 @@ class Stage(NamedTuple):
             copies=copies,
             recast=recast,
             logits=kept_logits,
-            loss=loss,
+            loss=loss + gradient,
+            taught=taught,
+            teaching=teaching,
             backward=max(each.backward for each in blocks) + DTYPE_BYTES[config.precision.compute_dtype] * reduced,
             unsharded=DTYPE_BYTES[config.precision.main_grad_dtype] * units.shard(1) if once else 0,
         )
@@ -88,9 +95,9 @@ def coming_and_going(
     largest: Kinds = {}
     peak: tuple[Kinds, str] = ({}, "")
 
-    def look(moment: str, passing: int, backward: int = 0, logits: int = 0) -> None:
+    def look(moment: str, passing: int, backward: int = 0, logits: int = 0, taught: int = 0) -> None:
         nonlocal peak
-        found = _kinds(stages, held, waits) | {"backward": backward}
+        found = _kinds(stages, held, waits) | {"backward": backward, "teacher_logits": taught}
         found["logits"] += logits
         found["pipeline_buffers"] += passing
         for kind, size in found.items():
@@ -104,6 +111,8 @@ def coming_and_going(
         at = each.stage // plan.degrees.pp
         stage = stages[at]
         if each.forward:
+            if stage.teaching:
+                look("the teachers' forward passes", passing, taught=stage.teaching)
             held[at] += 1
         state = each.forward, at, each.micro_batch == last, passing, *held, *waits
         if state in seen:  # as in most of a step
@@ -112,7 +121,7 @@ def coming_and_going(
             continue
         seen.add(state)
         if stage.loss:
-            look("the loss of a micro-batch", passing, logits=stage.loss)
+            look("the loss of a micro-batch", passing, logits=stage.loss, taught=stage.taught)
         if not each.forward:
             waits[at] = stage.unsharded
             look("a block's backward pass", passing, stage.backward, 0 if accounting.keeps_outputs else -stage.logits)
@@ -145,6 +154,24 @@ def _kinds(stages: list[Stage], held: list[int], waits: list[int]) -> Kinds:
         found["activations"] += stage.kept * count
         found["logits"] += stage.logits * count
     return {"unsharded_gradients": sum(waits)} | found
+
+
+def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
+    """Return the bytes of what teachers predict of a micro-batch as it is kept, and at most while it is made.
+
+    And what the divergence has beside the cross entropy: a second gradient of the logits, where labels are learned,
+    too, and five fp32 arrays of a chunk where that has two. `Ensemble` holds one member's logits and logarithms, and of
+    all the mean before and after it is taken in, in fp32.
+    """
+    config = plan.config
+    if config.distil is None:
+        return 0, 0, 0
+    width, count = DTYPE_BYTES[config.precision.compute_dtype], len(config.distil.teachers)
+    rows = tokens_of(config, plan.degrees)
+    predicted, logits = rows * config.model.vocab_size, rows * config.model.padded_vocab_size
+    making = 16 * predicted if count > 1 else 4 * predicted + width * logits
+    chunk = min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    return 4 * predicted, making, 12 * chunk + (width * logits if config.distil.weight < 1 else 0)
 
 
 def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.nodes import reduction_note
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes, law_row
+from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.time.describe import time_facts, time_rows
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.precision.native.capability import HARDWARE
@@ -46,6 +47,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         "total_tokens": tokens * config.trainer.max_steps,
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
+        "teacher_flops_per_token": teacher_flops_per_token(config),
         **cost_facts(plan, accounting),
         **time_facts(plan),
         "hardware": hardware_facts(plan, accounting),
@@ -128,6 +130,7 @@ def render(facts: dict[str, Any]) -> str:
             "FLOPs",
             f"{facts['flops_per_token']:.4g} per token, {facts['flops_per_token'] * facts['total_tokens']:.4g} in all",
         ),
+        *_teacher_rows(facts),
         hardware_row(facts["hardware"]),
         *memory_rows(facts),
         *byte_rows("sent", "per rank and step", facts["bytes_sent"]),
@@ -140,6 +143,14 @@ def render(facts: dict[str, Any]) -> str:
     ]
     width = max(17, *(len(name) for name, _ in rows))
     return "\n".join(f"{name:<{width}} {text}" for name, text in rows)
+
+
+def _teacher_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    each = facts["teacher_flops_per_token"]
+    if not each:
+        return []
+    text = f"{each:.4g} FLOPs per token, {each * facts['total_tokens']:.4g} in all; in no step's time above, nor in MFU"
+    return [("teachers", text)]
 
 
 def _phase(facts: dict[str, Any]) -> str:

@@ -81,6 +81,8 @@ def origin_of(summary: Mapping[str, Any]) -> dict[str, Any]:
             found[key] = summary[key]
     if (summary.get("init") or {}).get("digest"):
         found["init_digest"] = summary["init"]["digest"]  # of the weights that the run started from
+    if teachers := summary.get("distil"):
+        found["teachers"] = ", ".join(str(each.get("digest")) for each in teachers)
     branch = summary.get("branch") or {}
     found |= {f"branch.{key}": branch[key] for key in ("digest", "step") if branch.get(key) is not None}
     return found if "code_hash" in found else found | git_of(summary)

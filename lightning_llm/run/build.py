@@ -22,6 +22,7 @@ from lightning_llm.run.environment import rank_environment
 from lightning_llm.run.start import Start
 from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
+from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.record_logger import RecordLogger
@@ -51,9 +52,12 @@ def choose_device(config: Config) -> torch.device:
     return device
 
 
-def build_module(plan: Plan, corpus: Corpus, initial: InitialSlice | None = None) -> LanguageModule:
+def build_module(
+    plan: Plan, corpus: Corpus, initial: InitialSlice | None = None, distillation: Distillation | None = None
+) -> LanguageModule:
     """Return the LightningModule; its weights are made when training starts, of the seed or by `initial`."""
-    return LanguageModule(plan.config, corpus.tokenizer, list(plan.config.data.sources), plan.decision, initial)
+    names = list(plan.config.data.sources)
+    return LanguageModule(plan.config, corpus.tokenizer, names, plan.decision, initial, distillation)
 
 
 def build_trainer(

@@ -30,6 +30,16 @@ def phase_lines(config: Config, corpus: Corpus) -> list[str]:
     return lines
 
 
+def chosen_lines(corpus: Corpus) -> list[str]:
+    """Return how often documents of each source stand in its training stream, where a mixture chooses them."""
+    return [
+        f"copies {name}: {each['copies']:,} of {each['documents']:,} documents ({each['expected']:,.1f} expected), "
+        f"{each['most']} of one at most, {each['dropped']:,} left out"
+        for name, each in corpus.chosen.items()
+        if "copies" in each
+    ]
+
+
 def left_out_lines(corpus: Corpus) -> list[str]:
     """Return how many records of each source have no text, where there are any."""
     return [

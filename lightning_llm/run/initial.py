@@ -3,17 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from lightning_llm.config.from_weights import KEY, weights_path
+from lightning_llm.config.from_weights import KEY
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import AgreedError, ConfigError, Problem
-from lightning_llm.model.weights.folder import Weights, digest_of
+from lightning_llm.model.weights.folder import Weights
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.record.files import summary_of
+from lightning_llm.run.agreed_weights import agreed_weights
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.start import INIT, Start
-from lightning_llm.run.weights import init_problems, length_note, open_weights, pieces_of_new_tokens
+from lightning_llm.run.weights import init_problems, length_note, pieces_of_new_tokens
 
 
 def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[InitialWeights | None, dict[str, Any]]:
@@ -33,7 +32,7 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
         if known and known.get("named") != config.model.init_from:
             _check_same(config, known)
         return None, {INIT: known} if known else {}
-    weights, digest = _agreed_weights(config)
+    weights, digest = agreed_weights(str(config.model.init_from), KEY, lambda _: init_problems(config))
     try:
         initial = InitialWeights(weights, config.model, pieces_of_new_tokens(config, weights, tokenizer))
     except ConfigError as error:  # of the same files on every rank
@@ -52,46 +51,13 @@ def open_initial(config: Config, start: Start, tokenizer: Path) -> tuple[Initial
 
 def _check_same(config: Config, known: dict[str, Any]) -> None:
     """Raise AgreedError where the weights at another path are not those that the run began with."""
-    weights, digest = _agreed_weights(config)
+    weights, digest = agreed_weights(str(config.model.init_from), KEY, lambda _: init_problems(config))
     if digest != known.get("digest"):
         text = (
             f"is {weights.path}, whose content (digest {digest[:8]}) is not that of {known.get('path')}, which the run "
             f"started from ({str(known.get('digest'))[:8]}). Set it back, or start a new run."
         )
         raise AgreedError(Problem(KEY, text))
-
-
-def _agreed_weights(config: Config) -> tuple[Weights, str]:
-    """Return the weights and the digest of their whole content, of which each rank reads its share. Collective.
-
-    Raises:
-        AgreedError: any rank finds something wrong with them, or sees other files.
-    """
-    weights, problems = None, []
-    digests: dict[str, str] = {}
-    try:
-        weights = open_weights(weights_path(str(config.model.init_from)))
-        problems = init_problems(config)  # the weights may have changed since the first look, or be others here
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        digests = weights.digests(rank, world)
-    except ConfigError as error:
-        problems = list(error.problems)
-    except OSError as error:
-        problems = [Problem(KEY, f"cannot be read: {error}.")]
-    sizes = {} if weights is None else {file.name: file.stat().st_size for file in weights.files()}
-    here = (problems, sizes, digests)
-    found = [here]
-    if dist.is_initialized():
-        found *= dist.get_world_size()
-        dist.all_gather_object(found, here)
-    if refused := dict.fromkeys(problem for problems, _, _ in found for problem in problems):
-        raise AgreedError(list(refused))
-    if others := [str(rank) for rank, (_, sizes, _) in enumerate(found) if sizes != found[0][1]]:
-        text = f"leads to other files on rank(s) {', '.join(others)} than on rank 0. Give every node the same folder."
-        raise AgreedError(Problem(KEY, text))
-    if weights is None:
-        raise RuntimeError("no rank refuses the weights, and this one has none")
-    return weights, digest_of({name: digest for _, _, its in found for name, digest in its.items()})
 
 
 def _say(config: Config, weights: Weights, facts: dict[str, Any]) -> None:

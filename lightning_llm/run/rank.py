@@ -43,7 +43,7 @@ from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_tog
 from lightning_llm.run.attention_kernel import attention_kernels, attention_of, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
-from lightning_llm.run.data_lines import data_line, left_out_lines, phase_lines
+from lightning_llm.run.data_lines import chosen_lines, data_line, left_out_lines, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
@@ -56,6 +56,7 @@ from lightning_llm.run.rollback import go_back, rollback_line
 from lightning_llm.run.rollbacks import rollback_facts, skipped_samples
 from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
+from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
 from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
@@ -224,12 +225,14 @@ def fit(rank: Rank, start: Start) -> None:
     skipped = skipped_samples(config, start.rollbacks)
     data = config.data.model_copy(update={"skip_samples": skipped or None})
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
-    for line in [data_line(config, corpus), *phase_lines(config, corpus), *left_out_lines(corpus)]:
+    more = (*phase_lines(config, corpus), *chosen_lines(corpus), *left_out_lines(corpus))
+    for line in [data_line(config, corpus), *more]:
         say(line)
     agree_on_data(corpus.fingerprint, start)
     check_branch_tokenizer(start, corpus.tokenizer.path)
     initial, init_facts = open_initial(config, start, corpus.tokenizer.path)
-    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts
+    distillation, teacher_facts = open_teachers(config, start, corpus.tokenizer, device)
+    facts = run_facts(config, corpus, rank.plan.decision) | start.run.facts() | init_facts | teacher_facts
     facts |= branch_facts(config, start) | {FINGERPRINT: fingerprint(device)} | rollback_facts(start.rollbacks, skipped)
     here = origin_here(rank.plan, device) | facts
     for line in agree_on_fingerprint(config, start, here):
@@ -237,7 +240,7 @@ def fit(rank: Rank, start: Start) -> None:
     if is_first_rank() and (earlier := resume_history(config, start, here)):
         facts["earlier"] = earlier
     adopt = prepare_folder(config, corpus, start)
-    module = build_module(rank.plan, corpus, initial)
+    module = build_module(rank.plan, corpus, initial, distillation)
     module.spikes.rollbacks_made = len(start.rollbacks)
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)

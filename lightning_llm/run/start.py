@@ -24,7 +24,7 @@ from lightning_llm.train.checkpoint.manifest import (
 )
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
-LEARNED = ("data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
+LEARNED = ("data.max_tokens", "data.sources.", "data.mixture.", "data.tokenizer.", "data.validation.")
 """Keys that `data_hash` depends on."""
 INIT = "init"
 """The key of summary.json that says what weights the run started from."""

@@ -42,9 +42,11 @@ def resume_lines(config: Config, start: Start) -> list[str]:
             f"note   the schedule ends with trainer.max_steps, which was {before} and is {now}: the learning rate goes "
             f"on as in a run of {now} steps. schedule.total_steps={before} keeps it as it was"
         )
-    if config.data.chosen_mixture.follows_max_steps and before != now:
+    mixture = config.data.chosen_mixture
+    if mixture.follows_max_steps and before != now:
+        what = "phases start at shares of" if mixture.pace is None else "order is that of a run of"
         lines.append(
-            f"note   data.mixture's phases start at shares of trainer.max_steps, which was {before} and is {now}: they "
+            f"note   data.mixture's {what} trainer.max_steps, which was {before} and is {now}: they "
             f"begin at other steps than before. data.mixture.total_steps={before} keeps them as they were"
         )
     if config.precision.phases and before != now:
@@ -101,6 +103,8 @@ def _rate_lines(trunk: Config, config: Config, updates: int) -> Iterator[str]:
 def _data_lines(trunk: Config, config: Config, step: int) -> Iterator[str]:
     """Yield which sources do not go on where the trunk left them."""
     drawn = []
+    if any(each.data.chosen_mixture.shares_by_tokens for each in (trunk, config)):
+        return  # known once documents are chosen
     for each in (trunk, config):
         width = each.data.global_batch_size
         mixture: Mixture = each.data.chosen_mixture.build(each.data.trained_weights, width, each.trainer.max_steps)

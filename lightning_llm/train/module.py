@@ -18,6 +18,7 @@ from lightning_llm.parallel.pipeline import PipelinedDecoder
 from lightning_llm.precision.kernel_cache import tally
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.swap import EMULATED
+from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -50,12 +51,14 @@ class LanguageModule(pl.LightningModule):
         source_names: list[str],
         decision: Decision = EMULATED,
         initial: InitialSlice | None = None,
+        distillation: Distillation | None = None,
     ):
         """`initial`: what gives the weights to start from; None: the seed, or whatever is loaded afterwards."""
         super().__init__()
         self.automatic_optimization = False
         self.config = config
         self.initial = initial
+        self.distillation = distillation  # no module, so that teachers are none of this one's parameters
         self.tokenizer = tokenizer
         self.source_names = source_names
         self.step_tokens = config.data.global_batch_size * config.data.sequence_length
@@ -92,6 +95,7 @@ class LanguageModule(pl.LightningModule):
             self.spikes,
             before_zero_grad=lambda optimizer: self._call_hooks("on_before_zero_grad", optimizer),
             on_gradients=[self._call_gradient_hooks],
+            distillation=self.distillation,
         )
         strategy = self.trainer.strategy
         self.train_step.vote, self.train_step.agree = strategy.vote, strategy.agree

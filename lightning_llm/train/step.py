@@ -21,6 +21,7 @@ from lightning_llm.parallel.host_read import read_numbers
 from lightning_llm.parallel.pipeline import Pipeline
 from lightning_llm.parallel.whole_matrices import WholeMatrices
 from lightning_llm.train.algorithm.protocol import Algorithm
+from lightning_llm.train.distillation import RECORD, Distillation
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -48,6 +49,8 @@ class TrainStep:
     """Collective; gives whole numbers by name, the same on all ranks, that the step reads with its own."""
     agree: Callable[[dict[str, int]], None] = lambda votes: None
     """Called with these numbers, before the update."""
+    distillation: Distillation | None = None
+    """What is learned in place of the next tokens, or beside them."""
     _auxiliary_losses: dict[str, Tensor] = field(default_factory=dict, init=False)
     """What `Decoder.sum_auxiliary_losses` has added to the step in progress, by name."""
 
@@ -61,6 +64,7 @@ class TrainStep:
         spikes: SpikePolicy,
         before_zero_grad: Callable[[torch.optim.Optimizer], None],
         on_gradients: list[Callable[[Tensor], None]],
+        distillation: Distillation | None = None,
     ) -> "TrainStep":
         """Return the step over `parallel` with the optimizer, schedule and algorithm of `config`."""
         hints = config.precision.optimizer.model_dump(exclude_none=True)  # a recipe may need its own eps or beta2
@@ -80,6 +84,7 @@ class TrainStep:
             state=state,
             before_zero_grad=lambda: before_zero_grad(optimizer),
             on_gradients=on_gradients,
+            distillation=distillation,
         )
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -100,7 +105,7 @@ class TrainStep:
             losses = self._forward_backward(batch)
         self._reduce_gradients()
         loss = self._reduce_losses(losses)
-        record, auxiliary = state.open_record(rate), self._reduce_auxiliary_losses()
+        record, auxiliary = state.open_record(rate), self._reduce_auxiliary_losses() | self._reduce_divergences()
         for act in self.on_gradients:
             act(loss)
 
@@ -132,6 +137,8 @@ class TrainStep:
     def _forward_backward(self, batch: Batch) -> Tensor:
         """Run all micro-batches forward and backward; return the share of each in the step's loss, [A], fp32."""
         self._auxiliary_losses.clear()
+        if self.distillation is not None:
+            self.distillation.begin_step()
         targets = (batch.labels != IGNORED_LABEL).sum()
         targets = self.parallel.layout.reduce(targets, dist.ReduceOp.SUM).clamp(min=1)
         if (pipeline := self.parallel.pipeline) is None:
@@ -150,12 +157,18 @@ class TrainStep:
             documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
             whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
             tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
-            loss = parallel.loss_sum(model(tokens, positions, documents), labels) / targets
+            distil = self.distillation
+            taught = None if distil is None else distil.targets(tokens, documents)
+            logits = model(tokens, positions, documents)
+            learned = loss = parallel.loss_sum(logits, labels) / targets
+            if distil is not None and taught is not None:
+                learned = distil.loss(loss, logits, taught, labels, targets)
             shares = self._auxiliary_shares(model.sum_auxiliary_losses(), len(indices))
-            (sum(shares, start=loss) * self.scaler.scale).backward()
+            losses.append(loss.detach())
+            del logits, taught, loss
+            (sum(shares, start=learned) * self.scaler.scale).backward()
             sync.after_backward(micro_batch, last)
             quantisation.end_micro_batch(model, self._largest_amax)
-            losses.append(loss.detach())
         return torch.stack(losses)
 
     def _run_pipeline(self, pipeline: Pipeline, batch: Batch, targets: Tensor) -> Tensor:
@@ -223,6 +236,12 @@ class TrainStep:
             f"auxiliary/{name}": self.parallel.layout.reduce(value, dist.ReduceOp.SUM, "dp", "cp")
             for name, value in self._auxiliary_losses.items()
         }
+
+    def _reduce_divergences(self) -> dict[str, Tensor]:
+        """Return the divergence from the teachers for the step's record, summed as losses are."""
+        if self.distillation is None:
+            return {}
+        return {RECORD: self.parallel.layout.gather_micro_batches(self.distillation.divergences()).sum()}
 
     def _largest_amax(self, amax: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks that hold the same layers."""

@@ -81,6 +81,15 @@ def _config(parser: ArgumentParser) -> None:
     add_config_dir(parser)
 
 
+def _prepare(parser: ArgumentParser) -> None:
+    add_composition(parser)
+    add_config_dir(parser)
+    add = parser.add_argument
+    what = "score documents instead: quality=SCORER, diversity=SCORER, MEASURE.KEY=VALUE (docs/data_recipes.md)"
+    add("--score", nargs="+", metavar="MEASURE=SCORER", help=what)
+    add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
+
+
 def _import(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
@@ -116,6 +125,10 @@ def _evaluate(parser: ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="the first N samples of each task")
     add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
     add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
+    merged = (
+        "what sets of parts of the data would give, by the mean of a sweep's models of one part each (ablate/merge)"
+    )
+    add("--merge", type=Path, metavar="SWEEP", help=merged)
     add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
     add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
     add_device(parser)
@@ -234,6 +247,13 @@ VERBS = {
         "lightning_llm.verb.config:config",
         "print the composed config, or what a group offers",
         _config,
+        composes=True,
+        prints_data=True,
+    ),
+    "prepare": Verb(
+        "lightning_llm.verb.prepare:prepare",
+        "tokenise the data of a config ahead of runs, or score its documents",
+        _prepare,
         composes=True,
         prints_data=True,
     ),

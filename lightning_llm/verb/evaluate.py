@@ -17,6 +17,7 @@ from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
 from lightning_llm.run.environment import is_first_rank, rank_environment
 from lightning_llm.run.launch import STOP_SECONDS, as_rank, launch_reported
+from lightning_llm.verb.merged import merged
 
 GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """Of ranks, above this many bytes at once: glibc else keeps twice a shard's memory for weights gathered and let go."""
@@ -24,6 +25,8 @@ GIVE_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """Measure, print, and write the results into the run's folder; return 0, or what ranks that failed end with."""
+    if arguments.merge is not None:
+        return merged(arguments)
     # Options that take several paths take the words of the layout behind them, too.
     given = [[arguments.path] if arguments.path else [], arguments.average, arguments.ensemble]
     words = [str(each) for paths in given for each in paths if LAYOUT_WORD.fullmatch(str(each))]
@@ -132,3 +135,5 @@ def print_metrics(done: Evaluation) -> None:
         values = [f"{its[metric]['value']:.4f}" for its in found.values()]
         table.add_row(metric, *values, "" if error is None else f"{error:.4f}")
     Console().print(table)
+    for line in done.gain.lines() if done.gain else ():
+        print(line)

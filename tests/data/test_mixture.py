@@ -27,7 +27,9 @@ TWO_PHASES = {
     "kind": "phases",
     "phases": {"main": {"weights": {"b": 0}}, "anneal": {"start": 0.75, "weights": {"a": 1, "b": 4}}},
 }
-KEYS = {"phases": TWO_PHASES}
+SCORED = {"scores": __file__}
+"""Any file: what is in it is read when a corpus is opened."""
+KEYS = {"phases": TWO_PHASES, "samplemix": SCORED, "curriculum": SCORED}
 """What a kind needs beside its name."""
 
 weight = st.one_of(st.just(0.0), st.floats(0.05, 10))
@@ -63,6 +65,8 @@ def test_phases_are_their_shares_one_after_the_other(drawn: list[tuple[int, list
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_every_mixture_counts_what_it_draws(kind: str, tmp_path: Path, two_files: dict[str, Any]) -> None:
+    if MIXTURES[kind].shares_by_tokens:
+        two_files = {name: {**source, "weight": 1.0} for name, source in two_files.items()}
     config = data_config(tmp_path, two_files, mixture={"kind": kind} | KEYS.get(kind, {}))
     assert check_data(config, VOCABULARY, 1) == []
     assert DataConfig.model_validate(config.model_dump()) == config

@@ -12,8 +12,9 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import load_config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.evaluate.members import AverageWeights, Ensemble
+from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.weights import decoder_of
+from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.weights.convert import whole_state
 from lightning_llm.model.weights.initial import InitialWeights
 from lightning_llm.probe.subject import find_subject, read_weights, verified_weights

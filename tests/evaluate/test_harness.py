@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from lightning_llm.__main__ import main
 from lightning_llm.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from lightning_llm.evaluate.harness import OwnModel
-from lightning_llm.evaluate.members import Ensemble
 from lightning_llm.evaluate.weights import decoder_of
+from lightning_llm.model.ensemble import Ensemble
 from lightning_llm.model.huggingface import huggingface_config, to_huggingface
 from lightning_llm.probe.subject import find_subject, read_weights
 from lightning_llm.record.files import summary_of

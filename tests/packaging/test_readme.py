@@ -60,6 +60,9 @@ def test_commands_compose_and_pass_the_checks(command, tmp_path, monkeypatch, ca
     if arguments.verb == "health":  # measures; tests/launch/test_health_verb.py
         compose_config(arguments.overrides)
         return
+    if arguments.verb == "prepare":  # reads all data; tests/data/test_samplemix.py
+        compose_config([word for word in arguments.overrides if "=" in word])
+        return
     if arguments.verb not in ("train", "plan", "golden"):  # others than config take folders that are not there
         assert main(words) == (0 if arguments.verb == "config" else 2)
         return
@@ -87,6 +90,8 @@ def lay_named_inputs(command: str, folder: Path) -> None:
             folder / name,
             compose_config(["model=llama_tiny", "model.num_layers=1", "model.max_sequence_length=2048"]).model,
         )
+    for name in re.findall(r"\bdata\.mixture\.scores=(\S+)", command):
+        (folder / name).write_text("read when data are opened")
     for name in re.findall(r"\.path=(\w+\.jsonl)\b", command):
         (folder / name).write_text('{"text": "mine"}\n')
     for name in re.findall(r"\bdata\.sources\.megatron\.path=(\S+)", command):

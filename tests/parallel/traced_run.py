@@ -21,6 +21,7 @@ from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.rank import open_layout, quiet_lightning
+from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing
 from lightning_llm.train.datamodule import CorpusDataModule
 
@@ -72,7 +73,8 @@ def run_with(config: Config, *callbacks: pl.Callback, saves: bool = True) -> pl.
     corpus = open_corpus(config.data, config.seed, config.model.vocab_size)
     adopt = prepare_folder(config, corpus, start)
     initial, _ = open_initial(config, start, corpus.tokenizer.path)
-    module = build_module(plan, corpus, initial)
+    distillation, _ = open_teachers(config, start, corpus.tokenizer, device)
+    module = build_module(plan, corpus, initial, distillation)
     trainer = build_trainer(plan, device, layout, start, [], adopt=adopt)
     kept = [each for each in trainer.callbacks if saves or not isinstance(each, Checkpointing)]
     trainer.callbacks[:] = [*callbacks, *kept]

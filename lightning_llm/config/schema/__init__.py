@@ -8,6 +8,7 @@ from lightning_llm.config.schema.algorithm import ALGORITHMS, AlgorithmConfig
 from lightning_llm.config.schema.base import Group, RankCount
 from lightning_llm.config.schema.cluster import ClusterConfig
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.config.schema.distil import DistilConfig
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.schema.optim import OPTIMIZERS, SCHEDULES, OptimConfig, ScheduleConfig
 from lightning_llm.config.schema.precision import PrecisionConfig
@@ -33,6 +34,9 @@ class Config(Group):
     schedule: Annotated[ScheduleConfig, SCHEDULES]
     algorithm: Annotated[AlgorithmConfig, ALGORITHMS] | None = Field(
         None, description="name: a registered training algorithm, and its own keys; null: synchronous"
+    )
+    distil: DistilConfig | None = Field(
+        None, description="teachers: models that are there, whose predictions are learned; null: the next tokens are"
     )
     precision: PrecisionConfig
     parallel: ParallelConfig
@@ -91,6 +95,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DistilConfig",
     "LauncherConfig",
     "LoggerConfig",
     "ModelConfig",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class BrokenKeyError(Exception):
@@ -45,3 +45,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
 RankCount = Annotated[int, Field(gt=0, le=2**20)]
 ThreadCount = Annotated[int, Field(gt=0, le=1024)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _whole(value: Any) -> Any:
+    """Return 200e6 as the number of tokens that it is written for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TokenCount = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=2**53)]
+"""A number of tokens, which may be written as 200e6."""

@@ -7,7 +7,7 @@ one of `MixtureConfig` in `lightning_llm/data/mixture/*_spec.py`, or either in a
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -18,6 +18,7 @@ from lightning_llm.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    TokenCount,
 )
 from lightning_llm.errors import Problem
 from lightning_llm.registry import Registry
@@ -75,6 +76,9 @@ class TextSourceConfig(SourceConfig):
     """
 
     part: Literal["code", "prose"] | None = Field(None, description="loader=python: sources or documentation")
+    include: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        None, description="loader=python: globs of modules' paths within the library (http/*); null: all of them"
+    )
     path: str | None = Field(None, description="file, folder or glob; for loader=huggingface also a hub name")
     subset: str | None = Field(None, description="loader=huggingface: the configuration's name")
     split: str = Field("train", description="loader=huggingface: the split")
@@ -83,6 +87,11 @@ class TextSourceConfig(SourceConfig):
     sample_by: Literal["document", "paragraph", "line"] = Field(
         "document", description="loader=text: what one document is; document: a whole file"
     )
+
+    def identity(self, files: Sequence[Path]) -> dict[str, Any]:
+        """Return what decides the documents; a source without `include` is what it was before there was such a key."""
+        found = super().identity(files)
+        return {key: value for key, value in found.items() if key != "include" or value is not None}
 
 
 class TokenSourceConfig(SourceConfig):
@@ -97,10 +106,32 @@ class TokenSourceConfig(SourceConfig):
         return 0
 
 
+class Pace(NamedTuple):
+    """An epoch in the order of the stream: in `blocks` stretches, each shuffled; `falling`: from its end on."""
+
+    blocks: int
+    falling: bool = False
+
+
 class MixtureConfig(Group):
     """Which source each training sample comes from: a function of the sample's number, so that nothing is resumed."""
 
+    shares_by_tokens: ClassVar[bool] = False
+    """Whether a source's share is what its training stream holds, once documents are chosen, and no weight."""
+
+    chooses_documents: ClassVar[bool] = False
+    """Whether `chooser` returns one: which documents lie in the training streams, and in which order."""
+
     kind: str = Field(description="a registered mixture")
+
+    @property
+    def pace(self) -> Pace | None:
+        """How an epoch goes through a source's stream as it lies; None: in no order."""
+        return None
+
+    def paced_steps(self, max_steps: int | None) -> int | None:
+        """Return the steps of the run whose windows `pace` puts in order; `max_steps` is the run's length."""
+        return max_steps
 
     @property
     def follows_max_steps(self) -> bool:
@@ -122,8 +153,12 @@ class MixtureConfig(Group):
         """Return what tells its samples from those of the weights alone, as JSON data; None: nothing does."""
         return self.model_dump()
 
+    def chooser(self) -> Any:
+        """Return the `data.chosen.Chooser` of the documents in the training streams; None: each once, as it is read."""
+        return None
+
     def build(self, weights: Mapping[str, float], step_samples: int, max_steps: int | None) -> Any:
-        """Return the `data.addressing.Mixture` of sources of these `weights`.
+        """Return the `data.addressing.Mixture` of sources of these `weights`; of windows, where `shares_by_tokens`.
 
         A step takes `step_samples` samples; `max_steps` is the run's length, None where nobody knows.
         """
@@ -180,6 +215,14 @@ class DataConfig(Group):
     micro_batch_size: PositiveInt = Field(description="sequences per rank and forward")
     global_batch_size: PositiveInt = Field(
         description="sequences per optimizer step; step_law, or step_law*0.5: of Step Law"
+    )
+    max_tokens: TokenCount | None = Field(
+        None,
+        description="training tokens that there are, of all sources by their weights, the same under every seed; null: "
+        "all of them",
+    )
+    epochs: PositiveFloat | None = Field(
+        None, description="passes over data.max_tokens, which set trainer.max_steps; null: as many as that makes"
     )
     shuffle: bool = Field(True, description="draw sequences in an order of the seed; false: as they lie")
     skip_samples: tuple[Annotated[tuple[NonNegativeInt, NonNegativeInt], Field(strict=False)], ...] | None = Field(

@@ -33,6 +33,9 @@ def file_problems(
     """
     if isinstance(source, TextSourceConfig) and source.part is not None:
         yield Problem(f"{key}.part", f"{source.part!r} belongs to loader=python, not to {source.loader}.")
+    if isinstance(source, TextSourceConfig) and source.include is not None:
+        text = f"belongs to loader=python, not to {source.loader}: name files by a glob in {key}.path."
+        yield Problem(f"{key}.include", text)
     if not source.path:
         yield Problem(f"{key}.path", f"loader={source.loader} needs a path.")
         return

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,19 +21,27 @@ class PythonSource(TextSourceConfig):
             yield Problem(f"{key}.part", "loader=python needs part=code or part=prose.")
         if self.path is not None:
             yield Problem(f"{key}.path", f"{self.path!r}: loader=python reads this Python's library only.")
+        if self.include is not None:
+            from lightning_llm.data.loader.python_library import TOPICS, library_files
+
+            for pattern in self.include:
+                if not library_files((pattern,)) and not (self.part == "prose" and fnmatchcase(TOPICS, pattern)):
+                    yield Problem(
+                        f"{key}.include", f"{pattern!r} matches no module of the library: http/*, os.py, json/*."
+                    )
 
     def files(self) -> list[Path]:
         from lightning_llm.data.loader.python_library import library_files
 
-        return list(library_files())
+        return list(library_files(self.include))
 
     def identity(self, files: Sequence[Path]) -> dict[str, Any]:
         """Return it without the files' times: they depend on the Python version alone."""
         version = f"{platform.python_implementation()} {platform.python_version()}"
-        keys = self.model_dump(exclude={"weight", "role"})
+        keys = self.model_dump(exclude={"weight", "role"} | ({"include"} if self.include is None else set()))
         return keys | {"python": version, "files": [[file.name, file.stat().st_size] for file in files]}
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
         from lightning_llm.data.loader.python_library import LibraryReader
 
-        return LibraryReader(self.part or "code")
+        return LibraryReader(self.part or "code", self.include)

@@ -9,9 +9,10 @@ from lightning_llm.data.addressing import Mixture
 def planned_phases(config: DataConfig, max_steps: int) -> list[dict[str, Any]]:
     """Return for each phase of a given `data.mixture` its steps and the tokens that it draws by source, as JSON data.
 
-    The phase is the steps after `first_step`, up to `last_step`. Nothing where the weights stay.
+    The phase is the steps after `first_step`, up to `last_step`. Nothing where the weights stay,
+    or no weight tells.
     """
-    if config.mixture is None:
+    if config.mixture is None or config.mixture.shares_by_tokens:
         return []
     mixture: Mixture = config.mixture.build(config.trained_weights, config.global_batch_size, max_steps)
     width, length = config.global_batch_size, config.sequence_length

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.decoder import Decoder
+from lightning_llm.model.linear import Linear
 
 
 def whole_decoder(
@@ -30,3 +31,18 @@ def whole_decoder(
     at = device or torch.device("cpu")
     model.load_state_dict({name: tensor.to(at, dtype) for name, tensor in weights.items()}, assign=True)
     return model
+
+
+def frozen_decoder(
+    config: ModelConfig, weights: Mapping[str, Tensor], compute_dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """Return a decoder of fp32 `weights` on `device` that is only asked, see `frozen`."""
+    return frozen(whole_decoder(config, weights, compute_dtype, device=device), compute_dtype)
+
+
+def frozen(model: Decoder, compute_dtype: torch.dtype) -> Decoder:
+    """Return `model` in evaluation mode, its linears cast to `compute_dtype`: once, and not in every forward pass."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.to(compute_dtype)
+    return model.eval().requires_grad_(False)

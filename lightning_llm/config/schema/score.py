@@ -1,0 +1,38 @@
+"""Scorers: what `prepare --score` makes of documents. Registered kinds, chosen by name.
+
+A kind is a subclass of `ScorerConfig` in a module `lightning_llm/data/score/*_spec.py`, or in an installed package.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.config.schema.base import Group
+from lightning_llm.errors import Problem
+from lightning_llm.registry import Registry
+
+Measure = Literal["quality", "diversity"]
+
+
+class ScorerConfig(Group):
+    """What every scorer has, and what it must do."""
+
+    measures: ClassVar[Measure]
+    """What its numbers are taken for."""
+
+    kind: str = Field(description="a registered scorer")
+
+    def problems(self, key: str) -> Iterable[Problem]:
+        """Return what keeps it from being run here, such as a library that is missing."""
+        return ()
+
+    def score(self, texts: Sequence[str]) -> tuple[Any, Any]:
+        """Return float64 [documents] in [0, 1], and of a measure by clusters int32 [documents], each one's; else None.
+
+        A function of the texts alone.
+        """
+        raise NotImplementedError
+
+
+SCORERS: Registry[ScorerConfig] = Registry("scorer", "lightning_llm.data.score")

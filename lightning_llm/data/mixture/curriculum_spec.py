@@ -1,0 +1,61 @@
+"""The mixture of weights that stay, each source from its easy documents to its hard ones."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lightning_llm.config.schema.base import PositiveInt
+from lightning_llm.config.schema.data import MIXTURES, Pace
+from lightning_llm.data.mixture.static_spec import StaticMixture
+from lightning_llm.errors import Problem
+
+
+@MIXTURES.register
+class Curriculum(StaticMixture):
+    """A curriculum (Bengio et al. 2009): documents lie in the order of a score, and an epoch goes through them so.
+
+    The windows are those that the run would take in any order; `order=shuffled` is the baseline of the same windows.
+    """
+
+    chooses_documents: ClassVar[bool] = True
+
+    kind: Literal["curriculum"] = "curriculum"  # type: ignore[assignment]
+    scores: str = Field(description="the Parquet file that `prepare --score` wrote")
+    by: Literal["text_bytes", "quality", "diversity"] = Field("text_bytes", description="the score that is gone by")
+    order: Literal["ascending", "descending", "shuffled"] = Field(
+        "ascending", description="from small scores to large ones, or back; shuffled: the same windows in no order"
+    )
+    blocks: PositiveInt = Field(20, description="stretches of an epoch within which the order is shuffled")
+    total_steps: PositiveInt | None = Field(
+        None, description="steps of the run that is put in order, or phases are shares of; null: trainer.max_steps"
+    )
+
+    @property
+    def follows_max_steps(self) -> bool:
+        """Whether a run of another length takes other samples at the same step."""
+        return self.total_steps is None and self.order != "shuffled"
+
+    def paced_steps(self, max_steps: int | None) -> int | None:
+        return self.total_steps or max_steps
+
+    @property
+    def pace(self) -> Pace | None:
+        return None if self.order == "shuffled" else Pace(self.blocks, self.order == "descending")
+
+    def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
+        yield from super().problems(key, weights)
+        if not Path(self.scores).is_file():
+            text = f"{self.scores} is no file. Make it of the same data: lightning-llm prepare ... --score ..."
+            yield Problem(f"{key}.scores", text)
+
+    def identity(self) -> Any:
+        from lightning_llm.data.score.table import scores_digest
+
+        return self.model_dump() | {"scores": scores_digest(self.scores)}
+
+    def chooser(self) -> Any:
+        from lightning_llm.data.mixture.sorted_documents import SortedDocuments
+
+        return SortedDocuments(Path(self.scores), self.by)

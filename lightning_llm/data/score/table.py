@@ -1,0 +1,125 @@
+"""The table of scores: a Parquet file with a row per training document and source.
+
+Columns: `source`, `key` (uint64, `Document.key`), `text_bytes`, `quality` and `diversity` (float64 in [0, 1]), and
+`cluster` (int32, -1 where nothing was clustered).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import digest_of_file
+
+COLUMNS = {
+    "source": "string",
+    "key": "uint64",
+    "text_bytes": "int64",
+    "quality": "float64",
+    "diversity": "float64",
+    "cluster": "int32",
+}
+SCORERS = b"scorers"
+KEY = "data.mixture.scores"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rows of one source: `key`, `text_bytes`, `quality`, `diversity`, `cluster`, each [documents]."""
+
+    columns: dict[str, np.ndarray]
+
+    def of_keys(self, keys: np.ndarray, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], int]:
+        """Return the columns `names` of the documents of uint64 `keys` [documents], and how many have no row."""
+        order = np.argsort(self.columns["key"], kind="stable")
+        known = self.columns["key"][order]
+        at = np.searchsorted(known, keys)
+        found = (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == keys) if len(known) else keys != keys
+        rows = order[at[found]]
+        return {name: self.columns[name][rows] for name in names}, int((~found).sum())
+
+
+def write_scores(file: Path, columns: Mapping[str, Any], scorers: Mapping[str, Any]) -> None:
+    """Write `columns` of `COLUMNS` to `file` in one move; `scorers` says who scored, as JSON data."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema([(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()])
+    table = pa.table({name: pa.array(columns[name], schema.field(name).type) for name in COLUMNS}, schema=schema)
+    table = table.replace_schema_metadata({SCORERS: json.dumps(scorers, sort_keys=True)})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.partial")
+    pq.write_table(table, partial)
+    partial.replace(file)
+
+
+def read_scores(file: Path, key: str) -> dict[str, Scores]:
+    """Return the scores in `file` by source.
+
+    Raises:
+        ConfigError: with `key`, the file is no such table.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(Problem(key, f"{file} cannot be read: {str(error).splitlines()[0]}.")) from error
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        text = f"{file} has no column {', '.join(missing)}. Make it by: lightning-llm prepare --score ..."
+        raise ConfigError(Problem(key, text))
+    columns = {name: table.column(name).to_numpy() for name in COLUMNS}
+    for name in ("quality", "diversity"):
+        values = columns[name]
+        if not (np.isfinite(values).all() and ((values >= 0) & (values <= 1)).all()):
+            raise ConfigError(Problem(key, f"{file} has {name} outside [0, 1]. Bring the scores to that scale."))
+    sources = columns.pop("source")
+    return {
+        str(name): Scores({column: values[sources == name] for column, values in columns.items()})
+        for name in dict.fromkeys(sources)
+    }
+
+
+def scores_of(file: Path, keys: Mapping[str, np.ndarray], columns: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
+    """Return `columns` of the documents of `keys`, uint64 [documents] by source, each [documents].
+
+    Raises:
+        ConfigError: some have no scores in `file`.
+    """
+    known, problems = read_scores(file, KEY), []
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, its in keys.items():
+        if name not in known:
+            text = f"{file} has no scores of source {name!r}; it has those of {', '.join(known)}. Score this data."
+            problems.append(Problem(KEY, text))
+            continue
+        found[name], missing = known[name].of_keys(its, columns)
+        if missing:
+            text = (
+                f"{file} has no scores of {missing:,} of {len(its):,} documents of source {name!r}: they have changed "
+                "since. Score this data again: lightning-llm prepare ... --score ..."
+            )
+            problems.append(Problem(KEY, text))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def scores_digest(file: str) -> str | None:
+    """Return the digest of the content of `file`, None where it is not there; it is read once until it changes."""
+    try:
+        stat = Path(file).stat()
+    except OSError:
+        return None
+    return _digest(file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest(file: str, size: int, time: int) -> str:
+    return digest_of_file(Path(file))

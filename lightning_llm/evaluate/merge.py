@@ -1,0 +1,179 @@
+"""Data ablation by merging: what a model of several parts of the data would score, by the mean of models of one each.
+
+Na et al. 2024 (arXiv 2410.15661): models that were continued from one start, each on its part (a base unit, all of one
+size), are averaged over a candidate set of parts; the loss of that average ranks candidates, and is not their loss. One
+run per part does for every set of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_llm.compare.rank_correlation import RankCorrelation
+from lightning_llm.data.corpus import Corpus
+from lightning_llm.data.opening import open_corpus
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.evaluate.members import AverageWeights, check_members
+from lightning_llm.evaluate.validation import TrainedModel, validation_losses
+from lightning_llm.model.weights.initial import InitialWeights
+from lightning_llm.parallel.layout import Layout
+from lightning_llm.plan.degrees import Degrees
+from lightning_llm.probe.subject import Subject, find_subject, verified_weights
+from lightning_llm.record.files import write_json
+from lightning_llm.record.state import state_of
+
+FILE = "merge.json"
+MOST_PARTS = 12
+Losses = dict[str, float]
+Parts = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of `parts` at one `seed`: the losses of its units' average, and of a run on all of it, if there is one."""
+
+    parts: Parts
+    seed: int
+    proxy: Losses
+    true: Losses | None
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {"parts": list(self.parts), "seed": self.seed, "proxy": self.proxy, "true": self.true}
+
+
+@dataclass(frozen=True)
+class Merge:
+    """All candidate sets of a sweep; `units` are the losses of the runs on one part, by seed and part."""
+
+    units: dict[tuple[int, str], Losses]
+    candidates: list[Candidate]
+    file: Path = field(default=Path())
+
+    @property
+    def metrics(self) -> list[str]:
+        """The losses that there are: of all sources together, and of each."""
+        return [name for name in next(iter(self.units.values())) if name.startswith("val_loss") and "high" not in name]
+
+    def correlation(self, metric: str) -> RankCorrelation:
+        """Return that of proxy and truth over the sets that a run is there for, of all seeds."""
+        known = [each for each in self.candidates if each.true is not None]
+        true = [each.true[metric] for each in known if each.true is not None]
+        return RankCorrelation.of([each.proxy[metric] for each in known], true)
+
+    @property
+    def mean_of_sources(self) -> float:
+        """The mean of the correlations over the held-out sets."""
+        found = [self.correlation(metric).rho for metric in self.metrics if "/" in metric]
+        return sum(found) / len(found) if found else math.nan
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what `merge.json` holds."""
+        known = sum(each.true is not None for each in self.candidates)
+        units = [{"part": part, "seed": seed, "loss": losses} for (seed, part), losses in self.units.items()]
+        correlations = {metric: vars(self.correlation(metric)) for metric in self.metrics} if known > 1 else {}
+        return {
+            "units": units,
+            "candidates": [each.as_data() for each in self.candidates],
+            "spearman": correlations,
+            "spearman_mean_of_sources": self.mean_of_sources if known > 1 else None,
+        }
+
+
+def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Merge:
+    """Return the proxies of all sets of the parts that runs below `folder` were each trained on; write `merge.json`.
+
+    Runs on one source are the units; runs on several of them, by equal weights, are what proxies are held against. All
+    are scored here, on the data of the first.
+
+    Raises:
+        ConfigError: there are fewer than two units of a seed, or runs do not go together.
+    """
+    runs = _runs(folder.expanduser().absolute())
+    subjects = list(runs.values())
+    check_members(subjects, same_shape=True)
+    first = subjects[0]
+    data, model, steps = first.config.data, first.config.model, first.config.trainer.max_steps
+    corpus = open_corpus(data, first.config.seed, model.vocab_size, steps)
+    _check_scored(runs, corpus)
+    score = _Scoring(corpus, device, progress)
+    units = {(seed, parts[0]): score([each]) for (seed, parts), each in runs.items() if len(parts) == 1}
+    candidates = []
+    for seed in dict.fromkeys(seed for seed, _ in units):
+        names = [part for its, part in units if its == seed]
+        for size in range(2, len(names) + 1):
+            for parts in combinations(names, size):
+                proxy = score([runs[seed, (part,)] for part in parts])
+                trained = runs.get((seed, parts))
+                candidates.append(Candidate(parts, seed, proxy, None if trained is None else score([trained])))
+    found = Merge(units, candidates, folder.expanduser().absolute() / FILE)
+    write_json(found.file, found.as_data())
+    return found
+
+
+class _Scoring:
+    def __init__(self, corpus: Corpus, device: torch.device, progress: Callable[[str], None]):
+        self.corpus, self.device, self.progress, self._made = corpus, device, progress, 0
+
+    def __call__(self, subjects: list[Subject]) -> Losses:
+        """Return the validation losses of the average of models."""
+        self._made += 1
+        self.progress(f"{self._made} models scored")
+        config = subjects[0].config
+        weights = [InitialWeights(verified_weights(each), each.config.model) for each in subjects]
+        layout = Layout(config.parallel, Degrees())
+        model = TrainedModel.of(subjects[0], AverageWeights(weights), layout, self.device)
+        return validation_losses([model], subjects[0], self.corpus, self.device)
+
+
+def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
+    """Return the finished runs below `folder` by seed and parts, the parts in the order of the sources."""
+    found: dict[tuple[int, Parts], Subject] = {}
+    problems: list[Problem] = []
+    for file in sorted(folder.glob("*/config.yaml"), key=lambda each: (len(each.parent.name), each.parent.name)):
+        if state_of(file.parent) != "finished":
+            problems.append(Problem(str(file.parent), "is not finished. Start the sweep again, or remove it."))
+            continue
+        subject = find_subject(file.parent, [], None, needs_data=False)
+        weights = subject.config.data.trained_weights
+        parts = tuple(subject.config.data.drawn)
+        key = subject.config.seed, parts
+        if len({weights[part] for part in parts}) > 1:
+            text = "is of parts with unlike weights: base units are of one size, and a larger part has several of them."
+            problems.append(Problem(str(file.parent), text))
+        elif key in found:
+            problems.append(
+                Problem(str(file.parent), f"is of the parts and the seed of {found[key].folder}. Remove one.")
+            )
+        found.setdefault(key, subject)
+    singles = [parts for _, parts in found if len(parts) == 1]
+    if not problems and len(singles) < 2:
+        text = (
+            f"holds {len(singles)} run{'s' * (len(singles) != 1)} on one source of data, and two at least make a set."
+        )
+        problems.append(Problem(str(folder), f"{text} Run train -m recipe=ablate/merge, and name its folder."))
+    if len(set(singles)) > MOST_PARTS:
+        count = len(set(singles))
+        text = f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
+        problems.append(Problem(str(folder), text))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _check_scored(runs: Mapping[tuple[int, Parts], Subject], corpus: Corpus) -> None:
+    """Raise ConfigError where a run's own validation was of other sequences, so that its parts are other documents."""
+    problems = []
+    for each in runs.values():
+        own = each.config.data
+        opened = open_corpus(own, each.config.seed, each.config.model.vocab_size, each.config.trainer.max_steps)
+        if opened.validation_fingerprint != corpus.validation_fingerprint:
+            text = "scores other sequences. Give all runs the same sources and data.validation.weights."
+            problems.append(Problem(str(each.folder), text))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,83 @@
+"""Teachers of a run (`distil`): which models they are, where they may stand, and what asking them costs. No torch."""
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from lightning_llm.config.from_weights import KEY as INIT_KEY
+from lightning_llm.config.from_weights import shape_of, weights_path
+from lightning_llm.config.schema import Config, ModelConfig
+from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.model.linear_names import has_bias
+from lightning_llm.optim.state_bytes import DTYPE_BYTES
+from lightning_llm.plan.degrees import Degrees
+
+KEY = "distil.teachers"
+
+
+def teacher_models(config: Config) -> list[ModelConfig]:
+    """Return the teachers' shapes, as their folders say them. Raises ConfigError as `_model_at` does."""
+    return [_model_at(path) for path in config.distil.teachers] if config.distil else []
+
+
+def _model_at(path: str) -> ModelConfig:
+    """Return the shape of the weights at `path`.
+
+    Raises:
+        ConfigError: with what is wrong with the folder.
+    """
+    try:
+        return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
+    except ValidationError as error:
+        text = f"{path} holds the config of no model: {error.errors()[0]['msg']}."
+        raise ConfigError(Problem(KEY, text)) from error
+    except ConfigError as error:
+        problems = [Problem(KEY if each.key == INIT_KEY else each.key, each.text) for each in error.problems]
+        raise ConfigError(problems) from error
+
+
+def teacher_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+    """Yield why the run cannot learn from its teachers: layouts, vocabularies, lengths."""
+    if config.distil is None:
+        return
+    for axis in ("tp", "cp", "pp"):
+        if getattr(degrees, axis) > 1:
+            text = (
+                f"is {getattr(degrees, axis)}, and teachers (distil) are held and asked whole on each rank, while such "
+                "ranks have parts of the vocabulary, of the sequences or of the layers. Set 1: data parallelism, with "
+                "parallel.zero_stage up to 3."
+            )
+            yield Problem(f"parallel.{axis}", text)
+    for path in config.distil.teachers:
+        try:
+            yield from teacher_differences(path, _model_at(path), config)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def teacher_differences(path: str, model: ModelConfig, config: Config) -> Iterator[Problem]:
+    """Yield why the teacher `model` at `path` does not predict what the run learns."""
+    if model.vocab_size != config.model.vocab_size:
+        text = f"{path} predicts {model.vocab_size:,} tokens, and model.vocab_size is {config.model.vocab_size:,}."
+        yield Problem(KEY, f"{text} Give teachers of one vocabulary, and set model.vocab_size to its size.")
+    if model.max_sequence_length < config.data.sequence_length:
+        text = (
+            f"{path} takes {model.max_sequence_length:,} tokens: data.sequence_length={config.data.sequence_length:,}"
+        )
+        yield Problem(KEY, f"{text} is too long. Lower it.")
+
+
+def teacher_bytes(config: Config) -> int:
+    """Return the bytes of the teachers' weights: linears (and their biases) in the compute dtype, the rest in fp32."""
+    total, width = 0, DTYPE_BYTES[config.precision.compute_dtype]
+    for model in teacher_models(config):
+        count = count_parameters(model, padded=True)
+        cast = count.linear + count.head + (count.bias if has_bias(model) else 0)
+        total += width * cast + 4 * (count.total - cast)
+    return total
+
+
+def teacher_flops_per_token(config: Config) -> int:
+    """Return the FLOPs of asking all teachers about one token: their forward passes, a third of training each."""
+    return sum(flops_per_token(model, config.data.sequence_length) // 3 for model in teacher_models(config))

@@ -1,0 +1,144 @@
+"""The verb `prepare`: what a run does with its data before its first step, ahead; and scores of documents."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.partial import gather
+from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
+from lightning_llm.data.check import data_rules
+from lightning_llm.data.corpus_report import source_reports
+from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.score.scoring import score_documents
+from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.run.checked_plan import read_words
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+SCORES = Path("scores.parquet")
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    """Tokenise the data of a config into the cache, or with --score write a table of its documents' scores; return 0.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    given = [word for word in arguments.score or () if _is_of_scores(word)]
+    words = [*arguments.overrides, *(word for word in arguments.score or () if not _is_of_scores(word))]
+    reading = read_words(words, arguments.config, arguments.config_dir)
+    problems = list(reading.problems)
+    scorers = chosen_scorers(given, problems) if arguments.score is not None else {}
+    config = reading.config
+    if config is not None:
+        problems += gather(data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: 1))
+        problems += _of_tokens(config) if arguments.score is not None else []
+    if problems or config is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    if arguments.score is not None:
+        return _score(config, scorers, arguments)
+    data = config.data
+    corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=True)
+    facts = {
+        each.name: {
+            "training_tokens": each.available_tokens,
+            "documents": each.documents,
+            "validation_tokens": each.validation_tokens,
+            "left_out": corpus.left_out[each.name],
+        }
+        for each in source_reports(corpus, 0)
+    }
+    if arguments.json:
+        print(json.dumps({"sources": facts, "data_hash": corpus.fingerprint}, indent=1))
+        return 0
+    for name, its in facts.items():
+        counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in its.items())
+        print(f"{name}: {counts}")
+    print(f"data_hash {corpus.fingerprint}")
+    return 0
+
+
+def _is_of_scores(word: str) -> bool:
+    return word.partition("=")[0].partition(".")[0] in MEASURES
+
+
+def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measure, ScorerConfig]:
+    """Return the scorers that the words MEASURE=KIND and MEASURE.KEY=VALUE choose; what is wrong goes to `problems`."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        measure, _, option = key.partition(".")
+        if not equals:
+            problems.append(Problem("--score", f"'{word}' is no MEASURE=SCORER, such as quality=length_entropy."))
+            continue
+        kinds.setdefault(measure, {})[option or "kind"] = yaml.safe_load(value)
+    if not kinds and not problems:
+        known = ", ".join(f"{SCORERS[name].measures}={name}" for name in SCORERS)
+        problems.append(Problem("--score", f"names no scorer: {known}."))
+    scorers: dict[Measure, ScorerConfig] = {}
+    for measure in MEASURES:
+        if (values := kinds.get(measure)) is None:
+            continue
+        fitting = [name for name in SCORERS if SCORERS[name].measures == measure]
+        name = values.get("kind")
+        if name not in fitting:
+            hint = did_you_mean(str(name), fitting)
+            text = f"{measure}={name}: there is no such scorer of {measure}.{hint} There are: {', '.join(fitting)}."
+            problems.append(Problem("--score", text))
+            continue
+        try:
+            scorers[measure] = TypeAdapter(SCORERS[name]).validate_python(values)
+            problems += scorers[measure].problems(f"--score {measure}={name}")
+        except ValidationError as error:
+            problems += [
+                Problem(f"--score {measure}.{'.'.join(map(str, each['loc']))}", f"{each['msg']}.")
+                for each in error.errors()
+            ]
+    return scorers
+
+
+def _of_tokens(config: Config) -> list[Problem]:
+    names = [name for name, source in config.data.sources.items() if source.tokenised and source.role is None]
+    text = "holds tokens, and scorers read text. Leave it out."
+    return [Problem(f"data.sources.{name}", text) for name in names]
+
+
+def _score(config: Config, scorers: Mapping[Measure, ScorerConfig], arguments: argparse.Namespace) -> int:
+    file = (arguments.output or SCORES).expanduser().absolute()
+    by_measure = {str(measure): scorer for measure, scorer in scorers.items()}
+    columns = score_documents(config.data, by_measure, file, lambda text: print(text, file=sys.stderr, flush=True))
+    facts = {name: _summary(columns, name) for name in dict.fromkeys(columns["source"])}
+    if arguments.json:
+        print(json.dumps({"file": str(file), "sources": facts}, indent=1))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("source", "documents", "bytes", "quality", "diversity", "clusters"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for name, its in facts.items():
+        cells = f"{its['documents']:,}", f"{its['bytes']:,}", f"{its['quality']:.3f}", f"{its['diversity']:.3f}"
+        table.add_row(name, *cells, str(its["clusters"]))
+    Console().print(table)
+    print(f"written {file}\nnext    lightning-llm train data=samplemix data.mixture.scores={file}")
+    return 0
+
+
+def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the size of a source, its mean scores, and in how many clusters it has documents."""
+    own = np.array(columns["source"]) == name
+    clusters = set(columns["cluster"][own].tolist()) - {-1}
+    means: dict[str, float] = {measure: float(columns[measure][own].mean()) for measure in MEASURES}
+    return {
+        "documents": int(own.sum()),
+        "bytes": int(columns["text_bytes"][own].sum()),
+        **means,
+        "clusters": len(clusters),
+    }
