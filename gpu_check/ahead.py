@@ -31,6 +31,7 @@ RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
 CAPABILITIES = (90, 100)
 SIZE = 4096
 """Rows and columns of what is cast."""
+TARGET = re.compile(r"^\.target (?P<name>\w+)", re.MULTILINE)
 USED = re.compile(r"Used (?P<registers>\d+) registers")
 SPILLED = re.compile(r"(?P<bytes>\d+) bytes spill stores")
 
@@ -181,15 +182,11 @@ def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
 
     file = folder / "kernel.ptx"
     file.write_text(ptx)
-    assembler = get_ptxas(capability)
-    command = [
-        getattr(assembler, "path", assembler),
-        "-v",
-        f"--gpu-name=sm_{capability}a",
-        str(file),
-        "-o",
-        "/dev/null",
-    ]
+    assembler, target = get_ptxas(capability), TARGET.search(ptx)
+    if target is None:
+        raise ValueError("Triton's code names no target")
+    path, made = getattr(assembler, "path", assembler), folder / "kernel.cubin"
+    command = [path, "-v", f"--gpu-name={target['name']}", str(file), "-o", str(made)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = USED.search(said), SPILLED.search(said)
     if registers is None or spilled is None:
