@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from multiprocessing.forkserver import _forkserver as shared
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class ChaosJob:
                 whole = os.environ | environment
                 self._process = subprocess.Popen(command, env=whole, stdout=file, stderr=file, start_new_session=True)
         else:
-            self._process = forkserver.Process(target=_serve, args=(words, str(log), environment))
+            shared.ensure_running()
+            address = shared._forkserver_address
+            self._process = forkserver.Process(target=_serve, args=(words, str(log), environment, address))
             self._process.start()
         self.pid = int(self._process.pid)
         self.seen.add(self.pid)
@@ -90,11 +93,13 @@ def _value(words: list[str], key: str) -> str:
     return next(word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}="))
 
 
-def _serve(words: list[str], log: str, environment: dict[str, str]) -> None:
+def _serve(words: list[str], log: str, environment: dict[str, str], address: str) -> None:
     from lightning_llm.__main__ import main
     from lightning_llm.callbacks import run_folder
 
     os.setsid()
+    # Ranks come from the same server, as multiprocessing's own words have it: it would start one more, and import all.
+    shared._forkserver_address, shared.ensure_running = address, lambda: None
     with open(log, "ab") as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)

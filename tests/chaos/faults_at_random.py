@@ -16,6 +16,8 @@ KINDS = ("kill a rank", "stop a rank", "SIGTERM", "SIGUSR1", "no disk space", "d
 LAYOUTS = {"single": 1, "ddp": 2, "zero3": 2, "zero1": 2, "tp": 2, "pp": 2, "cp": 2, "hsdp": 4}
 RECIPES = ("fp32", "bf16", "fp8_delayed", "mxfp4_sr", "fp16")
 STEPS = 12
+ROTATED_SHARDS = ("model.hidden_size=128", "model.ffn_hidden_size=128", "data.sequence_length=256")
+"""Sizes whose parts under tp and cp hold MXFP4's rotations of 64."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Fault:
         return [
             f"parallel={self.layout}", f"precision={self.recipe}", f"trainer.devices={self.world}",
             *(["parallel.dp_shard=2"] if self.layout == "hsdp" else []),
+            *(ROTATED_SHARDS if self.recipe == "mxfp4_sr" and self.layout in ("tp", "cp") else ()),
             f"trainer.max_restarts={max(1, self.restarts) if launched and self.world == 1 else self.restarts}",
             f"logger={'mlflow' if self.kind == 'MLflow gone' else 'none'}",
         ]  # fmt: skip

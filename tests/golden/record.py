@@ -4,17 +4,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trajectory import HERE, RECIPES, first_difference, header, recorded, trajectory
+from trajectory import RECIPES, distances, families, file_of, first_difference, header, kernels, recorded, trajectory
 
 
 def main(recipes: list[str]) -> None:
+    here = kernels()["kernels"]
+    others = [family for family in families() if family != here]
     for recipe in recipes or RECIPES:
         with tempfile.TemporaryDirectory() as folder:
             curve = trajectory(recipe, Path(folder, "cache"))
-        file = HERE / f"{recipe}.txt"
-        changed = first_difference(recorded(recipe)[1], curve) if file.exists() else "new"
+        file = file_of(recipe, here)
+        changed = first_difference(recorded(recipe, here)[1], curve) if file.exists() else "new"
+        file.parent.mkdir(exist_ok=True)
         file.write_text(header(recipe) + curve, encoding="utf-8")
         print(f"{recipe}: {'unchanged' if changed is None else changed}", flush=True)
+        for family in others:  # which are recorded on their own machines
+            furthest = max(distances(recorded(recipe, family)[1], curve))
+            print(f"{recipe}: at most {furthest:.1e} of a number off {family}'s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """A few steps of one precision recipe as text: losses, gradient norms, the gradient norm of every parameter.
 
-Bits depend on the kernels that PyTorch chooses for the processor, so a recorded curve says which made it: the version
-of torch, the CPU capability, and a fingerprint of what plain torch operations give here, none of this project's code in
-them. Where these agree, the curve must agree to the last bit; where they do not, nothing can be said. Products are
-torch's own, also where runs take fp32's for them (`lightning_llm.gemm`).
+Bits depend on the kernels that PyTorch chooses for the processor, so curves lie in a folder per family of kernels,
+named by a fingerprint of what plain torch operations give there, none of this project's code in them. A processor of a
+recorded family must give its curves to the last bit; another, the numbers of any family as far as rounding goes.
+Products are torch's own, also where runs take fp32's for them (`lightning_llm.gemm`).
 """
 
 from collections.abc import Iterator
@@ -127,9 +127,19 @@ def header(recipe: str) -> str:
     return "\n".join([what, how, *facts]) + "\n\n"
 
 
-def recorded(recipe: str) -> tuple[dict[str, str], str]:
+def families() -> list[str]:
+    """Return the families of kernels that curves are recorded of."""
+    return sorted(folder.name for folder in HERE.iterdir() if (folder / "fp32.txt").exists())
+
+
+def file_of(recipe: str, family: str) -> Path:
+    """Return where the curve of `recipe` by the kernels of `family` lies."""
+    return HERE / family / f"{recipe}.txt"
+
+
+def recorded(recipe: str, family: str) -> tuple[dict[str, str], str]:
     """Return (kernels, curve) as recorded."""
-    head, _, body = (HERE / f"{recipe}.txt").read_text(encoding="utf-8").partition("\n\n")
+    head, _, body = file_of(recipe, family).read_text(encoding="utf-8").partition("\n\n")
     pairs = [line.removeprefix("# ").split(": ", 1) for line in head.splitlines()[2:]]
     return dict(pairs), body
 
@@ -140,3 +150,19 @@ def first_difference(then: str, now: str) -> str | None:
         if old != new:
             return f"recorded: {old}\nnow:      {new}"
     return None if then == now else "one is longer than the other"
+
+
+def distances(then: str, now: str) -> list[float]:
+    """Return by how much of itself each number of a curve differs, steps first, then parameters.
+
+    Raises ValueError where they are not numbers of the same things.
+    """
+    found = []
+    for old, new in zip(then.splitlines(), now.splitlines(), strict=True):
+        (name, *numbers), (other, *others) = old.split() or [""], new.split() or [""]
+        if name != other or len(numbers) != len(others):
+            raise ValueError(f"{name} is {other} now")
+        if name not in ("", "step", "gradient"):
+            pairs = zip(map(float, numbers), map(float, others), strict=True)
+            found += [abs(x - y) / max(abs(x), 1e-30) for x, y in pairs]
+    return found

@@ -25,7 +25,7 @@ from lightning_llm.plan.divisibility import CONTRACTION, sharding_problems
 from lightning_llm.plan.shard_axes import SHARD_AXES
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear import LinearCall, LinearPlan
+from lightning_llm.precision.linear import Given, LinearCall, LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.capability import Capability
 from tests.precision.recipes import RECIPES as ALL_RECIPES
@@ -89,11 +89,12 @@ def noted_operands(config: Config, unsharded: str | None = None) -> list[Noted] 
         names[id(layer.plan)] = layer.name
         return place(layer, *tensors)
 
-    def note(call: LinearCall, x: Tensor, slot: str, axis: int) -> Any:
-        made = operand(call, x, slot, axis)
+    def note(call: LinearCall, source: Given, slot: str, axis: int) -> Any:
+        made = operand(call, source, slot, axis)
         name = names[id(call.plan)]
         if name in LAYERS and call.plan.casts[slot].quantises and (name, slot) not in noted:
             casts = LinearPlan(call.plan.casts, "eager")
+            x = source() if callable(source) else source
             noted[name, slot] = x.detach().clone(), made.dequantised(), casts, call.keys
         return made
 

@@ -173,11 +173,11 @@ class Checkpointing(pl.Callback):
         if self._asked == signal.SIGINT == number:
             self._at_once = True
             raise StoppedBySignal(number, self.saved_step)
-        if not self._asked and self._speaks and (self._alone or number == signal.SIGINT):
+        first, self._asked = not self._asked, self._asked or number  # before it is told: the next may come at once
+        if first and self._speaks and (self._alone or number == signal.SIGINT):
             # not by print, whose buffer may be in use by what the signal has interrupted
             with suppress(OSError):  # nobody reads it any more
                 os.write(2, f"{self._what_follows(number)}\n".encode())
-        self._asked = self._asked or number
         if self._strategy is not None:
             self._strategy.ask_to_stop(self._asked)
 
