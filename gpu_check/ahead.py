@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig
@@ -37,7 +38,7 @@ SPILLED = re.compile(r"(?P<bytes>\d+) bytes spill stores")
 
 
 class Kernel(NamedTuple):
-    """One kernel for one capability, with the fewest registers' spills of Inductor's choices of blocks."""
+    """One kernel for one capability, in the choice of blocks that spills least, then has the fewest registers."""
 
     name: str
     capability: int
@@ -56,12 +57,31 @@ def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[T
     delayed = torch.empty((), device="cuda")
 
     def whole(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
+        with _Indexing():
+            return operand(x, key, delayed)
+
+    def operand(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
         amax = quantize.tensor_amax(x) if quantize.needs_tensor_amax(cast) else None
         scaled = quantize.scale(x, cast, axis, amax, delayed if cast.scale == "delayed" else None)
         given = key if cast.stochastic else None
         return quantize.round_blocks(x, cast, axis, scaled.multiplier, scaled.block, given)[0]
 
     return whole, [x, key, delayed]
+
+
+class _Indexing(TorchFunctionMode):
+    """Indexing by `:` and None by other operators: Python's own asks a build for CPUs for the tensor's device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do as `function` does."""
+        if function is not torch.Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        x, indices = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(index is not None and index != slice(None) for index in indices):
+            return function(*args)
+        for axis, index in enumerate(indices):
+            x = x.unsqueeze(axis) if index is None else x
+        return x
 
 
 def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
@@ -85,14 +105,9 @@ def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
                 lowered.run(*given)
                 code, _ = lowered.codegen()
     text = str(getattr(code, "value", code))
-    calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
-    return [
-        call.args[1].value
-        for call in calls
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr == "triton"
-        and isinstance(call.args[1], ast.Constant)
-    ]
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    written = [call.args[1] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "triton"]
+    return [str(each.value) for each in written if isinstance(each, ast.Constant)]
 
 
 def compiled(source: str, capability: int, folder: Path) -> Kernel:
