@@ -121,7 +121,7 @@ def compiled(source: str, capability: int, folder: Path) -> Kernel:
         made = [tuner._precompile_config(each).kernel for each in tuner.configs]
     found = [_resources(each.asm["ptx"], capability, folder) for each in made]
     registers, spilled = min(found, key=lambda each: (each[1], each[0]))
-    fuses = any(re.search(r"\bfma\.", each.asm["ptx"]) for each in made)
+    fuses = any(each.metadata.enable_fp_fusion or re.search(r"\bfma\.", each.asm["ptx"]) for each in made)
     return Kernel(tuner.fn.__name__, capability, len(made), registers, spilled, fuses)
 
 
@@ -201,7 +201,7 @@ def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
     if target is None:
         raise ValueError("Triton's code names no target")
     path, made = getattr(assembler, "path", assembler), folder / "kernel.cubin"
-    command = [path, "-v", f"--gpu-name={target['name']}", str(file), "-o", str(made)]
+    command = [path, "-v", "--fmad=false", f"--gpu-name={target['name']}", str(file), "-o", str(made)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = USED.search(said), SPILLED.search(said)
     if registers is None or spilled is None:
