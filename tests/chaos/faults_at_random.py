@@ -16,6 +16,7 @@ KINDS = ("kill a rank", "stop a rank", "SIGTERM", "SIGUSR1", "no disk space", "d
 LAYOUTS = {"single": 1, "ddp": 2, "zero3": 2, "zero1": 2, "tp": 2, "pp": 2, "cp": 2, "hsdp": 4}
 RECIPES = ("fp32", "bf16", "fp8_delayed", "mxfp4_sr", "fp16")
 STEPS = 12
+OF_RANKS = ("kill a rank", "damage", "stop a rank")
 ROTATED_SHARDS = ("model.hidden_size=128", "model.ffn_hidden_size=128", "data.sequence_length=256")
 """Sizes whose parts under tp and cp hold MXFP4's rotations of 64."""
 
@@ -83,6 +84,8 @@ class Fault:
     def _strike(self, job: ChaosJob) -> None:
         ranks = sorted(job.ranks())
         rank = ranks[int(self.place * len(ranks))]
+        if rank == job.pid and self.world > 1 and self.kind in OF_RANKS:
+            raise ProcessLookupError("its ranks have not begun: that is the launcher")
         if self.kind in ("kill a rank", "damage"):
             os.kill(rank, signal.SIGKILL)
         elif self.kind == "stop a rank":
