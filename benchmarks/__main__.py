@@ -1,16 +1,11 @@
-"""`python -m benchmarks [NAME ...]`: run the benchmarks, print a table, keep it in benchmarks/results/."""
+"""`python -m benchmarks [--cpu-time] [--readme] [NAME ...]`: run benchmarks, print rows, keep them in results/."""
 
-import json
-import platform
+import argparse
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from benchmarks import (
     checkpoint,
@@ -24,7 +19,10 @@ from benchmarks import (
     plan_time,
     planner,
     precision,
+    readme,
+    results,
     roofline,
+    rotation,
     startup,
     step_law,
     tokenise,
@@ -32,7 +30,7 @@ from benchmarks import (
     trainer_overhead,
     weight_casts,
 )
-from benchmarks.rotation import InputError, Row
+from benchmarks.rotation import Row
 from benchmarks.shape import LARGE, MIDDLE, SMALL
 
 BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -58,43 +56,49 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "machine": machine.measure,
     "step_law": step_law.measure,
 }
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the benchmarks named on the command line, or all."""
-    parser = ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks named, or all.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    """Run the benchmarks named on the command line, or all; `--readme` alone runs none, and writes README.md's results.
+
+    `--cpu-time`: contenders are judged by the CPU time of one thread.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; by default all")
+    parser.add_argument("--cpu-time", action="store_true", help="judge by the CPU time of one thread")
+    parser.add_argument("--readme", action="store_true", help="put the newest results of all into README.md")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="step_law: the released runs")
-    given = parser.parse_args()
-    chosen = given.names or list(BENCHMARKS)
-    unknown = set(chosen) - BENCHMARKS.keys()
+    chosen = parser.parse_args()
+    unknown = set(chosen.names) - BENCHMARKS.keys()
     if unknown:
         print(f"there is no benchmark {sorted(unknown)}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    if given.csv is not None and not given.csv.is_file():
-        print(f"--csv: there is no file {given.csv}", file=sys.stderr)
+    if chosen.csv is not None and not chosen.csv.is_file():
+        print(f"--csv: there is no file {chosen.csv}", file=sys.stderr)
         return 2
-    rows: list[Row] = []
-    for name in chosen:
-        measure = partial(step_law.measure, given.csv) if name == "step_law" else BENCHMARKS[name]
+    if chosen.cpu_time:
+        rotation.judge_by_cpu_time()
+    for name in chosen.names or ([] if chosen.readme else BENCHMARKS):
         try:
-            for what, value, target in measure():
-                rows.append((what, value, target))
-                number = "-" if value is None else f"{value:.4g}"
-                print(f"{what:<72}{number:>12}   {target}", flush=True)
-        except InputError as error:
+            _run(name, partial(step_law.measure, chosen.csv) if name == "step_law" else BENCHMARKS[name])
+        except rotation.InputError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 2
-    RESULTS.mkdir(exist_ok=True)
-    machine = (
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    file = RESULTS / f"{date.today()}-{device.replace(' ', '-').lower()}-{'-'.join(chosen)}.json"
-    file.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
-    print(f"\n{machine}; written to {file}")
+    if chosen.readme:
+        readme.write(BENCHMARKS)
+        print(f"written: {readme.README}")
     return 0
+
+
+def _run(name: str, measure: Callable[[], Iterator[Row]]) -> None:
+    rows: list[Row] = []
+    beside = results.load()
+    for what, value, target in measure():
+        rows.append((what, value, target))
+        number = "-" if value is None else f"{value:.4g}"
+        print(f"{what:<72}{number:>12}   {target}", flush=True)
+    result = results.here(name, rows, beside)
+    print(f"\n{result.machine}, load {beside:.1f} as it began; written to {results.write(result)}")
 
 
 if __name__ == "__main__":

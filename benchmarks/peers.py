@@ -1,26 +1,27 @@
 """Training at one shape: our model and the peers' in the same plain loop, our `train` and transformers' Trainer."""
 
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from queue import Queue
+from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from benchmarks.own_process import Turns, minima
 from benchmarks.peer_models import MODELS, hugging_face
 from benchmarks.rotation import Row, interleaved_minima, stepping
 from benchmarks.shape import Shape, config, random_batch
-from benchmarks.trainer_overhead import trainer_steps
-from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.run.rank import quiet_lightning
+from lightning_llm.plan.check import check_config
+from lightning_llm.run.rank import fit, prepare_rank, quiet_lightning
+from lightning_llm.run.start import Start
 
 Step = Callable[[], float]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -74,36 +75,58 @@ def peak_bytes(step: Step) -> int:
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def trainer_steps_of_transformers(shape: Shape, bf16: bool) -> Iterator[None]:
-    """Yield after each step of transformers' Trainer."""
+class _OneByOne(pl.Callback):
+    """Lets our trainer take a step at a time."""
+
+    def __init__(self, turns: Turns):
+        self.turns = turns
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.turns.done()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop = not self.turns.done()
+
+
+def train(turns: Turns, shape: Shape, name: str) -> None:
+    """Take steps of `lightning-llm train` with default callbacks and MLflow."""
+    quiet_lightning()
+    rank = prepare_rank(check_config(config(f"precision={name}", shape=shape)))
+    fit(replace(rank, callbacks={**rank.callbacks, "turns": _OneByOne(turns)}), Start())
+
+
+def train_by_transformers(turns: Turns, shape: Shape, name: str) -> None:
+    """Take steps of transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     tokens, _ = random_batch(shape)
     data = [{"input_ids": row, "labels": row} for row in tokens] * 4000
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), per_device_train_batch_size=shape.batch, bf16=bf16, use_cpu=True, report_to=[],
+        tempfile.mkdtemp(), per_device_train_batch_size=shape.batch, bf16=name == "bf16", use_cpu=True, report_to=[],
         max_steps=4000, logging_steps=10, save_strategy="no", optim="adamw_torch_fused", disable_tqdm=True,
     )  # fmt: skip
-    go: Queue[bool] = Queue()
-    done: Queue[None] = Queue()
 
-    class Turnstile(TrainerCallback):
+    class OneByOne(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            go.get()
+            turns.done()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            done.put(None)
-            go.get()
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = not turns.done()
 
         def on_log(self, *_: Any, **__: Any) -> None:
             """Keep quiet."""
 
-    trainer = Trainer(hugging_face(shape), arguments, train_dataset=data, callbacks=[Turnstile()])
-    threading.Thread(target=trainer.train, daemon=True).start()
-    while True:
-        go.put(True)
-        done.get()
-        yield
+    Trainer(hugging_face(shape), arguments, train_dataset=data, callbacks=[OneByOne()]).train()
+
+
+def train_by_hand(turns: Turns, peer: str, shape: Shape, name: str) -> None:
+    """Take steps of a peer's model in the plain loop, in eager mode."""
+    model = MODELS[peer](shape)
+    if isinstance(model, str):
+        raise ValueError(model)
+    step = peer_step(model, shape, False, DTYPES[name])
+    while turns.done():
+        step()
 
 
 def measure(shape: Shape) -> Iterator[Row]:
@@ -133,19 +156,21 @@ def _loops(shape: Shape, name: str, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def _trainers(shape: Shape, name: str) -> Iterator[Row]:
+    """What a user starts: `train` and the others' loops and Trainer, each in a process of its own."""
     from transformers.utils import is_accelerate_available
 
-    if not is_accelerate_available():
+    there = [peer for peer, made in MODELS.items() if not isinstance(made(shape), str)]
+    others: dict[str, tuple[Any, ...]] = {
+        f"{peer} in its process": (train_by_hand, peer, shape, name) for peer in there
+    }
+    if is_accelerate_available():
+        others["transformers' Trainer"] = (train_by_transformers, shape, name)
+    else:
         why = "not measured: accelerate is not installed (pip install -e '.[bench]')"
         yield f"transformers' Trainer, {name}, tokens/s", None, why
-        return
-    quiet_lightning()
-    run = config(f"precision={name}", shape=shape)
-    steps, turnstile, thread = trainer_steps(run, open_corpus(run.data, run.seed, run.model.vocab_size))
-    theirs = trainer_steps_of_transformers(shape, name == "bf16")
-    best = interleaved_minima({"train": steps, "transformers' Trainer": theirs}, ROUNDS, STEPS)
-    turnstile.go.put(False)
-    thread.join(timeout=60)
+    best = minima({"train": (train, shape, name), **others}, ROUNDS, STEPS)
     for each, seconds in best.items():
         yield f"{each}, {name}, tokens/s", shape.tokens / seconds, ""
-    yield f"train over transformers' Trainer, {name}", best["transformers' Trainer"] / best["train"], TRAINER_TARGET
+    if "transformers' Trainer" in best:
+        yield f"train over transformers' Trainer, {name}", best["transformers' Trainer"] / best["train"], TRAINER_TARGET
+    yield f"train over the fastest of all, {name}", min(best[each] for each in others) / best["train"], EAGER_TARGET

@@ -1,4 +1,4 @@
-"""Whether a rank's bytes fit the device it is planned on, and a change that makes them fit. Imports no torch."""
+"""Whether a rank's bytes fit the device it is planned on, a change that makes them, or uses room. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,8 @@ def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
 
     `spare_bytes` is that less what a rank holds by estimate, negative where it does not fit; CUDA's context is in
     neither. `change` is the first of `cheaper` that fits with `RESERVE`: its `overrides`, and the
-    `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough.
+    `memory_bytes` of a rank then; None where nothing has to change, or none of them is enough. `faster`: the same for
+    the first of `roomier` on a GPU that has the room; it fits as well.
     """
     memory = device_memory_bytes(plan)
     facts = {
@@ -32,12 +33,17 @@ def hardware_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         "fits": None,
         "spare_bytes": None,
         "change": None,
+        "faster": None,
     }
     if memory is None:
         return facts
     spare = memory - memory_bytes(plan, accounting)["total"]
-    change = _first_that_fits(plan, memory, accounting) if spare < 0 else None
-    return facts | {"fits": spare >= 0, "spare_bytes": spare, "change": change}
+    found: dict[str, Any] = {"fits": spare >= 0, "spare_bytes": spare}
+    if spare < 0:
+        found["change"] = _first_that_fits(plan, cheaper(plan.config, plan.degrees), memory, accounting)
+    elif plan.capability.compute_capability is not None:
+        found["faster"] = _first_that_fits(plan, roomier(plan), memory, accounting)
+    return facts | found
 
 
 def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
@@ -45,10 +51,15 @@ def hardware_row(facts: dict[str, Any]) -> tuple[str, str]:
     name = f"{facts['devices']} x {facts['name']}"
     if facts["memory_bytes"] is None:
         return "hardware", f"{name}; hardware=h100 (or a100, b200, ...) says whether the memory is enough"
-    spare, change = facts["spare_bytes"] / GIB, facts["change"]
+    spare, change, faster = facts["spare_bytes"] / GIB, facts["change"], facts["faster"]
     line = f"{name} of {facts['memory_bytes'] / GIB:.0f} GiB: "
     if spare >= 0:
-        return "hardware", f"{line}fits, {spare:.1f} GiB to spare"
+        line += f"fits, {spare:.1f} GiB to spare"
+        if faster is not None:
+            gain = "recomputes less" if "checkpoint" in faster["overrides"][0] else "has larger GEMMs"
+            needed = faster["memory_bytes"] / GIB
+            line += f"; {' '.join(faster['overrides'])} fits, too, at {needed:.1f} GiB, and {gain}"
+        return "hardware", line
     line += f"does not fit, by {-spare:.1f} GiB; "
     if change is None:
         return "hardware", f"{line}more ranks, parallel.tp or parallel.pp may do"
@@ -76,8 +87,27 @@ def cheaper(config: Config, degrees: Degrees) -> Iterator[Overrides]:
     yield from ({**first, **most} for first in sharded)
 
 
-def _first_that_fits(plan: Plan, memory: int, accounting: Accounting) -> dict[str, Any] | None:
-    for overrides in cheaper(plan.config, plan.degrees):
+def roomier(plan: Plan) -> Iterator[Overrides]:
+    """Yield what takes more memory for less time, by what it saves: nothing recomputed, or less, then larger GEMMs.
+
+    Fewer micro-batches of more tokens; not in a pipeline, which they fill.
+    """
+    config, key = plan.config, "parallel.activation_checkpoint"
+    if config.parallel.activation_checkpoint_layers is not None:
+        return  # as a search found it
+    if config.parallel.activation_checkpoint != "none":
+        yield {key: "none", **({} if config.parallel.activation_checkpoint_every == 1 else {f"{key}_every": 1})}
+    if config.parallel.activation_checkpoint == "full":
+        yield {key: "selective"}
+    size, fewer = config.data.micro_batch_size, plan.micro_batches
+    if plan.degrees.pp == 1:
+        yield from ({"data.micro_batch_size": size * n} for n in range(fewer, 1, -1) if fewer % n == 0)
+
+
+def _first_that_fits(
+    plan: Plan, several: Iterator[Overrides], memory: int, accounting: Accounting
+) -> dict[str, Any] | None:
+    for overrides in several:
         config = _changed(plan.config, overrides)
         found = Resolution(config, plan.capability)
         if config_problems(found):

@@ -49,6 +49,7 @@ from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.health import joined_ranks, refuse_unhealthy
+from lightning_llm.run.host_memory import give_back, keep_memory
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
@@ -112,6 +113,7 @@ def run(plan: Plan, start: Start | None = None) -> int:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)  # a notebook, or whoever calls this, goes on
         torch.set_num_threads(threads)
+        give_back()
     leave_process_group()
     if not start.finished:
         say_where(rank.plan.config)
@@ -156,6 +158,8 @@ def prepare_rank(plan: Plan) -> Rank:
     """
     config = plan.config
     device = choose_device(config)
+    if device.type == "cpu":
+        keep_memory()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     callbacks: Mapping[str, pl.Callback] = {}

@@ -199,6 +199,7 @@ def test_a_run_is_judged_by_the_device_it_starts_on(hardware):
 
 
 BIG = ["plan", "--json", "model=llama_8b", "precision=bf16", "data.sequence_length=8192", "data.micro_batch_size=2"]
+CHECKPOINTING = "parallel.activation_checkpoint"
 WHOLE = ["parallel.zero_stage=3", "parallel.dp_replicate=1", "parallel.dp_shard=null"]
 
 
@@ -240,4 +241,33 @@ def test_devices_that_nothing_names_have_no_memory(capsys):
     assert main([*BIG, "data.global_batch_size=128", "parallel=zero3", "world=64"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"] == {
         "name": "cpu", "devices": 64, "memory_bytes": None, "fits": None, "spare_bytes": None, "change": None,
+        "faster": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        ([f"{CHECKPOINTING}=full"], [f"{CHECKPOINTING}=none"]),
+        ([f"{CHECKPOINTING}=full", "data.micro_batch_size=4"], [f"{CHECKPOINTING}=selective"]),
+        (["data.micro_batch_size=1"], ["data.micro_batch_size=2"]),
+        (["data.micro_batch_size=1", "data.global_batch_size=24"], ["data.micro_batch_size=3"]),
+        (["data.micro_batch_size=1", "hardware=cpu"], None),
+    ],
+)
+def test_a_plan_with_room_says_what_is_faster_and_fits_too(words, overrides, capsys):
+    """What is said is tried: less recomputation, else micro-batches as large as fit, of as many as a rank has."""
+    words = [*BIG, "data.global_batch_size=128", "parallel=zero3", "world=8", "hardware=b200", *words]
+    assert main(words) == 0
+    hardware = json.loads(capsys.readouterr().out)["hardware"]
+    if overrides is None:
+        assert hardware["faster"] is None
+        return
+    assert hardware["faster"]["overrides"] == overrides
+    assert main([*words, *overrides]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert changed["hardware"]["fits"]
+    assert changed["memory_bytes"]["total"] == hardware["faster"]["memory_bytes"]
+    assert main([words[0], *words[2:]]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hardware ")]
+    assert f" GiB to spare; {overrides[0]} fits, too, at " in row

@@ -1,0 +1,116 @@
+"""The results in README.md, of the newest file of each benchmark: what was measured, and why a target is missed."""
+
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from textwrap import wrap
+
+from benchmarks import results
+from benchmarks.missed import REASONS
+from benchmarks.results import Result
+from benchmarks.rotation import Row
+
+README = Path(__file__).parent / "README.md"
+BEGIN, END = "<!-- generated: results -->", "<!-- /generated -->"
+RATE = re.compile(r"(?P<who>.+?)(?P<own> in its process)?, (?P<how>(bf16|fp32)(, (eager|compiled))?), tokens/s")
+TARGET = re.compile(r"(?P<sign><=|>=|<|>|below) ?(?P<limit>[\d.]+)")
+COMPARED = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "below": operator.lt, ">": operator.gt}
+DIGITS, WIDTH = 4, 140
+NO_REASON = "no reason is given"
+
+
+def is_missed(row: Row) -> bool:
+    """Return whether the row has a number as its target, and not reached it."""
+    _, value, target = row
+    wanted = TARGET.fullmatch(target)
+    if value is None or wanted is None:
+        return False
+    limit = float(wanted["limit"])
+    return not COMPARED[wanted["sign"]](value, limit)
+
+
+def write(names: Iterable[str], readme: Path = README, folder: Path = results.FOLDER) -> None:
+    """Put the newest results of the benchmarks of these names between the marks in `readme`."""
+    text = readme.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n\n{rendered(names, folder)}\n{END}{after}")
+
+
+def rendered(names: Iterable[str], folder: Path = results.FOLDER) -> str:
+    """Return the results as Markdown; a benchmark that has not run is left out."""
+    found = [result for name in names if (result := results.newest(name, folder)) is not None]
+    return "\n".join(line for result in found for line in _section(result))
+
+
+def _section(result: Result) -> Iterator[str]:
+    yield f"### `{result.name}`"
+    yield ""
+    facts = [result.day, f"`{result.command}`", result.machine]
+    if result.clock is not None:
+        facts.append("CPU time" if result.clock == "cpu" else "time by the clock")
+    if result.versions:
+        facts.append(", ".join(f"{name} {version}" for name, version in result.versions.items()))
+    facts.append(f"[all rows](results/{result.file})")
+    if result.beside is not None:
+        facts.append(f"{result.beside:g} processes wanted a core as it began")
+    yield from wrap("; ".join(facts) + ".", WIDTH, break_long_words=False, break_on_hyphens=False)
+    yield ""
+    yield from _rates(result)
+    shown = _shown(result)
+    if shown:
+        yield "| | measured | target |"
+        yield "|---|---|---|"
+        yield from (_line(row) for row in shown)
+        yield ""
+    reasons = dict.fromkeys(_reason(result.name, row) for row in shown if is_missed(row))
+    for reason in reasons:
+        yield from wrap(f"- {reason}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    if reasons:
+        yield ""
+
+
+def _shown(result: Result) -> list[Row]:
+    """Return the rows with a number as their target, with the titles that they stand under; if none have, medians."""
+    shown: list[Row] = []
+    title = None
+    for row in result.rows:
+        if RATE.fullmatch(row[0]):
+            continue
+        if not row[0].startswith(" "):
+            title = row
+        if TARGET.fullmatch(row[2]) or (title in shown and row[0].startswith(" ")):
+            if title not in shown and title is not None and row is not title:
+                shown.append(title)
+            shown.append(row)
+    return shown or [row for row in result.rows if "median" in row[0]]
+
+
+def _line(row: Row) -> str:
+    what, value, target = row
+    number = "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{DIGITS}g}"
+    number = f"**{number}**" if is_missed(row) else number
+    return f"| {what.strip()} | {number} | {target} |"
+
+
+def _rates(result: Result) -> Iterator[str]:
+    """Yield the tokens per second of all contenders side by side."""
+    found: dict[str, dict[str, float]] = {}
+    for what, value, _ in result.rows:
+        if value is not None and (match := RATE.fullmatch(what)):
+            own = match["own"] or match["who"] in ("train", "transformers' Trainer")
+            found.setdefault(match["how"] + (", a process each" if own else ""), {})[match["who"]] = value
+    for how, rates in found.items():
+        yield f"| tokens/s, {how} | {' | '.join(rates)} |"
+        yield "|---" * (len(rates) + 1) + "|"
+        yield f"| | {' | '.join(f'{value:,.0f}' for value in rates.values())} |"
+        yield ""
+
+
+def _reason(name: str, row: Row) -> str:
+    for benchmark, rows, reason in REASONS:
+        if fnmatchcase(name, benchmark) and fnmatchcase(row[0].strip(), rows):
+            return reason
+    return f"`{row[0].strip()}`: {NO_REASON}."

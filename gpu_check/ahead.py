@@ -1,0 +1,235 @@
+"""`python -m gpu_check.ahead [RECIPE ...]`: casts as Inductor writes them for CUDA, compiled without a GPU.
+
+Each cast of a recipe becomes Triton in a build of torch for CPUs, on tensors without data, and machine code for sm_90
+and sm_100 by Triton's own compiler: which kernels there are, their registers, and what spills to memory. It wants the
+package triton (`pip install --no-deps triton`), which brings NVIDIA's assembler. Nothing runs, so no bits are compared.
+"""
+
+import argparse
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.schema.precision import CastConfig
+from lightning_llm.precision import quantize
+from lightning_llm.precision.inductor import OPTIONS
+
+RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
+CAPABILITIES = (90, 100)
+SIZE = 4096
+"""Rows and columns of what is cast."""
+TARGET = re.compile(r"^\.target (?P<name>\w+)", re.MULTILINE)
+USED = re.compile(r"Used (?P<registers>\d+) registers")
+SPILLED = re.compile(r"(?P<bytes>\d+) bytes spill stores")
+
+
+class Kernel(NamedTuple):
+    """One kernel for one capability, in the choice of blocks that spills least, then has the fewest registers."""
+
+    name: str
+    capability: int
+    choices: int
+    """Of block sizes and warps that a run would try."""
+    registers: int
+    spilled_bytes: int
+    fuses: bool
+    """Whether the compiler may contract a product and a sum, which rounds once where the cast rounds twice."""
+
+
+def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Return the whole cast as one function, and its arguments; to be called where tensors are fake."""
+    x = torch.empty(SIZE, SIZE, dtype=torch.bfloat16, device="cuda")
+    key = torch.empty((), dtype=torch.int64, device="cuda")
+    delayed = torch.empty((), device="cuda")
+
+    def whole(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
+        with _Indexing():
+            return operand(x, key, delayed)
+
+    def operand(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
+        amax = quantize.tensor_amax(x) if quantize.needs_tensor_amax(cast) else None
+        scaled = quantize.scale(x, cast, axis, amax, delayed if cast.scale == "delayed" else None)
+        given = key if cast.stochastic else None
+        return quantize.round_blocks(x, cast, axis, scaled.multiplier, scaled.block, given)[0]
+
+    return whole, [x, key, delayed]
+
+
+class _Indexing(TorchFunctionMode):
+    """Indexing by `:` and None by other operators: Python's own asks a build for CPUs for the tensor's device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do as `function` does."""
+        if function is not torch.Tensor.__getitem__:
+            return function(*args, **(kwargs or {}))
+        x, indices = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(index is not None and index != slice(None) for index in indices):
+            return function(*args)
+        for axis, index in enumerate(indices):
+            x = x.unsqueeze(axis) if index is None else x
+        return x
+
+
+def triton_of(cast: CastConfig, axis: int, capability: int) -> list[str]:
+    """Return the source of each kernel that Inductor makes of a cast for a GPU of that capability."""
+    from torch._inductor import config
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with planned_gpu(capability):
+        with mode:
+            function, given = cast_stages(cast, axis)
+            graph = make_fx(function, decomposition_table=select_decomp_table())(*given)
+        with config.patch(OPTIONS), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+            lowered = GraphLowering(graph, shape_env=mode.shape_env, example_inputs=given, is_inference=True)
+            with V.set_graph_handler(lowered):
+                lowered.run(*given)
+                code, _ = lowered.codegen()
+    text = str(getattr(code, "value", code))
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    written = [call.args[1] for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "triton"]
+    return [str(each.value) for each in written if isinstance(each, ast.Constant)]
+
+
+def compiled(source: str, capability: int, folder: Path) -> Kernel:
+    """Return the kernel of that source, compiled for every choice of blocks that Inductor would try on the device."""
+    from torch._inductor import config
+
+    # What Inductor's own launcher takes is no kernel of Triton's, and has no assembly.
+    with planned_gpu(capability), config.patch(use_static_cuda_launcher=False):
+        module = _module(source, folder)
+        tuner = next(each for each in vars(module).values() if hasattr(each, "configs") and hasattr(each, "fn"))
+        made = [tuner._precompile_config(each).kernel for each in tuner.configs]
+    found = [_resources(each.asm["ptx"], capability, folder) for each in made]
+    registers, spilled = min(found, key=lambda each: (each[1], each[0]))
+    fuses = any(each.metadata.enable_fp_fusion or re.search(r"\bfma\.", each.asm["ptx"]) for each in made)
+    return Kernel(tuner.fn.__name__, capability, len(made), registers, spilled, fuses)
+
+
+@contextmanager
+def planned_gpu(capability: int) -> Iterator[None]:
+    """Run the block with torch and Triton as on a machine with a GPU of that capability, of which nothing is used."""
+    import triton
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime import triton_helpers
+    from torch.utils import _triton
+    from triton.backends.compiler import GPUTarget
+
+    properties = SimpleNamespace(
+        name="planned", major=capability // 10, minor=capability % 10, multi_processor_count=132, warp_size=32,
+        total_memory=80 << 30, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
+        L2_cache_size=50 << 20, gcnArchName=None,
+    )  # fmt: skip
+    planned = type("Planned", (device_interface.CudaInterface,), {
+        "Worker": type("Worker", (device_interface.CudaInterface.Worker,), {
+            "get_device_properties": staticmethod(lambda device=None: properties),
+            "current_device": staticmethod(lambda: 0),
+        }),
+        "get_device_properties": staticmethod(lambda device=None: properties),
+        "get_compute_capability": staticmethod(lambda device=None: capability),
+        "current_device": staticmethod(lambda: 0),
+        "device_count": staticmethod(lambda: 1),
+        "is_available": staticmethod(lambda: True),
+        "is_triton_capable": staticmethod(lambda device=None: True),
+        "raise_if_triton_unavailable": staticmethod(lambda device=None: None),
+        "synchronize": staticmethod(lambda device=None: None),
+    })  # fmt: skip
+    target = GPUTarget("cuda", capability, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device=0: 0,
+        set_current_device=lambda device: None, get_active_torch_device=lambda: torch.device("cuda", 0),
+        utils=SimpleNamespace(),
+    )  # fmt: skip
+    before = device_interface.get_interface_for_device("cuda")
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "get_device_properties", lambda device=None: properties),
+            (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
+            (torch.cuda, "current_device", lambda: 0),
+            (_triton, "has_triton", lambda *_: True),
+            (triton_helpers, "set_driver_to_gpu", lambda: None),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        device_interface.register_interface_for_device("cuda", planned)
+        triton.runtime.driver.set_active(driver)
+        try:
+            yield
+        finally:
+            device_interface.register_interface_for_device("cuda", before)
+            triton.runtime.driver._active = None
+
+
+def _module(source: str, folder: Path) -> ModuleType:
+    with tempfile.NamedTemporaryFile("w", suffix=".py", dir=folder, delete=False) as file:  # which Triton reads again
+        file.write(source)
+    spec = importlib.util.spec_from_file_location(Path(file.name).stem, file.name)
+    if spec is None or spec.loader is None:
+        raise ImportError(file.name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _resources(ptx: str, capability: int, folder: Path) -> tuple[int, int]:
+    """Return registers per thread and bytes that spill, as NVIDIA's assembler counts them."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    assembler, target = get_ptxas(capability), TARGET.search(ptx)
+    if target is None:
+        raise ValueError("Triton's code names no target")
+    path, made = getattr(assembler, "path", assembler), folder / "kernel.cubin"
+    command = [path, "-v", "--fmad=false", f"--gpu-name={target['name']}", str(file), "-o", str(made)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = USED.search(said), SPILLED.search(said)
+    if registers is None or spilled is None:
+        raise ValueError(f"the assembler says nothing of registers: {said}")
+    return int(registers["registers"]), int(spilled["bytes"])
+
+
+def main() -> int:
+    """Print a line per kernel; return 1 where one spills or may contract a product and a sum, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m gpu_check.ahead", description=__doc__)
+    parser.add_argument("recipes", nargs="*", default=RECIPES, metavar="RECIPE")
+    bad = 0
+    seen: set[tuple[CastConfig, int]] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in parser.parse_args().recipes:
+            for slot, cast in compose_config([f"precision={recipe}"]).precision.casts_under(None).items():
+                axis = 1 if slot in ("fprop.x", "fprop.w", "dgrad.dy") else 0
+                if not cast.quantises or (cast, axis) in seen:
+                    continue
+                seen.add((cast, axis))
+                for capability in CAPABILITIES:
+                    for source in triton_of(cast, axis, capability):
+                        made = compiled(source, capability, Path(folder))
+                        print(f"{recipe} {slot} sm_{capability}: {made.name}, {made.registers} registers, "
+                              f"{made.spilled_bytes} bytes spilled, best of {made.choices}", flush=True)  # fmt: skip
+                        bad += made.spilled_bytes > 0 or made.fuses
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""Casts as Inductor writes them for CUDA, compiled for sm_90 and sm_100 without a GPU, where Triton is there."""
+
+import pytest
+
+from gpu_check import ahead
+from lightning_llm.config.schema.precision import CastConfig
+
+MXFP8 = CastConfig(format="e4m3", block="1x32", scale="e8m0_ceil")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", ahead.CAPABILITIES)
+def test_a_block_scaled_cast_is_one_kernel_that_spills_nothing_and_contracts_nothing(capability, tmp_path):
+    pytest.importorskip("triton")
+    (source,) = ahead.triton_of(MXFP8, 1, capability)
+    assert "tl.bfloat16" in source  # the rounding that a compiler may not leave out
+    made = ahead.compiled(source, capability, tmp_path)
+    assert (made.spilled_bytes, made.fuses) == (0, False)
+    assert 0 < made.registers < 64
