@@ -277,9 +277,12 @@ def kind_of(config: Config) -> str:
 
 
 def read_declared(folder: Path) -> dict[str, Any]:
-    """Return what was declared for the sweep in `folder`, {} where nothing was. Raises ConfigError: it is no sweep."""
-    known = _read(folder)
-    return {key: known[key] for key in (DESIGN, SEARCH) if known.get(key)}
+    """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
+    try:
+        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
+        return {}
+    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and known.get(key)}
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:

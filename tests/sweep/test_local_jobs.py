@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import define
 from lightning_llm.sweep import run as sweep_run
@@ -59,21 +61,23 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
         return job["run_id"] or made[-1], ""
 
     monkeypatch.setattr(sweep_run, "checked_jobs", lambda arguments: (composed, None, None))  # Hydra is of one thread
+    monkeypatch.setattr(sweep_run, "read_sweep_keys", lambda *_: SweepConfig())
+    typed = SimpleNamespace(overrides=[], config_dir=None)
     monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
     monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
     monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
     monkeypatch.setattr(sweep_run, "write_parent", slow_parent)
     with ThreadPoolExecutor(2) as pool:
-        assert [start.result() for start in [pool.submit(sweep_run.sweep, None) for _ in range(2)]] == [0, 0]
+        assert [start.result() for start in [pool.submit(sweep_run.sweep, typed) for _ in range(2)]] == [0, 0]
     assert made == ["parent0"]
     whole = define(composed, None)
     assert whole.parent_run_id == "parent0"
     whole.jobs[0].folder.mkdir()
     (whole.jobs[0].folder / "summary.json").write_text('{"status": "failed", "detail": "OSError: full"}')
     monkeypatch.setattr(sweep_run, "settled_state", lambda folder: "running")  # as if another start ran them
-    assert sweep_run.sweep(None) == 0  # nothing to do here
+    assert sweep_run.sweep(typed) == 0  # nothing to do here
     monkeypatch.setattr(sweep_run, "settled_state", state_of)
-    assert sweep_run.sweep(None) == 1
+    assert sweep_run.sweep(typed) == 1
     assert "failed in another start" in capsys.readouterr().err
 
 

@@ -292,7 +292,9 @@ def _write(study: "Study", search: Search) -> None:
 
 
 def _print_best(study: "Study", whole: Sweep) -> None:
-    whole_trials = sorted((each for each in study.trials if each.state.name == "COMPLETE"), key=lambda each: each.value)
+    whole_trials = sorted(
+        (each for each in study.trials if each.state.name == "COMPLETE"), key=lambda each: each.value or 0.0
+    )
     for each in whole_trials[:3]:
         print(f"best   trial {each.number}: gap {each.value:+.4f} to the baseline, {' '.join(words_of(each.params))}")
     print(f"       the verdict: {command('compare', str(whole.folder))}")
