@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from lightning_llm.config.from_weights import KEY as INIT_KEY
-from lightning_llm.config.from_weights import shape_of, weights_path
 from lightning_llm.config.schema import Config, ModelConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
@@ -27,6 +25,9 @@ def _model_at(path: str) -> ModelConfig:
     Raises:
         ConfigError: with what is wrong with the folder.
     """
+    from lightning_llm.config.from_weights import KEY as INIT_KEY
+    from lightning_llm.config.from_weights import shape_of, weights_path  # Hydra with it, which plans do without
+
     try:
         return ModelConfig.model_validate({"name": "teacher", **shape_of(weights_path(path)), "init_from": None})
     except ValidationError as error:

@@ -25,8 +25,8 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run, read_run
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Typed, define, kind_of, tracked, write
+from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
-from lightning_llm.sweep.local import signals_passed_on
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]

@@ -27,8 +27,8 @@ from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of
+from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome
-from lightning_llm.sweep.local import Relay, signals_passed_on
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher

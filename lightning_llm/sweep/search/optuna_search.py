@@ -17,8 +17,8 @@ from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of, tracked, write
+from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
-from lightning_llm.sweep.local import Relay, signals_passed_on
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats

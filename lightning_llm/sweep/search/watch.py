@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_llm.record.sweep_definition import Job
-from lightning_llm.sweep.local import Relay
+from lightning_llm.run.relay import Relay
 
 SECONDS = 0.5
 """Between two looks."""
