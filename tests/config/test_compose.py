@@ -41,6 +41,7 @@ def test_every_file_of_every_group_composes(chosen):
     given = [f"data.sources.{source}.path=/x"] if source else []
     given += [f"data.sources.{name}.path=/x" for name in ("new", "old") if chosen["data"] == "replay"]
     given += ["data.tokenizer.path=/x"] if source in ("megatron", "olmo") else []
+    given += ["data.mixture.scores=/x"] if chosen["data"] == "samplemix" else []
     config = compose_config([*(f"{group}={name}" for group, name in chosen.items()), *given])
     named = {group: node.name for group in chosen if hasattr(node := getattr(config, group), "name")}
     assert named == {group: name for group, name in chosen.items() if group != "callbacks"}
@@ -49,15 +50,20 @@ def test_every_file_of_every_group_composes(chosen):
 def needed(recipe: str, folder: Path) -> list[str]:
     """What whoever calls a recipe has to say: where documents are, and weights, in whose place is a model here."""
     sources = {"cpt/replay": ["new", "old"], "cpt/annealing": ["new", "old", "best"]}.get(recipe, [])
-    model = ["model=llama_tiny"] if sources or recipe == "sweep/replay" else []
+    model = ["model=llama_tiny"] if sources or recipe in ("sweep/replay", "ablate/merge") else []
     (file := folder / "documents.jsonl").write_text('{"text": "one"}\n')
     if recipe == "sweep/branches":
         write_config(compose_config([]), folder / "config.yaml")  # a trunk
         model = [f"branch_from={folder}"]
+    if recipe.endswith("distil"):
+        write_config(compose_config(["recipe=data_constrained"]), folder / "config.yaml")  # a teacher
+        return [f"distil.teachers=[{folder}]"]
+    if recipe in ("sweep/samplemix", "sweep/curriculum"):
+        return [f"data.mixture.scores={file}"]
     return [*model, *(f"data.sources.{name}.path={file}" for name in sources)]
 
 
-SWEEPS = [name for name, _ in recipe_files() if name.startswith("sweep/")]
+SWEEPS = [name for name, _ in recipe_files() if name.startswith(("sweep/", "ablate/"))]
 IN_THE_README = ("sweep/precision_shootout", "sweep/optimizers", "sweep/gla", "sweep/replay")
 """Whose jobs tests/packaging/test_readme.py composes, as it does all commands of the documents."""
 
@@ -72,10 +78,10 @@ def test_every_sweep_composes_job_by_job_and_needs_m(recipe, tmp_path):
     assert len(jobs) > 1
     for _, config in jobs:
         check_config(config)
-        assert config.seed == 7
+        assert config.seed == 7 or recipe == "sweep/decide"  # whose looks take further seeds
 
 
-@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if not name.startswith("sweep/")])
+@pytest.mark.parametrize("recipe", [name for name, _ in recipe_files() if name not in SWEEPS])
 def test_every_recipe_composes_and_passes_the_check(recipe, tmp_path):
     words = needed(recipe, tmp_path)
     config = compose_config([f"recipe={recipe}", *words, *(["model.max_sequence_length=2048"] if words else [])])

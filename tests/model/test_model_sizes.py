@@ -39,6 +39,12 @@ ROUNDED = {
     "gpt3_6b7": (6_700, 0.01),
     "gpt3_175b": (175_000, 0.01),
     "llama_20m": (20, 0.1),  # our own; the name's word
+    "llama_micro": (0.42, 0.01),
+    "ladder_240k": (0.24, 0.01),
+    "ladder_690k": (0.69, 0.01),
+    "ladder_1m": (1.1, 0.02),
+    "ladder_8m": (8.3, 0.01),
+    "ladder_20m": (20.4, 0.01),
 }
 
 

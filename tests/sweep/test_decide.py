@@ -47,10 +47,11 @@ def verdicts(capsys: pytest.CaptureFixture[str], *more: str, expect: int = 0) ->
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_llm.compare import report
+    from lightning_llm.compare.report import pictures, write
 
-    for name in ("draw_curves", "draw_intervals", "draw_speed"):
-        monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
+    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
 
 
 @pytest.mark.usefixtures("undrawn")

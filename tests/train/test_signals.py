@@ -97,7 +97,7 @@ def test_ctrl_c_while_the_config_is_read(small_run, tmp_path, monkeypatch, capsy
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_verb, "checked_plan", interrupted)
+    monkeypatch.setattr(train_verb, "read_arguments", interrupted)
     assert main(["train", *small_run(tmp_path)]) == 130
     told = capsys.readouterr()
     assert told.err == f"stopped by SIGINT; {AS_IT_IS}\n"

@@ -50,10 +50,11 @@ def trials_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_llm.compare import report
+    from lightning_llm.compare.report import pictures, write
 
-    for name in ("draw_curves", "draw_intervals", "draw_speed"):
-        monkeypatch.setattr(report, name, lambda *_: "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
+    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
     monkeypatch.setattr(watch, "SECONDS", 0.05)
 
 
