@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.benchmark import CLOCKS, Benchmark, score_runs
-from lightning_llm.compare.comparison import read_all
+from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
-from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.target import Targets
 from lightning_llm.errors import ConfigError, Problem
 
@@ -33,13 +32,12 @@ def benchmark_named(
         ConfigError: nothing can be scored; or some cannot, after the rest was shown and written.
     """
     found = find_runs(words)
-    runs, problems = read_all(found.folders)
-    lost, without_kin = lost_jobs(found.sweeps, runs)
+    runs, problems, _ = read_found(found)
     try:
-        benchmark = score_runs([*runs, *lost], metric, targets, baseline, trial_keys)
+        benchmark = score_runs(runs, metric, targets, baseline, trial_keys)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
-    benchmark.problems = [*found.problems, *problems, *without_kin, *benchmark.problems]
+    benchmark.problems = [*found.problems, *problems, *benchmark.problems]
     show(benchmark)
     folder = output or found.home / "compare"
     try:

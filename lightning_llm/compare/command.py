@@ -14,12 +14,11 @@ from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import all_differences
-from lightning_llm.compare.ended_jobs import without_ended
+from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
-from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.target import Targets, read_targets
@@ -102,10 +101,10 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    folders, ended = without_ended(found)
-    runs, problems = read_all(folders)
-    lost, without_kin = lost_jobs(found.sweeps, runs, set(found.folders) - set(folders))
-    runs, problems = [*runs, *lost], [*problems, *without_kin]
+    if asked.all_pairs and (best_of is not None or declared.design is not None):
+        why = "--best-of, whose whole grid it does not look at" if best_of else "declared looks, whose error it lacks"
+        raise ConfigError(Problem("--all-pairs", f"is not for {why}. Leave it out, or compare without these."))
+    runs, problems, ended = read_found(found)
     try:
         if best_of is not None:
             best_of = replace(best_of, sweeps=tuple(found.sweeps))

@@ -196,6 +196,7 @@ def compare_runs(
             comparison.floors.append((family, floor))
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
+    comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
     if terms.targets != NO_TARGETS:
         comparison.problems += terms.targets.check([family.words for family in comparison.families])
     if terms.all_pairs:

@@ -12,6 +12,8 @@ from lightning_llm.compare.token_curve import margin_of
 from lightning_llm.errors import ConfigError
 from lightning_llm.record.sweep_definition import FILE, read_declared
 
+USUAL = "the usual one"
+
 
 @dataclass(frozen=True)
 class AskedTerms:
@@ -99,7 +101,9 @@ def _other_terms(design: Design, asked: AskedTerms, baseline: str | None, best_o
     named = {
         "margin": (were.margin_words, now.margin_words), "confidence": (were.confidence, now.confidence),
         "metric": (were.metric, now.metric), "tail": (were.tail_share, now.tail_share),
-        "baseline": (design.baseline or "the usual one", baseline or design.baseline or "the usual one"),
+        "baseline": (design.baseline or USUAL, baseline or design.baseline or USUAL),
     }  # fmt: skip
+    if baseline == "precision=bf16" and design.baseline is None:
+        named.pop("baseline")  # which is the usual one
     others = [f"{name} {new} in place of {old}" for name, (old, new) in named.items() if new != old]
     return [*others, *([f"--best-of {best_of.key}"] if best_of else [])]

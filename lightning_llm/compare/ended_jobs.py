@@ -1,20 +1,32 @@
-"""Jobs of a search that it ended on the way: results of the search, and no runs to compare."""
+"""The runs that were found, as they are compared: without jobs that a search ended, with those that are lost."""
 
 from pathlib import Path
+from typing import NamedTuple
 
+from lightning_llm.compare.comparison import read_all
 from lightning_llm.compare.find import Found
+from lightning_llm.compare.lost_jobs import lost_jobs
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import FILE, ended_by_search
 
 
-def without_ended(found: Found) -> tuple[list[Path], list[str]]:
-    """Return the folders that were found less those of jobs that a search ended, and a note on these.
+class Kept(NamedTuple):
+    """The `folders` of runs to compare, those of jobs that a search `ended` or never began, and `notes` on these."""
+
+    folders: list[Path]
+    ended: set[Path]
+    notes: list[str]
+
+
+def without_ended(found: Found) -> Kept:
+    """Return the folders that were found less those of jobs that a search ended.
 
     Raises:
         ConfigError: a search's record cannot be read.
     """
     ended: dict[Path, str] = {}
-    for sweep in dict.fromkeys(folder.parent for folder in found.folders):
+    for sweep in dict.fromkeys([*found.sweeps, *(folder.parent for folder in found.folders)]):
         try:
             ended |= ended_by_search(sweep)
         except ValueError as error:
@@ -23,8 +35,20 @@ def without_ended(found: Found) -> tuple[list[Path], list[str]]:
             ) from error
     left_out = [folder for folder in found.folders if folder in ended]
     if not left_out:
-        return found.folders, []
+        return Kept(found.folders, set(ended), [])
     why = "; ".join(dict.fromkeys(ended[folder] for folder in left_out))
     numbers = ", ".join(folder.name for folder in left_out)
     note = f"Ended by the search before their last step, and left out here: job {numbers} ({why})."
-    return [folder for folder in found.folders if folder not in ended], [note]
+    return Kept([folder for folder in found.folders if folder not in ended], set(ended), [note])
+
+
+def read_found(found: Found) -> tuple[list[Run], list[Problem], list[str]]:
+    """Return the runs that were found, and those of lost jobs, what is wrong with others, and notes.
+
+    Raises:
+        ConfigError: a search's record cannot be read.
+    """
+    kept = without_ended(found)
+    runs, problems = read_all(kept.folders)
+    lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended)
+    return [*runs, *lost], [*problems, *without_kin], kept.notes

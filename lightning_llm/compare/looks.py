@@ -17,16 +17,20 @@ FILE = "looks.json"
 
 @dataclass(frozen=True)
 class Look:
-    """One look: `at` (ISO 8601), what was asked for, pairs and verdicts by recipe; `seen` is a hash of the losses."""
+    """One look: `at` (ISO 8601), what was asked for, pairs and verdicts by recipe; `seen` is a hash of the losses.
+
+    `margin` in nats, None where it was given as the share `token_margin` of tokens.
+    """
 
     at: str
     seen: str
-    margin: float
+    margin: float | None
     confidence: float
     metric: str
     tail: float
     pairs: dict[str, int]
     verdicts: dict[str, str]
+    token_margin: float | None = None
 
 
 def look_at(verdicts: Sequence[Verdict], terms: Terms) -> Look:
@@ -41,18 +45,20 @@ def look_at(verdicts: Sequence[Verdict], terms: Terms) -> Look:
     return Look(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         seen=digest,
-        margin=terms.margin if terms.token_margin is None else terms.token_margin,
+        margin=terms.margin if terms.token_margin is None else None,
         confidence=terms.confidence,
         metric=terms.metric,
         tail=terms.tail_share,
         pairs={names[id(each)]: len(each.judged.measured.seeds) for each in verdicts},
         verdicts={names[id(each)]: each.decision for each in verdicts},
+        token_margin=terms.token_margin,
     )
 
 
 def _asked(terms: Terms) -> dict[str, Any]:
-    """Return the terms as they are hashed: as before there were margins in tokens, where there is none."""
-    return {key: value for key, value in asdict(terms).items() if key != "token_margin" or value is not None}
+    """Return the terms that verdicts follow from, as they are hashed; what is shown beside these is no look."""
+    words = {key: getattr(terms, key) for key in ("margin", "confidence", "metric", "tail_share")}
+    return words if terms.token_margin is None else words | {"token_margin": terms.token_margin}
 
 
 def record_look(look: Look, folder: Path) -> list[Look]:

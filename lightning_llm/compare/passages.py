@@ -76,9 +76,15 @@ PASSAGES = (
         "ln(vocabulary)) has not learned, and gives no verdict.",
     ),
     Passage(
-        "Verdicts", "each recipe is taken at its best value of a key", lambda study: study.selection is not None,
+        "Verdicts", "each recipe is taken at its best value of a key, by seeds that do not judge",
+        lambda study: study.selection is not None and not study.selection.by_all,
         "Each recipe was taken at its own best value of a key, chosen by the losses of seeds that were not judged: the "
         "best of several is low by luck, too.",
+    ),
+    Passage(
+        "Verdicts", "each recipe is taken at its best value of a key", lambda study: study.selection is not None,
+        "A recipe is lossy only if it is at every value of its own, and lossless only if it is against the baseline at "
+        "every value: whichever is the best, the verdict holds there.",
     ),
     Passage(
         "Verdicts", "looks were declared before the first run", lambda study: study.design is not None,

@@ -151,7 +151,8 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
             continue
         judged = [run for run in finished if run.config[asked.key] == best and run.seed not in kept_back]
         lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
-        flat = plateau(_losses_over_all(finished, asked.key, terms), terms.margin)
+        over_all = _losses_over_all(finished, asked.key, terms)
+        flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
         selection.choices.append(choice := Choice(words, best, losses, lost, flat))
         if choice.at_the_edge:
             selection.problems.append(edge_problem(choice, asked, [*finished, *rest]))

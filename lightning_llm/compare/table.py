@@ -26,7 +26,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts:
         _print(console, Text(line_of(verdict), style=STYLES[verdict.colour]))
     if comparison.all_pairs:
-        console.print(Text("every recipe against every other; intervals hold together", style="bold"))
+        console.print(
+            Text(
+                "every recipe against every other, by loss alone; intervals hold together",
+                style="bold",
+            )
+        )
         console.print(pairs_table(comparison))
     if advice := comparison.advice:
         more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
@@ -104,7 +109,7 @@ def cells(verdict: Verdict) -> list[str]:
         f"{len(stability.failed)}/{stability.seeds}",
         "-" if verdict.floor.sd is None else nats(verdict.floor.sd),
         _loss(verdict.loss),
-        verdict.time_to_target.words if verdict.time_to_target else "-" if times is None else f"{times:.2f}x",
+        "-" if times is None else f"{times:.2f}x",
         "-" if speed is None else f"{speed:.2f}x{' emulated' if verdict.emulated else ''}",
         _memory(cost.peak_memory_bytes),
         str(cost.spikes),

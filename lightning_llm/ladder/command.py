@@ -10,9 +10,10 @@ from hashlib import sha256
 from pathlib import Path
 
 from lightning_llm.compare.command import best_of_words, terms_of
-from lightning_llm.compare.comparison import Comparison, compare_runs, read_all
+from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms
+from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.selection import BestOf
@@ -77,13 +78,14 @@ def ladder_named(
         ConfigError: not all could be done; the rest is done and shown.
     """
     found = find_runs(words)
-    runs, problems = read_all(found.folders)
+    runs, problems, notes = read_found(found)
     try:
         comparison = compare_runs(runs, terms, baseline, best_of)
     except ConfigError as error:
         raise ConfigError([*found.problems, *problems, *error.problems]) from error
     measured = ladder_of(comparison)
     report = Report(measured, terms.confidence, problems=[*found.problems, *problems, *comparison.problems])
+    report.notes += notes
     file = asked.ledger or found.home / "compare" / FILE
     if asked.grade:
         _grade(report, file)

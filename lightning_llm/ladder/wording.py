@@ -77,7 +77,7 @@ def prediction_line(prediction: Prediction) -> str:
 def tally(predictions: Sequence[Prediction]) -> str:
     """Return how many of all predictions held."""
     graded = [each for each in predictions if each.outcome]
-    early = [each for each in graded if each.outcome and each.outcome["made_before_the_runs"] is not False]
+    early = [each for each in graded if each.outcome and each.outcome["made_before_the_runs"] is True]
     held = sum(1 for each in early if each.outcome and each.outcome["inside"])
     levels = sorted({100 * each.terms["confidence"] for each in early})
     at = f" at {' or '.join(f'{level:g} %' for level in levels)}" if levels else ""

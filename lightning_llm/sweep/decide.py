@@ -27,6 +27,7 @@ from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Typed, define, kind_of, tracked, write
 from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
+from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
@@ -95,6 +96,7 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, D
         ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder was begun with other looks.
     """
     jobs, name, typed = composed
+    check_metric(keys.metric, [config for _, config in jobs])
     looks = keys.looks_within_budget
     terms = Terms(keys.margin, keys.confidence, keys.metric, keys.tail)
     seeds = tuple(dict.fromkeys(config.seed for _, config in jobs))[: looks[-1]]

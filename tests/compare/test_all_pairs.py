@@ -70,5 +70,7 @@ def test_compare_prints_and_writes_all_pairs(sweep, capsys, tmp_path):
     for name, row in found["by_name"].items():
         assert rows[name, "bf16"]["gap"] == pytest.approx(row["gap"])
     assert main(["compare", str(sweep), *map(str, words)]) == 0
-    assert "every recipe against every other; intervals hold together" in capsys.readouterr().out
+    assert "every recipe against every other, by loss alone; intervals hold together" in capsys.readouterr().out
     assert verdicts(capsys, sweep, "--output", tmp_path)["all_pairs"] == []
+    assert main(["compare", str(sweep), "--all-pairs", "--best-of", "optim.learning_rate"]) == 2
+    assert "--all-pairs: is not for --best-of" in capsys.readouterr().err

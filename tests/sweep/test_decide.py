@@ -185,3 +185,8 @@ def test_a_sweep_that_was_begun_without_looks_cannot_declare_them(tmp_path, monk
     assert main(["train", *words(tmp_path)]) == 2
     assert "was begun without: it has to be declared before the first run" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "default")
+
+
+def test_a_metric_that_no_job_records_is_refused_before_any_starts(tmp_path, capsys):
+    assert main(["plan", *words(tmp_path), "sweep.metric=val_los"]) == 2
+    assert "sweep.metric: is 'val_los', which these jobs' validations do not record" in capsys.readouterr().err

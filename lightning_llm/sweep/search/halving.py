@@ -29,6 +29,7 @@ from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome
+from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
@@ -92,6 +93,7 @@ def planned_halving(asked: Asked) -> Halving:
     composed, name, typed = asked.jobs_at([])
     keys, first = asked.keys, composed[0][1]
     check_launcher(first)
+    check_metric(keys.metric, [config for _, config in composed])
     kinds = {kind_of(config): config for _, config in composed}
     seeds = sorted({config.seed for _, config in composed})
     problems = []

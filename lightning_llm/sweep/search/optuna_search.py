@@ -19,6 +19,7 @@ from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of, tracked, write
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
+from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
@@ -93,6 +94,7 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     baseline, name, typed = asked.jobs_at([])
     check_launcher(baseline[0][1])
     keys = asked.keys
+    check_metric(keys.metric, [config for _, config in baseline])
     said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
     about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
              "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
