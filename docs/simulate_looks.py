@@ -104,7 +104,7 @@ def sweeps(
                 baseline_diverged_seeds=[s for s in at if base[s]],
             )
 
-        yield list(replay(labels, lambda *_: True, measured, None, design).values())
+        yield list(replay(labels, lambda *_: True, measured, lambda _: None, design).values())
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,11 @@ class Stage:
         }
 
 
-def judge_by_looks(family: Family, floor_sd: float | None, design: Design) -> dict[str, tuple[Judged, Stage]]:
+FloorAt = Callable[[Sequence[int]], float | None]
+"""The A/A floor over the runs of these seeds: outliers, and so a look, depend on it."""
+
+
+def judge_by_looks(family: Family, floor_at: FloorAt, design: Design) -> dict[str, tuple[Judged, Stage]]:
     """Return {recipe: (its verdict at its last look, where it stands)} of one family.
 
     A look is taken where every recipe that is still open has a run, whatever became of it, at all its seeds. Runs at
@@ -71,14 +75,14 @@ def judge_by_looks(family: Family, floor_sd: float | None, design: Design) -> di
         missing = [seed for seed in family.missing.get(label, ()) if seed in seeds]
         return measure(label, [pair for pair in family.recipes[label] if pair.run.seed in seeds], missing, design.terms)
 
-    return replay(list(family.recipes), is_there, measured, floor_sd, design)
+    return replay(list(family.recipes), is_there, measured, floor_at, design)
 
 
 def replay(
     labels: Sequence[str],
     is_there: Callable[[str, Sequence[int]], bool],
     measured: Callable[[str, Sequence[int]], Measured],
-    floor_sd: float | None,
+    floor_at: FloorAt,
     design: Design,
 ) -> dict[str, tuple[Judged, Stage]]:
     """Return what `judge_by_looks` does, of recipes called `labels`.
@@ -90,7 +94,9 @@ def replay(
 
     def judged_at(look: Look) -> dict[str, Judged]:
         recipes = [measured(label, design.seeds_at(done.get(label, look))) for label in labels]
-        return dict(zip(labels, judge_all(recipes, floor_sd, design.terms, look.levels), strict=True))
+        return dict(
+            zip(labels, judge_all(recipes, floor_at(design.seeds_at(look)), design.terms, look.levels), strict=True)
+        )
 
     for look, following in zip(design.looks, (*design.looks[1:], None), strict=True):
         if len(done) == len(labels):

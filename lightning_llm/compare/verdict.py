@@ -264,7 +264,12 @@ def judge(
         recipes.append(recipe)
     floor = measure_floor(family, terms.metric, terms.tail_share)
     if design is not None and recipes:
-        staged = judge_by_looks(replace(family, recipes={each.label: each.pairs for each in recipes}), floor.sd, design)
+
+        def floor_at(seeds: Sequence[int]) -> float | None:
+            groups = [group for group in family.aa_groups if group[0].seed in seeds]
+            return measure_floor(replace(family, aa_groups=groups), terms.metric, terms.tail_share).sd
+
+        staged = judge_by_looks(replace(family, recipes={each.label: each.pairs for each in recipes}), floor_at, design)
         return [_verdict(each, floor, family, factor, terms, stage) for each, stage in staged.values()], floor, problems
     return (
         [

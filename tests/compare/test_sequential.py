@@ -81,7 +81,9 @@ def design(recipes: int = 2):
 
 def test_a_recipe_that_is_decided_keeps_its_interval_whatever_comes_after():
     labels, measured = simulated(0, [0.0, 0.01])
-    until = {n: replay(labels, lambda label, seeds, n=n: len(seeds) <= n, measured, None, design()) for n in LOOKS}
+    until = {
+        n: replay(labels, lambda label, seeds, n=n: len(seeds) <= n, measured, lambda _: None, design()) for n in LOOKS
+    }
     first = until[3]["0"][0].estimate
     assert all(found["0"][0].decision == "lossless" for found in until.values())
     assert all(found["0"][0].estimate == first for found in until.values())
@@ -92,9 +94,9 @@ def test_a_recipe_that_is_decided_keeps_its_interval_whatever_comes_after():
 def test_a_look_waits_for_all_runs_that_are_open_and_for_no_others():
     labels, measured = simulated(0, [0.0, 0.01])
     there = {"0": 3, "1": 5}  # the first was decided at 3 and has no more
-    found = replay(labels, lambda label, seeds: len(seeds) <= there[label], measured, None, design())
+    found = replay(labels, lambda label, seeds: len(seeds) <= there[label], measured, lambda _: None, design())
     assert found["1"][1].look.seeds == 5
-    none = replay(labels, lambda label, seeds: label == "0", measured, None, design())
+    none = replay(labels, lambda label, seeds: label == "0", measured, lambda _: None, design())
     assert {label: judged.decision for label, (judged, _) in none.items()} == dict.fromkeys(labels, "inconclusive")
     assert none["0"][1].look is None
     assert none["0"][1].coming.seeds == 3
@@ -104,7 +106,7 @@ def test_failures_are_tested_look_by_look_within_their_error():
     def measured(label, seeds):
         return Measured(label, differences={}, diverged_seeds=list(seeds))
 
-    found = replay(["0"], lambda label, seeds: True, measured, None, design(1))
+    found = replay(["0"], lambda label, seeds: True, measured, lambda _: None, design(1))
     judged, stage = found["0"]
     assert (judged.decision, judged.stability.verdict) == ("lossy", "unstable")
     assert (
