@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema.distil import DistilConfig
 from lightning_llm.model.distillation_loss import divergence_sum
+from lightning_llm.model.mixer.attention_kernel import without_blocks
 
 RECORD = "distil_kl"
 """In a step's record: the mean of KL(teachers || student) per target token, nats, times the temperature squared."""
@@ -28,7 +29,8 @@ class Distillation:
     @torch.no_grad()
     def targets(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
         """Return what the teachers predict of `tokens` [B, T] as logits [B, T, vocab_size], fp32."""
-        logits: Tensor = self.teachers(tokens, None, document_ids)[..., : self.vocab_size].float()
+        with without_blocks():  # the student's blocks may be compiled, teachers' are not
+            logits: Tensor = self.teachers(tokens, None, document_ids)[..., : self.vocab_size].float()
         return logits
 
     def loss(self, loss: Tensor, logits: Tensor, teachers: Tensor, labels: Tensor, targets: Tensor) -> Tensor:

@@ -9,12 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from run_metrics import read_metrics
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import load_config
+from lightning_llm.config.schema.distil import DistilConfig
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.weights import load_model
 from lightning_llm.model.distillation_loss import divergence_sum
+from lightning_llm.model.mixer.attention_kernel import attention_by, mask_of
+from lightning_llm.model.mixer.seen_keys import SeenKeys
+from lightning_llm.train.distillation import Distillation
 
 
 def reference(student, teachers, labels, temperature):
@@ -165,3 +171,22 @@ def test_summary_names_the_teachers_by_digest(student, teachers):
     assert [Path(each["path"]).parent.parent for each in said] == teachers
     assert {each["step"] for each in said} == {6}
     assert len({each["digest"] for each in said}) == 2
+
+
+def test_teachers_take_no_masks_by_blocks():
+    """Which are for compiled blocks, as the student's may be."""
+    seen = []
+
+    class Teacher(nn.Module):
+        def forward(self, tokens, positions, documents):
+            seen.append(type(mask_of(keys, True)))
+            return torch.zeros(1, 4, 8)
+
+    places, documents = torch.arange(4), torch.zeros(1, 4, dtype=torch.long)
+    keys = SeenKeys.of(places, places, documents, None)
+    distillation = Distillation(DistilConfig(teachers=("/x",)), Teacher(), 8)
+    with attention_by("auto", by_blocks=True):
+        distillation.targets(documents, documents)
+        seen.append(type(mask_of(keys, True)))
+    assert seen[0] is torch.Tensor
+    assert seen[1] is BlockMask

@@ -77,6 +77,17 @@ def attention_by(name: str, by_blocks: bool = False) -> Iterator[None]:
         _chosen, _by_blocks = before
 
 
+@contextmanager
+def without_blocks() -> Iterator[None]:
+    """Run a model whose blocks are not compiled: FlexAttention would compute all pairs' scores there, at once."""
+    global _by_blocks
+    before, _by_blocks = _by_blocks, False
+    try:
+        yield
+    finally:
+        _by_blocks = before
+
+
 def mask_of(seen: SeenKeys | None, takes_kernels: bool) -> Mask:
     """Return the mask for `seen` keys as the kernel takes it that is to run; None: all keys up to each query."""
     if seen is None:
