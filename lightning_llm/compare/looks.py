@@ -73,7 +73,7 @@ def record_look(look: Look, folder: Path) -> list[Look]:
         known = (
             [Look(**each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} holds no looks: {error}") from error
     if any(each.seen == look.seen for each in known):
         return known

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import FILE
+from lightning_llm.record.sweep_definition import FILE, checked_sweep
 
 
 def lost_jobs(
@@ -23,8 +23,8 @@ def lost_jobs(
     lost, problems = [], []
     for sweep in sweeps:
         try:
-            jobs = json.loads((sweep / FILE).read_text(encoding="utf-8")).get("jobs", [])
-        except (OSError, ValueError) as error:
+            jobs = checked_sweep(json.loads((sweep / FILE).read_text(encoding="utf-8"))).get("jobs", [])
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(Problem(str(sweep / FILE), f"cannot be read, so a job may be missing unseen: {error}."))
             continue
         here = {job["number"]: by_folder.get(sweep / str(job["number"])) for job in jobs}

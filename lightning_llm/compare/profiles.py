@@ -50,7 +50,8 @@ def ratios(medians: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, fl
         for workload in workloads:
             time = own.get(workload, math.inf)
             near = math.isfinite(time) and time <= LARGEST_RATIO * best[workload]
-            found[submission][workload] = time / best[workload] if near else math.inf
+            one = time == best[workload]  # 0 / 0, too: there before the first step
+            found[submission][workload] = 1.0 if near and one else time / best[workload] if near else math.inf
     return found
 
 

@@ -67,7 +67,10 @@ def read_ledger(file: Path) -> list[Prediction]:
         ConfigError: a line is no prediction, or not the one that its hash is of.
     """
     found, problems = [], []
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(file), f"cannot be read ({error}). Restore it from a copy.")) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -75,7 +78,7 @@ def read_ledger(file: Path) -> list[Prediction]:
             data = json.loads(line)
             each = Prediction(data["date"], data["claim"], data["terms"], data["outcome"])
             hashed = data["hash"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             problems.append(Problem(f"{file}:{number}", f"is no prediction ({type(error).__name__}: {error})."))
             continue
         if hashed != each.hash:

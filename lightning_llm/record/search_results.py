@@ -27,5 +27,5 @@ def ended_by_search(folder: Path) -> dict[Path, str]:
     try:
         ended = json.loads(file.read_text(encoding="utf-8"))["ended"]
         return {(folder / number).resolve(): str(why) for number, why in ended.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error

@@ -145,7 +145,7 @@ def define(
     declared = _as_declared(known, declared, folder)
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
     keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
-    following = max(numbers.values(), default=-1) + 1
+    following = max([*numbers.values(), *_numbered_folders(folder)], default=-1) + 1  # a file from a copy knows fewer
     made = []
     for key, (words, config) in zip(keys, jobs, strict=True):
         if key not in numbers:
@@ -322,7 +322,11 @@ def _key_of(word: str) -> str:
     return word.lstrip("+").partition("=")[0]
 
 
-def _checked(about: Any) -> dict[str, Any]:
+def _numbered_folders(folder: Path) -> list[int]:
+    return [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
+
+
+def checked_sweep(about: Any) -> dict[str, Any]:
     """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
     jobs = about.get("jobs", []) if isinstance(about, dict) else None
     if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
@@ -332,6 +336,9 @@ def _checked(about: Any) -> dict[str, Any]:
         raise ValueError("it is damaged: jobs without a number of their own")
     if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
         raise ValueError("it is damaged: jobs without a key of their own")
+    words = [job.get("words") for job in jobs]
+    if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
+        raise ValueError("it is damaged: jobs without words")
     return dict(about)
 
 
@@ -339,7 +346,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
         return {}
     try:
-        return _checked(json.loads((folder / FILE).read_text(encoding="utf-8")))
+        return checked_sweep(json.loads((folder / FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
         raise ConfigError(Problem("run.name", text)) from error

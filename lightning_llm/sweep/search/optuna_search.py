@@ -156,8 +156,14 @@ def _study(search: Search) -> "Study":
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = f"sqlite:///{search.first.folder / STORAGE}"
-    study = optuna.create_study(storage=storage, study_name=STUDY, direction="minimize", load_if_exists=True)
+    file = search.first.folder / STORAGE
+    try:
+        study = optuna.create_study(
+            storage=f"sqlite:///{file}", study_name=STUDY, direction="minimize", load_if_exists=True
+        )
+    except Exception as error:  # SQLAlchemy's and Optuna's own, of a file that is damaged
+        text = f"cannot be opened ({type(error).__name__}). Move it away: the search begins anew, beside the runs made."
+        raise ConfigError(Problem(str(file), text)) from error
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
     for trial in study.trials:
