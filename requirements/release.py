@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -34,7 +35,12 @@ NAME = "lightning-llm"
 
 
 def main(folder: Path) -> int:
-    """Write the release; return 0. What was in the folder is removed."""
+    """Write the release; return 0, or 2 where the folder holds anything but an earlier one, which is removed."""
+    if others := sorted(file.name for file in folder.glob("*") if not is_of_release(file)):
+        print(
+            f"error: {folder} holds {others[0]}, which is no file of a release. Name another folder.", file=sys.stderr
+        )
+        return 2
     os.environ.setdefault("SOURCE_DATE_EPOCH", _last_commit())
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -48,6 +54,12 @@ def main(folder: Path) -> int:
     (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     print("".join(sums), end="")
     return 0
+
+
+def is_of_release(file: Path) -> bool:
+    """Return whether `file` is one that `main` writes, of any version."""
+    names = "SHA256SUMS", f"{NAME}-*.cdx.json", "lightning_llm-*.tar.gz", "lightning_llm-*.whl"
+    return file.is_file() and any(fnmatch(file.name, each) for each in names)
 
 
 def _last_commit() -> str:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import TracebackType
 
 WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
@@ -17,16 +17,23 @@ WHOLE_URIS_VARIABLE = "LIGHTNING_LLM_TRACKING_URIS"
 # Hydra writes the colons of swept values as "\:".
 # A password may hold whatever its owner did not percent-encode: behind a colon everything up to the last @ goes.
 _USER = re.compile(r"(\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://)[^/:@?#\s'\"]*(?::[^\s'\"]*)?@")
-_SECRET = re.compile(r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)[\w-]*=[^&;#\s'\"]*&?", re.IGNORECASE)
+_USER_ALONE = re.compile(r"\b(?!sqlite|file)[A-Za-z][\w+.\-]*\\?://[^/:@?#\s'\"]*(?::[^/\s'\"]*)?@")
+"""As a standard address has it: behind a "/" begins a path, which may hold an @."""
+_SECRET = re.compile(
+    r"(?<=[?&;#])[\w-]*(?:password|passwd|pwd|token|secret|key)(?:[_-]?id)?=[^&;#\s'\"]*&?", re.IGNORECASE
+)
 _LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&;#](?=$|[\s'\"])")
 
 
 _SECRET_VARIABLE = re.compile(
-    r"(\w+_)?(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|ACCESS_KEY_ID|CREDENTIALS?|WEBHOOK(_URL)?)", re.IGNORECASE
+    r"\w*(PASSWORD|APIKEY)|(\w+_)?(TOKEN|SECRET|PASSWD|PASSPHRASE|KEY|ACCESS_KEY_ID|CREDENTIALS?|WEBHOOK(_URL)?)",
+    re.IGNORECASE,
 )
 """Of the environment: what a variable is called whose value is for nobody else: HF_TOKEN, AWS_SECRET_ACCESS_KEY, ..."""
 _LEAST_SECRET = 8
 """Characters: what is shorter may stand anywhere by chance."""
+_NO_WORD = 16
+"""Characters: what is shorter may be a part of a longer word by chance."""
 
 
 def redacted(text: str) -> str:
@@ -36,11 +43,21 @@ def redacted(text: str) -> str:
     return redact_uri(text)
 
 
-def secret_in(text: str) -> str | None:
-    """Return what is secret in `text`: the variable whose value it holds, "" for a password in an address, or None."""
-    named = next((name for name, value in _secrets() if value in text), None)
-    is_address = "://" in text and redact_uri(text) != text
-    return "" if named is None and is_address else named
+def secret_in(text: str, known: Container[str] = ()) -> str | None:
+    """Return what is secret in `text`: the variable whose value it holds, "" for a password in an address, or None.
+
+    `known`: words that are no secret, whichever variable has them.
+    """
+    for name, value in _secrets():
+        if value in text and value not in known and (len(value) >= _NO_WORD or _is_whole(value, text)):
+            return name
+    is_address = "://" in text and (_USER_ALONE.search(text) or _SECRET.search(text))
+    return "" if is_address else None
+
+
+def _is_whole(value: str, text: str) -> bool:
+    """Return whether `value` stands in `text` by itself, and not only within a word."""
+    return re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", text) is not None
 
 
 def _secrets() -> Iterator[tuple[str, str]]:

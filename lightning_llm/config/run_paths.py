@@ -2,19 +2,23 @@
 
 import os
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.config.identity import flatten
+from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.redact import redact_uri, secret_in
-from lightning_llm.config.schema import Config
+from lightning_llm.config.schema import ALGORITHMS, OPTIMIZERS, SCHEDULES, Config
 from lightning_llm.errors import Problem, did_you_mean
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 """What MLflow keeps a tracking store in (mlflow.store.db.db_types), each also as `DATABASE+DRIVER`."""
 SERVERS = ("http", "https", "databricks", "databricks-uc", "uc")
+FREE_KEYS = ("callbacks.", "logger.tags.")
+"""Where a user names keys."""
 PLUGINS = "mlflow.tracking_store"
 """The entry point of packages that teach MLflow further schemes."""
 
@@ -62,8 +66,8 @@ def tracking_problems(config: Config) -> Iterator[Problem]:
 def secret_problems(config: Config) -> Iterator[Problem]:
     """Yield the keys that hold a secret, which config.yaml, summaries, MLflow and checkpoints would all have."""
     for key, value in flatten(config.model_dump(warnings=False)).items():
-        texts = value if isinstance(value, (list, tuple)) else (value,)
-        found = [name for each in texts if isinstance(each, str) and (name := secret_in(each)) is not None]
+        texts = [*_texts(value), *(key.split(".") if key.startswith(FREE_KEYS) else ())]
+        found = [name for each in texts if (name := secret_in(each, _shipped_words())) is not None]
         if found and found[0]:
             text = (
                 f"holds the value of ${found[0]}, and a config is written to the run's folder and to MLflow. Leave it "
@@ -72,6 +76,25 @@ def secret_problems(config: Config) -> Iterator[Problem]:
         elif found:
             text = "holds an address with a password or a token, and a config is written to the run's folder and to "
             yield Problem(key, f"{text}MLflow. Leave them out of it, and give them in the environment.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a config's value, keys of mappings too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from (*_texts(key), *_texts(each))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each)
+
+
+@cache
+def _shipped_words() -> frozenset[str]:
+    """Return the names that a config chooses by: what anybody may have read is no secret."""
+    files = {part for group in group_names() for name in option_files(group) for part in name.split("/")}
+    return frozenset({*files, *OPTIMIZERS, *SCHEDULES, *ALGORITHMS})
 
 
 @cache

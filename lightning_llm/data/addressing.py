@@ -214,8 +214,11 @@ class SampleOrder:
         return permute(i, n, _round_keys(self.seed, self._name_words[source], epoch))
 
     def _drawn_in_order(self, total: int | None) -> list[int] | None:
-        """Return how many samples of each source lie before the end of a run, those left out included."""
-        return None if total is None else self.mixture.drawn(index_of(total - 1, self.skipped) + 1)
+        """Return how many samples of each source a run takes that leaves none out.
+
+        A run that goes back leaves out samples to come: the order of those before must not depend on which.
+        """
+        return None if total is None else self.mixture.drawn(total)
 
     def drawn(self, total: int) -> list[int]:
         """Return how many of the samples at positions [0, total) each source gives."""

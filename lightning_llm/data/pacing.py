@@ -2,6 +2,7 @@
 
 Which windows these are is what the seed's permutation gives, so that runs with and without a curriculum learn from the
 same windows where their streams are the same. Within each stretch of the `Pace` the order is shuffled.
+Samples that a run leaves out move no other; what it takes for them, at its end, comes in the seed's order.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +22,14 @@ class Pacing:
     """Position in an epoch of a source -> window, a function of how many samples the run takes of each source."""
 
     def __init__(self, pace: Pace, windows: Sequence[int], drawn: Sequence[int] | None, permute: Permute):
-        """`drawn`: how many samples the run takes of each source; None: whole epochs."""
+        """`drawn`: how many samples the run takes of each source, if it leaves none out; None: whole epochs."""
         self.pace, self.windows, self.drawn, self.permute = pace, windows, drawn, permute
         self._sorted = lru_cache(maxsize=2 * max(1, len(windows)))(self._sorted_windows)
 
     def place(self, source: int, epoch: int, i: int) -> int:
         """Return the window of the `i`-th sample of `epoch`."""
         count = self._count(source, epoch)
-        if i >= count:  # beyond the run
+        if i >= count:  # beyond the run, or in place of samples that it leaves out
             return self.permute(i, self.windows[source], source, epoch)
         block = i * self.pace.blocks // count
         first, last = -(-block * count // self.pace.blocks), -(-(block + 1) * count // self.pace.blocks)

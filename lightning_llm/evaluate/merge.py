@@ -101,16 +101,14 @@ def merge(folder: Path, device: torch.device, progress: Callable[[str], None] = 
     data, model, steps = first.config.data, first.config.model, first.config.trainer.max_steps
     corpus = open_corpus(data, first.config.seed, model.vocab_size, steps)
     _check_scored(runs, corpus)
+    sets = _sets(runs)
     score = _Scoring(corpus, device, progress)
     units = {(seed, parts[0]): score([each]) for (seed, parts), each in runs.items() if len(parts) == 1}
     candidates = []
-    for seed in dict.fromkeys(seed for seed, _ in units):
-        names = [part for its, part in units if its == seed]
-        for size in range(2, len(names) + 1):
-            for parts in combinations(names, size):
-                proxy = score([runs[seed, (part,)] for part in parts])
-                trained = runs.get((seed, parts))
-                candidates.append(Candidate(parts, seed, proxy, None if trained is None else score([trained])))
+    for seed, parts in sets:
+        proxy = score([runs[seed, (part,)] for part in parts])
+        trained = runs.get((seed, parts))
+        candidates.append(Candidate(parts, seed, proxy, None if trained is None else score([trained])))
     found = Merge(units, candidates, folder.expanduser().absolute() / FILE)
     write_json(found.file, found.as_data())
     return found
@@ -161,6 +159,31 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         count = len(set(singles))
         text = f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
         problems.append(Problem(str(folder), text))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _sets(runs: Mapping[tuple[int, Parts], Subject]) -> list[tuple[int, Parts]]:
+    """Return all sets of the units of each seed, a set's parts in the order of the sources.
+
+    Raises:
+        ConfigError: a run is on several parts that are no such set, so that there is no proxy to hold against it.
+    """
+    order = list(dict.fromkeys(part for each in runs.values() for part in each.config.data.sources))
+    found = []
+    for seed in dict.fromkeys(seed for seed, parts in runs if len(parts) == 1):
+        names = sorted((parts[0] for its, parts in runs if its == seed and len(parts) == 1), key=order.index)
+        found += [(seed, parts) for size in range(2, len(names) + 1) for parts in combinations(names, size)]
+    text = (
+        "is on {}, and not each of these has a run of its own with seed {}, or runs have the sources in another order. "
+        "Train those, give all runs the sources in one order, or remove this one."
+    )
+    problems = [
+        Problem(str(each.folder), text.format(", ".join(parts), seed))
+        for (seed, parts), each in runs.items()
+        if len(parts) > 1 and (seed, parts) not in found
+    ]
     if problems:
         raise ConfigError(problems)
     return found

@@ -20,7 +20,7 @@ CHANGES_BITS = (
 )  # fmt: skip
 """Of where numbers come from: what may round otherwise without being wrong."""
 CHANGES_NO_BITS = (f"{FINGERPRINT}.os",)
-INPUTS = ("data_hash", "init_digest")
+INPUTS = ("data_hash", "init_digest", "teachers")
 """Of where numbers come from: with others it is another recipe."""
 CODE, NOT_TOLD = "code_hash", ("validation_hash",)
 
@@ -116,7 +116,7 @@ def recipe_problems(changes: Changes, file: str) -> list[Problem]:
 
 
 def input_changes(recorded: Golden, now: Golden) -> Changes:
-    """Return in which inputs `now` is not the recorded recipe: data, and weights that it starts from."""
+    """Return in which inputs `now` is not the recorded recipe: data, weights that it starts from, and teachers."""
     changes = origin_changes(recorded.origin, now.origin)
     return {key: pair for key, pair in changes.items() if key in INPUTS}
 

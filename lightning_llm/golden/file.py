@@ -24,7 +24,7 @@ FORMAT = 1
 """Of the file. Another is of another release."""
 FOLDER = "golden"
 """Where golden files lie unless told otherwise, below the working directory: with the user's recipes, in their git."""
-BY_CONTENT = ("model.init_from",)
+BY_CONTENT = ("model.init_from", "distil.teachers")
 """Keys that say where an input lies; what it is, a digest in `origin` says."""
 LAYOUT_KEYS = ("parallel.", *ROUNDING)
 """Keys that change in which order sums are made, and on how many ranks."""

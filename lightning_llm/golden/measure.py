@@ -23,6 +23,7 @@ from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.environment import is_first_rank
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import fingerprint
+from lightning_llm.run.host_memory import give_back
 from lightning_llm.run.initial import open_initial
 from lightning_llm.run.rank import Rank, prepare_rank, quiet_lightning, say
 from lightning_llm.run.start import Start
@@ -53,6 +54,7 @@ def measure(plan: Plan, steps: int, nudge: int | None = None) -> Measured:
             return _first_steps(prepare_rank(_without_observers(plan, Path(folder, "run"))), steps, nudge)
     finally:
         torch.set_num_threads(threads)  # whoever calls this goes on
+        give_back()
 
 
 def _without_observers(plan: Plan, folder: Path) -> Plan:

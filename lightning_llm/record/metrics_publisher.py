@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.record.metric_families import RunMetrics
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class MetricsPublisher:
                 text = error.strerror + (f": {error.filename}" if error.filename else "")
             else:
                 text = f"{type(error).__name__}: {error}"
-            self._say(f"{what} failed ({text}). Training goes on, and it is tried again")
+            self._say(f"{what} failed ({redacted(text)}). Training goes on, and it is tried again")
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -142,12 +142,12 @@ def has_ended(fingerprint: str) -> bool:
 
 
 def send_signal(fingerprint: str, number: int) -> bool:
-    """Send a signal to the process of `fingerprint`; return whether there is one on this machine."""
+    """Send a signal to the process of `fingerprint`; return whether there is one on this machine that takes it."""
     if not is_of_this_machine(fingerprint) or has_ended(fingerprint):
         return False
     try:
         os.kill(int(fingerprint.split()[1]), number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # it has ended since, or is another user's
         return False
     return True
 

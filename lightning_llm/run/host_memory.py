@@ -7,6 +7,7 @@ there. Nothing is computed otherwise: blocks are aligned as before (mallopt(3)).
 """
 
 import ctypes
+import gc
 import os
 from typing import Any
 
@@ -14,6 +15,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """As malloc.h numbers them; a trim threshold of -1 is none."""
 GROWS_BY_BYTES = 1 << 26
 SETTINGS = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: GROWS_BY_BYTES}
+DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 128 << 10, M_TOP_PAD: 128 << 10}
+"""As mallopt(3) has them."""
+_kept = False
 
 
 def is_given() -> bool:
@@ -23,16 +27,24 @@ def is_given() -> bool:
 
 
 def keep_memory() -> bool:
-    """Let malloc keep what is freed, for the rest of this process; return whether it will. Linux with glibc alone."""
+    """Let malloc keep what is freed, until `give_back`; return whether it will. Linux with glibc alone."""
+    global _kept
     mallopt = _function("mallopt")
     if mallopt is None or is_given():
         return False
+    _kept = True
     told = [mallopt(name, value) for name, value in SETTINGS.items()]
     return told == [1] * len(SETTINGS)
 
 
 def give_back() -> None:
-    """Give the kernel what lies free: whoever called a run in this process goes on without it."""
+    """Give the kernel what lies free, and keep no more: whoever called a run in this process goes on without it."""
+    global _kept
+    gc.collect()
+    if _kept and (mallopt := _function("mallopt")) is not None:
+        for name, value in DEFAULTS.items():
+            mallopt(name, value)
+    _kept = False
     if (trim := _function("malloc_trim")) is not None:
         trim(0)
 

@@ -5,6 +5,7 @@ Reads its `Task` from the standard input as JSON; runs torch's agent; leaves in 
 
 import json
 import os
+import platform
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from typing import Any
 from lightning_llm.config.compose import load_config
 from lightning_llm.config.config_dir import open_config_dir
 from lightning_llm.config.file import in_memory
+from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
+from lightning_llm.errors import ConfigError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Resolution
 from lightning_llm.run.environment import die_with_parent
@@ -39,13 +42,21 @@ class Task:
 
 
 def main() -> int:
-    """Run the ranks until all have ended; return 0, or 1 and a report where one failed or a signal came."""
+    """Run the ranks until all have ended; return 0, or 1 and a report where one failed or a signal came.
+
+    2: the config is refused on this machine, which is said on stderr.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a thread of Ray's, which started it, has SIGINT blocked
     die_with_parent()
     report, task = Path(sys.argv[1]), Task(**json.load(sys.stdin))
-    config = _read(task)
-    set_allocator()
-    set_missing(wanted(Resolution(config, to_train=True).plan()))
+    try:
+        config = _read(task)
+        set_allocator()
+        set_missing(wanted(Resolution(config, to_train=True).plan()))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: on {platform.node()}: {redacted(str(problem))}", file=sys.stderr)
+        return 2
     found = _run(config, task)
     report.write_text(json.dumps(found), encoding="utf-8")
     return 1 if found else 0

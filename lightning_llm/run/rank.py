@@ -1,5 +1,6 @@
 """One rank of one run, from a checked config to an exit code."""
 
+import gc
 import logging
 import signal
 import sys
@@ -201,6 +202,9 @@ def check_compiler(config: Config, device: torch.device) -> None:
 def fit_and_go_back(rank: Rank, start: Start) -> None:
     """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
     while (spike := _rollback_asked(rank, start)) is not None:
+        gc.collect()  # the model that was is in cycles, and there is no room for two
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
         plan, start, made = go_back(rank.plan, start, spike)
         say(rollback_line(plan, start, spike, made.skipped), sys.stderr)
         rank = replace(rank, plan=plan, callbacks=build_callbacks(plan.config))
@@ -216,7 +220,12 @@ def _rollback_asked(rank: Rank, start: Start) -> SpikeRollback | None:
 
 
 def fit(rank: Rank, start: Start) -> None:
-    """Open the data, make the run's folder, and train in it from `start`."""
+    """Open the data, make the run's folder, and train in it from `start`.
+
+    Raises:
+        SpikeRollback: it has to go back to a checkpoint, and nobody has asked it to stop.
+        StoppedBySignal: somebody has.
+    """
     config, device = rank.plan.config, rank.device
     say(plan_line(rank.plan, describe_device(device)))
     kernel = config.trainer.attention_kernel
@@ -252,8 +261,13 @@ def fit(rank: Rank, start: Start) -> None:
     for number in STOPPING:
         signal.signal(number, checkpointing.stop_outside_steps)
     watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
-    with attention_of(rank.plan, rank.attention), watched, marked, checkpointing.awaited():
-        trainer.fit(module, CorpusDataModule(corpus, config))
+    try:
+        with attention_of(rank.plan, rank.attention), watched, marked, checkpointing.awaited():
+            trainer.fit(module, CorpusDataModule(corpus, config))
+    except SpikeRollback as spike:
+        if number := trainer.strategy.stop_signal:  # it came in the step that spiked: all ranks know of it
+            raise StoppedBySignal(number, checkpointing.saved_step) from spike
+        raise
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
 

@@ -13,6 +13,8 @@ from lightning_llm.errors import ConfigError, Problem
 
 ADDRESS = "RAY_ADDRESS"
 """Ray's own variable: `ray job submit` sets it for what it starts."""
+OWN = "LIGHTNING_LLM_RAY_ADDRESS"
+"""Of a Ray that a sweep has started here, for its jobs."""
 NAMESPACE = "lightning-llm"
 OF_THIS_MACHINE = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -70,7 +72,7 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     Raises:
         ConfigError: there is no Ray at that address, or none can be started.
     """
-    address = _address(launcher)
+    address = address_of(launcher)
     if address is None:
         for name, value in OF_THIS_MACHINE.items():
             os.environ.setdefault(name, value)
@@ -96,15 +98,15 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
 @contextmanager
 def in_sweep(launcher: LauncherConfig) -> Iterator[None]:
     """Have the jobs of a sweep share one Ray, where one is to be started here; each reaches it by itself."""
-    if launcher.name != "ray" or _address(launcher) is not None:
+    if launcher.name != "ray" or address_of(launcher) is not None:
         yield
         return
     with connected(launcher) as ray:
-        os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
+        os.environ[ADDRESS] = os.environ[OWN] = ray.get_runtime_context().gcs_address
         try:
             yield
         finally:
-            del os.environ[ADDRESS]
+            del os.environ[ADDRESS], os.environ[OWN]
 
 
 def too_small(ray: Any, count: int, asked: dict[str, float]) -> str | None:
@@ -117,5 +119,11 @@ def too_small(ray: Any, count: int, asked: dict[str, float]) -> str | None:
     return f"{count} machine{'s' if count > 1 else ''} with {in_words(asked)} each, and Ray has {len(alive)}: {has}"
 
 
-def _address(launcher: LauncherConfig) -> str | None:
+def address_of(launcher: LauncherConfig) -> str | None:
+    """Return where the cluster is, by the config or by RAY_ADDRESS; None: one is started on this machine."""
     return launcher.address or os.environ.get(ADDRESS) or None
+
+
+def is_own(launcher: LauncherConfig) -> bool:
+    """Return whether the cluster is one that was started here, of this machine alone: no other will ever join it."""
+    return address_of(launcher) in (None, os.environ.get(OWN))

@@ -35,11 +35,15 @@ class RayNode:
         with socket.create_server((address, 0)) as free:
             return f"{address}:{free.getsockname()[1]}"
 
-    def run(self, command: Sequence[str], task: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Event]:
-        """Run `command` with a file for its report; it reads `task` as JSON. Yield its events.
+    def run(
+        self, task: Mapping[str, Any], environment: Mapping[str, str], command: Sequence[str] | None = None
+    ) -> Iterator[Event]:
+        """Run `command`, by default this machine's `agent_command`, with a file for its report. Yield its events.
 
+        It reads `task` as JSON.
         Linux signals what dies with its parent when the *thread* that started it ends: this one stays until then.
         """
+        command = command or agent_command()  # here: the driver's Python may lie elsewhere
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's, of one rank
         with tempfile.TemporaryDirectory(prefix="lightning-llm-ray-") as folder:
             report = Path(folder) / "report.json"

@@ -26,18 +26,23 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import mark_failed
 from lightning_llm.record.rank_liveness import clear_beats
 from lightning_llm.run.launch import Node
-from lightning_llm.run.local_ranks import ended_by_failure, ended_by_signal
+from lightning_llm.run.local_ranks import SAVE_SECONDS, ended_by_failure, ended_by_signal
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.node_agent import Task
-from lightning_llm.run.ray_cluster import bundle, connected, in_words, machines, too_small
-from lightning_llm.run.ray_node import RayNode, agent_command
+from lightning_llm.run.ray_cluster import bundle, connected, in_words, is_own, machines, too_small
+from lightning_llm.run.ray_node import RayNode
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
 from lightning_llm.stopping import exit_code
 
 FAILING_SECONDS = 30.0
-"""How long the other machines' ranks may take to end by themselves, after those of one have failed."""
+"""How long the other machines' ranks may take to end by themselves, after those of one have failed.
+
+After those of one were stopped by a signal, they may take as long as any to save.
+"""
+COMMAND: list[str] | None = None
+"""What each machine runs; None: its own `agent_command`."""
 NOTED_AFTER_SECONDS = 10.0
 PASSED_ON = re.compile(r"PYTHONPATH|(LIGHTNING_LLM|MLFLOW|WANDB|HF|AWS|GLOO|NCCL|TORCH|TORCHINDUCTOR|PYTORCH)_\w+")
 """Variables of this process that ranks elsewhere are given: they go to Ray's actors alone, and into no log of Ray's."""
@@ -87,7 +92,7 @@ def _placed(ray: Any, config: Config, asked: dict[str, float], relay: Relay) -> 
     count, launcher = machines(config), config.launcher
     key = "launcher.cpus_per_task" if count == 1 else "world"
     small = too_small(ray, count, asked)
-    if small and len(ray.nodes()) == 1 and launcher.address is None:
+    if small and len(ray.nodes()) == 1 and is_own(launcher):
         raise ConfigError(Problem(key, f"the ranks need {small}. Ask for less (launcher.*), or name a cluster."))
     spread = "STRICT_SPREAD" if count > 1 else "PACK"
     group = ray.util.placement_group([asked] * count, strategy=spread)
@@ -140,12 +145,13 @@ class PlacedRanks:
         environment = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)}
         for number, task in enumerate(self._tasks(config, cpus, quiet)):
             stream = self.nodes[number].run.options(num_returns="streaming")
-            events = stream.remote(agent_command(), task.as_json(), environment)
+            events = stream.remote(task.as_json(), environment, COMMAND)
             threading.Thread(target=self._read, args=(number, events), daemon=True).start()
-        until = float("inf")
+        until, stopping = float("inf"), False
         while len(self.reports) + len(self.lost) < len(self.nodes):
             while not self._signals.empty():
                 self._to_all("send_signal", self._signals.get())
+                stopping = True
             if time.monotonic() > until:
                 until = float("inf")
                 self._to_all("kill")
@@ -160,7 +166,8 @@ class PlacedRanks:
             else:
                 self.lost[number] = what
             if kind == "lost" or (kind == "end" and what["code"]):
-                until = min(until, time.monotonic() + FAILING_SECONDS)
+                saves = stopping or (kind == "end" and "signal" in what)
+                until = min(until, time.monotonic() + (SAVE_SECONDS if saves else FAILING_SECONDS))
 
     def _tasks(self, config: Config, cpus: int, quiet: bool) -> Iterator[Task]:
         count, text, run_id = len(self.nodes), config_text(config), uuid.uuid4().hex
@@ -206,7 +213,10 @@ def _how_it_ended(start: PlacedRanks, config: Config) -> Ended:
         return ended_by_failure(_child_failed(start.failures), folder, config.parallel.timeout_seconds)
     if signals := [report["signal"] for report in reports if "signal" in report]:
         return ended_by_signal(signals[0], folder)
-    if codes := [report["code"] for report in reports if report["code"]]:
+    codes = [report["code"] for report in reports if report["code"]]
+    if 2 in codes:
+        return Ended(2)  # what is wrong with the config there is said: it would be again
+    if codes:
         return _lost(f"torch's agent on a machine of Ray's ended with {codes[0]}", folder)
     return Ended(0)
 

@@ -28,6 +28,8 @@ LEARNED = ("data.max_tokens", "data.sources.", "data.mixture.", "data.tokenizer.
 """Keys that `data_hash` depends on."""
 INIT = "init"
 """The key of summary.json that says what weights the run started from."""
+DISTIL, TEACHERS = "distil", "distil.teachers"
+"""The key of summary.json that says who the teachers are, and that of the config that says where."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,8 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
     if known_summary(folder).get(INIT) and None not in differences.get("model.init_from", (None,)):
         del differences["model.init_from"]  # the weights' content is held against it wherever they lie now,
         differences.pop("model.name", None)  # under whatever name, which may be the folder's
+    if known_summary(folder).get(DISTIL) and None not in differences.get(TEACHERS, (None,)):
+        del differences[TEACHERS]  # so is the teachers'
     if known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:

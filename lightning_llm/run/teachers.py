@@ -17,11 +17,8 @@ from lightning_llm.plan.teachers import KEY, teacher_differences
 from lightning_llm.record.files import summary_of
 from lightning_llm.run.agreed_weights import agreed_weights
 from lightning_llm.run.environment import is_first_rank
-from lightning_llm.run.start import Start
+from lightning_llm.run.start import DISTIL, Start
 from lightning_llm.train.distillation import Distillation
-
-DISTIL = "distil"
-"""The key of summary.json that says who the teachers are."""
 
 
 def open_teachers(

@@ -23,6 +23,7 @@ from lightning_llm.record.rank_liveness import (
     silent_ranks,
 )
 from lightning_llm.train.callback_failure import callback_failures
+from lightning_llm.train.health.spike_policy import SpikeRollback
 from lightning_llm.train.module import LanguageModule
 
 
@@ -30,7 +31,7 @@ from lightning_llm.train.module import LanguageModule
 def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
     """Give a sign of life of this rank meanwhile; what one rank alone does nobody waits for.
 
-    A run that fails leaves the signs in its folder.
+    A run that fails leaves the signs in its folder; one that goes back to a checkpoint has not failed.
 
     Raises:
         RankSilentError: the run failed because other ranks are silent.
@@ -44,6 +45,9 @@ def watched_ranks(config: Config, module: LanguageModule) -> Iterator[None]:
     heartbeat.start()
     try:
         yield
+    except SpikeRollback:  # this process goes on
+        heartbeat.stop()
+        raise
     except Exception as error:
         name_silent_ranks(config, error)
         raise

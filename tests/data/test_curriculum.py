@@ -39,6 +39,18 @@ def test_windows_are_those_of_the_shuffled_run_in_order(total, blocks):
     assert paced.locate(total + 50).window < 60  # beyond the run
 
 
+def test_samples_that_are_left_out_move_no_other():
+    """What a run trained on before it went back is what it would train on from the start without them."""
+    windows, shares, skipped = {"a": 60, "b": 25}, Shares({"a": 3.0, "b": 1.0}), (50, 57)
+    whole, without = (
+        SampleOrder(shares, windows, 7, pace=Pace(4), total=137, skipped=each) for each in ((), (skipped,))
+    )
+    order, taken = [whole.locate(i) for i in range(137)], [without.locate(i) for i in range(137)]
+    assert taken[:129] == [*order[:50], *order[58:]]
+    seen = [*order[50:58], *taken]
+    assert len(set(seen)) == len(seen)
+
+
 def test_a_corpus_goes_from_short_documents_to_long_ones(two_files, cache, tmp_path):
     config = data_config(cache, two_files)
     rows = {name: list(Source(name, config.sources[name]).documents()) for name in two_files}

@@ -1,6 +1,7 @@
 """evaluate --merge: proxies against torch's own average, correlations against scipy and simulation, what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_llm.__main__ import main
 from lightning_llm.compare.rank_correlation import RankCorrelation
 from lightning_llm.data.loader.python_library import library_files
+from lightning_llm.errors import ConfigError
+from lightning_llm.evaluate.merge import _sets
 from lightning_llm.evaluate.weights import load_model
 from lightning_llm.model.weights.whole import whole_decoder
 
@@ -109,6 +112,19 @@ def test_refusals(swept, tmp_path, capsys):
     assert "--merge: /nowhere is no folder" in told("--merge", "/nowhere")
     assert "--average: goes without --merge" in told("--merge", swept, "--average", swept / "0")
     assert "holds 0 runs on one source" in told("--merge", tmp_path)
+
+
+def run_on(parts: str, sources: str = "abc"):
+    return SimpleNamespace(folder=parts, config=SimpleNamespace(data=SimpleNamespace(sources=dict.fromkeys(sources))))
+
+
+def test_sets_have_the_order_of_the_sources_not_of_the_folders():
+    runs = {(0, tuple(parts)): run_on(parts) for parts in ("c", "a", "b", "ac", "abc")}
+    assert [parts for _, parts in _sets(runs)] == [("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")]
+    with pytest.raises(ConfigError, match="bd: is on b, d, and not each of these has a run of its own with seed 0"):
+        _sets(runs | {(0, ("b", "d")): run_on("bd", "abcd")})
+    with pytest.raises(ConfigError, match="with seed 1"):
+        _sets(runs | {(1, ("a", "b")): run_on("ab")})
 
 
 def test_correlation_and_its_interval():

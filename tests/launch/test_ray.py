@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,11 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.identity import config_hash
 from lightning_llm.record.files import summary_of
 from lightning_llm.run import ray_ranks
-from lightning_llm.run.ray_cluster import OF_THIS_MACHINE, bundle, connected, machines, ray_problems
+from lightning_llm.run.node_agent import Task
+from lightning_llm.run.ray_cluster import OF_THIS_MACHINE, OWN, bundle, connected, is_own, machines, ray_problems
+from lightning_llm.run.ray_node import RayNode
+from lightning_llm.run.ray_ranks import PlacedRanks
+from lightning_llm.run.restarts import Ended
 
 STEPS = ["trainer.max_steps=6", "checkpoint.every_steps=2", "data.micro_batch_size=1"]
 AGENT = """
@@ -60,7 +65,7 @@ def test_what_ray_runs_is_heard_started_again_and_stopped(
     small_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LIGHTNING_LLM_TEST", str(tmp_path))
-    monkeypatch.setattr(ray_ranks, "agent_command", lambda: [sys.executable, "-c", AGENT])
+    monkeypatch.setattr(ray_ranks, "COMMAND", [sys.executable, "-c", AGENT])
     words = small_run(tmp_path, "launcher=ray", "trainer.max_restarts=5", "world=1")
     run = tmp_path / "run"
     run.mkdir()
@@ -117,6 +122,45 @@ def test_what_ray_is_asked_for() -> None:
     assert config_hash(compose_config(["launcher=ray"])) == config_hash(compose_config([]))
     wrong = compose_config(["launcher=ray", "launcher.address=ray://h:10001", "trainer.devices=8", "world=12"])
     assert [each.key for each in ray_problems(wrong)] == ["launcher.address", "world"]
+
+
+def test_only_a_ray_that_was_started_here_has_no_machines_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", OWN):
+        monkeypatch.delenv(name, raising=False)
+    launcher = compose_config(["launcher=ray"]).launcher
+    assert is_own(launcher)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # as ray job submit does
+    assert not is_own(launcher)
+    monkeypatch.setenv(OWN, "10.0.0.1:6379")  # as a sweep does
+    assert is_own(launcher)
+    assert not is_own(compose_config(["launcher=ray", "launcher.address=auto"]).launcher)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_machines_may_save_once_one_has_been_stopped(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second machine ends 60 seconds after the first, by a clock of the test's own."""
+    first = {"code": 1, **({"signal": 15} if stopped else {"failures": {}})}
+    events = iter([(0, "end", first), (1, "out", ""), (1, "end", first)])
+    clock = SimpleNamespace(monotonic=iter([0.0, 0.0, 60.0, 60.0, 60.0]).__next__)
+    monkeypatch.setattr(ray_ranks, "time", clock)
+    start, killed = PlacedRanks(None, [None, None]), []
+    monkeypatch.setattr(start, "_tasks", lambda *_: iter(()))
+    monkeypatch.setattr(start, "_to_all", killed.append)
+    monkeypatch.setattr(start, "_events", SimpleNamespace(get=lambda timeout: next(events)))
+    start.run(compose_config([]), 1, quiet=True)
+    assert killed == ([] if stopped else ["kill"])
+
+
+def test_a_config_that_a_machine_refuses_is_said_and_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    task = Task("seed: none\n", [], 1, None, quiet=True)
+    found = list(RayNode().run(task.as_json(), {}))
+    assert found[-1] == ("end", {"code": 2})
+    said = "".join(text for kind, text in found if kind == "err")
+    assert "Traceback" not in said
+    assert "seed" in said
+    start = PlacedRanks(None, [None])
+    start.reports[0] = found[-1][1]
+    assert ray_ranks._how_it_ended(start, compose_config([])) == Ended(2)
 
 
 def test_what_a_user_gets_wrong(

@@ -42,6 +42,16 @@ def test_the_sets_of_pins_cover_what_development_asks_for() -> None:
         assert each.specifier.contains(pinned[canonicalize_name(each.name)]), each
 
 
+def test_a_folder_that_holds_anything_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "SHA256SUMS").touch()
+    command = [sys.executable, str(ROOT / "requirements" / "release.py"), "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "holds .git, which is no file of a release" in done.stderr
+    assert (tmp_path / ".git").is_dir()
+
+
 @pytest.mark.full
 def test_a_release_is_whole_and_says_what_it_needs(tmp_path: Path) -> None:
     for folder in ("first", "second"):

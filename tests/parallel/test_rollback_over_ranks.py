@@ -1,6 +1,7 @@
 """Two ranks that shard go back together, in the processes they are in, to the bits of one that was told. 4 seconds."""
 
 import json
+import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ def trained(config: Config) -> list[int]:
         fit_and_go_back(rank, decide_together(rank.plan.config, locks))
     for each in locks:
         each.release()
+    assert "rank heartbeat" not in [each.name for each in threading.enumerate()]
     return json.loads(Path(config.run.dir, "summary.json").read_text()).get("rollbacks", [])
 
 
@@ -38,4 +40,5 @@ def test_ranks_go_back_together(ranks, small_run, tmp_path):
     assert ranks(1).call(trained, told) == []
     (made,) = ranks(2).call(trained, config)
     assert (made["step"], made["skipped"]) == (40, [152, 159])
+    assert not Path(config.run.dir, "ranks").exists()
     assert curve(Path(config.run.dir)) == curve(Path(told.run.dir))

@@ -17,6 +17,7 @@ from lightning_llm.errors import AgreedError
 from lightning_llm.plan.known_bad import RULES, known_bad
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.record.files import summary_of
+from lightning_llm.record.provenance import process_mark, send_signal
 from lightning_llm.record.reading import read_run
 from lightning_llm.run import fingerprint as module
 from lightning_llm.run.fingerprint import agree_on_fingerprint, driver_version, fingerprint
@@ -203,3 +204,11 @@ def test_plan_says_them(small_run, tmp_path, monkeypatch, capsys):
 def test_every_rule_is_in_the_documentation():
     table = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     assert [rule.__name__ for rule in RULES if (rule.__doc__ or "").partition("\n")[0].rstrip(".") not in table] == []
+
+
+def test_a_signal_that_may_not_be_sent_was_not(monkeypatch):
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not send_signal(process_mark(), 0)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.redact import redacted, secret_in
+from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.model.weights.write import ToWrite, write_tensors
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.mlflow.tracker import MLflowTracker
@@ -124,6 +126,27 @@ def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest
     assert main(["train", "-m", *small_run(tmp_path, typed), "seed=0,1"]) == 2
     assert CANARY not in capsys.readouterr().err
     assert holding(tmp_path) == []
+
+
+def test_what_only_looks_like_a_secret_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
+    monkeypatch.setenv("SORT_KEY", "constant")
+    words = [
+        "schedule=constant", "logger.tags.a=postgresql", "logger.tags.b='http://minio:9000/lake@v2/f.parquet'",
+        "logger.tags.c='http://h/x?tokenizer=gpt2'", "logger.tags.d='http://h/x?'",
+    ]  # fmt: skip
+    assert list(secret_problems(compose_config(words))) == []
+    assert secret_in("the postgres, that is") == "POSTGRES_PASSWORD"
+    for address in ("http://h/x?access_token=a", "http://h/x?AWSAccessKeyId=a", "http://me@h/x", "http://me:b@h/x@y"):
+        assert secret_in(address) == ""
+
+
+@pytest.mark.usefixtures("secrets")
+def test_a_secret_is_found_wherever_it_lies() -> None:
+    token = os.environ["HF_TOKEN"]
+    for value in ([{"Authorization": token}], [["a", {"b": [f"Bearer {token}"]}]], {token: 1}, [{token: 1}]):
+        config = compose_config([]).model_copy(update={"callbacks": {"own": {"headers": value}}})
+        assert ["holds the value of $HF_TOKEN" in each.text for each in secret_problems(config)] == [True]
 
 
 @pytest.mark.usefixtures("secrets")

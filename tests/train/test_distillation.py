@@ -158,7 +158,9 @@ def test_the_plan_counts_teachers(teachers, small_run, tmp_path, capsys):
 def test_resume_has_the_bits(student, teachers, small_run, tmp_path):
     words = small_run(tmp_path, named(teachers), *TAUGHT)
     assert main(["train", *words, "trainer.max_steps=4"]) == 0
-    assert main(["train", *words, "resume=auto"]) == 0
+    moved = [shutil.copytree(each, tmp_path / f"moved{i}") for i, each in enumerate(teachers)]
+    assert main(["train", *words, "resume=auto", named(moved[::-1])]) == 2  # in this order they are others
+    assert main(["train", *words, "resume=auto", named(moved)]) == 0
     keys = ("loss", "distil_kl", "grad_norm")
     whole, parts = (
         [{k: each[k] for k in keys} for each in read_metrics(f) if "loss" in each] for f in (student, tmp_path / "run")

@@ -1,7 +1,9 @@
 """Planted spikes that a run goes back behind, whose samples are left out as if from the start. 9 CPU seconds."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from lightning_llm.config.compose import load_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.record.reading import read_run
 from lightning_llm.run.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from lightning_llm.stopping import exit_code
+from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeRollback
 
 BATCH, BAD = 4, 40
 """Samples of a step, and the step whose samples are bad: past the 32 that a decision needs."""
@@ -67,6 +71,25 @@ def test_a_run_goes_back_and_is_the_run_that_was_told(told, tmp_path, small_run,
     assert meaningful(read_run(run), read_run(told)) == {}
     assert load_config(run / "config.yaml", []).data.skip_samples is None
     assert steps_saved(run) == [10, 20, 30, 40, STEPS]
+
+
+def test_one_that_is_asked_to_stop_in_the_step_that_spikes_stops(told, tmp_path, small_run, monkeypatch, capsys):
+    judge = SpikePolicy.judge
+
+    def stopped(self, *arguments, **keywords):
+        try:
+            return judge(self, *arguments, **keywords)
+        except SpikeRollback:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+
+    words = small_run(tmp_path, *WORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(SpikePolicy, "judge", stopped)
+        assert main(["train", *words]) == exit_code(signal.SIGTERM)
+    assert "state saved at step 30" in capsys.readouterr().err
+    assert main(["train", *words, "resume=auto"]) == 0
+    assert same(tmp_path / "run", told)
 
 
 @pytest.mark.parametrize(("every", "back_to"), [("10", "step 20"), ("null", "step 0")])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.commands import command
-from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.redact import redacted
 from lightning_llm.record.mlflow.store import known_run, mark_orphans, open_store, own_process, truncate
 from lightning_llm.record.provenance import has_ended, is_of_this_machine, process_mark, user_name
 
@@ -63,9 +63,9 @@ def write_parent(job: Mapping[str, Any]) -> tuple[str | None, str]:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
-            return None, redact_uri(str(error))
+            return None, redacted(str(error))
     if done.returncode:
-        return None, redact_uri((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])[:500]
+        return None, redacted((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])[:500]
     return json.loads(done.stdout.strip().splitlines()[-1])["run_id"], ""
 
 

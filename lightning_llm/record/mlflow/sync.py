@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.compose import load_config
-from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.redact import redact_uri, redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.errors import ConfigError, Problem
@@ -55,7 +55,7 @@ def sync(arguments: argparse.Namespace) -> int:
                     print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
                     continue
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # that of a damaged file
-                text = redact_uri(f"{folder}: not logged: {kind}{error}".splitlines()[0])
+                text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
                 print(text[:500], file=sys.stderr, flush=True)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
     return 1 if failed else 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.identity import config_hash, flatten
-from lightning_llm.config.redact import redact_uri, with_credentials
+from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
 from lightning_llm.record.files import Record, Status
 from lightning_llm.record.mlflow.store import own_process
@@ -255,7 +255,7 @@ class MLflowTracker:
 
     def _warn(self, problem: str) -> None:
         """Say once what is wrong and what to do; keep the latest problem for the summary."""
-        first, self._problem = not self._problem, redact_uri(problem)
+        first, self._problem = not self._problem, redacted(problem)
         if first:
             log.warning(
                 "MLflow at %s is not being written (%s). Training goes on, metrics.jsonl has everything, and MLflow is "
