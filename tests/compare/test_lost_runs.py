@@ -287,3 +287,13 @@ def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
     found = verdicts(capsys, sweep)
     assert found["by_name"]["mxfp8"]["time_to_loss"]["pairs"] == 0
     assert "went on from another folder at step 51" in " ".join(found["notes"])
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"jobs":5}', '{"jobs":[5]}', '{"jobs":[{"number":7,"key":"a"}]}'])
+def test_a_sweeps_file_of_another_form_is_a_line_and_the_runs_are_judged(content, tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0})
+    (sweep / "sweep.json").write_text(content)
+    assert main(["compare", str(sweep)]) == 2
+    told = capsys.readouterr()
+    assert "sweep.json" in told.err
+    assert "Traceback" not in told.err

@@ -185,3 +185,11 @@ def test_verdicts_have_the_time_to_a_target_censored(tmp_path, capsys):
     assert (found["arrived"], found["baseline_arrived"], found["tokens"]) == (0, 3, None)
     assert found["tokens_ratio_bounds"] == [pytest.approx(100 / 70), None]
     assert "tokens to 3.1: >= 1.43x the baseline's, reached by 0 of 3, the baseline's 3" in row["line"]
+
+
+def test_a_target_that_is_met_before_the_first_step_is_met_by_all_alike():
+    assert ratios({"one": {"w": 0.0}, "other": {"w": 0.0}, "third": {"w": 5.0}}) == {
+        "one": {"w": 1.0},
+        "other": {"w": 1.0},
+        "third": {"w": math.inf},
+    }

@@ -220,3 +220,13 @@ def test_a_damaged_sweep_file_calls_no_job_finished(damage: Any, tmp_path: Path)
 def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one for all jobs"):
         sweep_of(tmp_path, "run.experiment=a,b")
+
+
+def test_a_sweep_file_from_a_copy_gives_no_folders_number_twice(tmp_path: Path) -> None:
+    """Else a finished run of another seed would pass for the new job's."""
+    whole = sweep_of(tmp_path, "seed=0,1,2", name="grown")
+    write(whole)
+    older = (whole.folder / "sweep.json").read_bytes()
+    (whole.folder / "3").mkdir()
+    (whole.folder / "sweep.json").write_bytes(older)
+    assert [job.number for job in sweep_of(tmp_path, "seed=0,1,2,7", name="grown").jobs] == [0, 1, 2, 4]
