@@ -147,21 +147,8 @@ def compare_runs(
         ConfigError: where no verdict at all can be given, with every reason.
     """
     usable, unfinished, problems = _usable(runs)
-    if len(usable) < 2:
-        text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
-        raise ConfigError([*problems, Problem("RUN", text)])
-    if not any(terms.metric in run.validations for run in usable):
-        known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
-        text = f"no run has a validation of '{terms.metric}'. These runs' validations have: {known}."
-        raise ConfigError([*problems, Problem("--metric", text)])
-    if (
-        len(
-            measured_on := {run.evaluated_on.get(terms.metric, "") for run in usable if terms.metric in run.validations}
-        )
-        > 1
-    ):
-        text = f"'{terms.metric}' was not measured on the same in all runs: {'; '.join(sorted(measured_on))}. Evaluate "
-        raise ConfigError([*problems, Problem("--metric", f"{text}them alike, with one --limit and one --data.")])
+    if incomparable := _incomparable(usable, terms.metric):
+        raise ConfigError([*problems, incomparable])
     usable, notes = _newest_of_same(usable)
     selection = None
     try:
@@ -205,6 +192,22 @@ def compare_runs(
         ]
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
+
+
+def _incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
+    """Return why finished runs cannot be held against each other by `metric` at all, None where they can."""
+    if len(usable) < 2:
+        text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
+        return Problem("RUN", text)
+    measured = [run for run in usable if metric in run.validations]
+    if not measured:
+        known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
+        return Problem("--metric", f"no run has a validation of '{metric}'. These runs' validations have: {known}.")
+    measured_on = {run.evaluated_on.get(metric, "") for run in measured}
+    if len(measured_on) > 1:
+        text = f"'{metric}' was not measured on the same in all runs: {'; '.join(sorted(measured_on))}. Evaluate "
+        return Problem("--metric", f"{text}them alike, with one --limit and one --data.")
+    return None
 
 
 def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
