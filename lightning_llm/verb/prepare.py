@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from lightning_llm.config.commands import command
+from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
@@ -45,7 +48,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if problems or config is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     if arguments.score is not None:
-        return _score(config, scorers, arguments)
+        return _score(config, scorers, words, arguments)
     data = config.data
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=True)
     facts = {
@@ -112,7 +115,9 @@ def _of_tokens(config: Config) -> list[Problem]:
     return [Problem(f"data.sources.{name}", text) for name in names]
 
 
-def _score(config: Config, scorers: Mapping[Measure, ScorerConfig], arguments: argparse.Namespace) -> int:
+def _score(
+    config: Config, scorers: Mapping[Measure, ScorerConfig], words: Sequence[str], arguments: argparse.Namespace
+) -> int:
     file = (arguments.output or SCORES).expanduser().absolute()
     by_measure = {str(measure): scorer for measure, scorer in scorers.items()}
     columns = score_documents(config.data, by_measure, file, lambda text: print(text, file=sys.stderr, flush=True))
@@ -127,8 +132,18 @@ def _score(config: Config, scorers: Mapping[Measure, ScorerConfig], arguments: a
         cells = f"{its['documents']:,}", f"{its['bytes']:,}", f"{its['quality']:.3f}", f"{its['diversity']:.3f}"
         table.add_row(name, *cells, str(its["clusters"]))
     Console().print(table)
-    print(f"written {file}\nnext    lightning-llm train data=samplemix data.mixture.scores={file}")
+    print(f"written {file}\nnext    {_command_to_train(config, words, arguments, file)}")
     return 0
+
+
+def _command_to_train(config: Config, words: Sequence[str], arguments: argparse.Namespace, scores: Path) -> str:
+    """Return the command that trains on the documents that were scored, by their scores."""
+    if config.data.name == "python":  # whose sources are those of the shipped mix
+        return f"lightning-llm train data=samplemix data.mixture.scores={scores}"
+    frozen = [] if arguments.config is None else ["--config", str(arguments.config)]
+    file = str(scores) if re.fullmatch(r"[\w./-]+", str(scores)) else f"'{scores}'"  # as Hydra reads it
+    mixture = f"data.mixture={{kind: samplemix, scores: {file}}}"
+    return command("train", *config_dir_arguments(), *frozen, *words, mixture)
 
 
 def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
