@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.config.commands import command
+from lightning_llm.config.identity import training_hash
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
@@ -18,8 +19,10 @@ from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of, tracked, write
 from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
+from lightning_llm.sweep.progress import Leg
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
@@ -98,7 +101,8 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
     about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
              "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
-             "seeds": [config.seed for _, config in baseline]}  # fmt: skip
+             "seeds": [config.seed for _, config in baseline],
+             "all_other_keys": training_hash(baseline[0][1])}  # fmt: skip
     first = define(baseline, name, typed, {SEARCH: about})
     if not first.folder.exists():  # else they were checked then
         _check_corners(asked, distributions)
@@ -131,6 +135,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
     search.first = opened(lambda: search.whole() if search.trials else search.first)
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
+        await_elsewhere(search.jobs_of(search.baseline), relay, "trials are held against it")
         if todo := left_to_do(search.jobs_of(search.baseline)):
             outcomes += start(todo, relay)
         lost = [job.folder for job in search.jobs_of(search.baseline) if state_of(job.folder) != "finished"]
@@ -220,9 +225,10 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
     for place in range(len(search.baseline)):
         jobs = {number: search.jobs_of(search.trials[number])[place] for number in batch if number not in pruned}
         over = _median_rule(study, search, place + 1, jobs, pruned)
-        if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in (*SETTLED, "running")]:
+        await_elsewhere(jobs.values(), relay, "its trial is told by it")
+        if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in SETTLED]:
             with watched(todo, over, relay):
-                outcomes += start(todo, relay)
+                outcomes += start(todo, relay, Leg(lambda job, over=over: "pruned" if over(job) else None))
         for job in jobs.values() if place + 1 < len(search.baseline) else ():
             over(job)  # what ended before it was looked at gets no further seed
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):
