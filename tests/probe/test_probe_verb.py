@@ -41,7 +41,10 @@ def probe(capsys, *words):
     """Return the exit code and the printed JSON."""
     capsys.readouterr()
     code = main(["probe", *map(str, words), "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert "casts not compiled here before are compiled first" in told.err
+    assert told.err.count(": measured in ") == len(json.loads(told.out)["recipes"])
+    return code, json.loads(told.out)
 
 
 def files(folder):
