@@ -5,7 +5,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.sweep_definition import LOCKS
+from lightning_llm.record.sweep_file import LOCKS
 
 LOOKED_AT_SECONDS = 1.0
 """In which whoever looks whether the lock is taken, by taking it, has let go again."""

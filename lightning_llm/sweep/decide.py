@@ -24,7 +24,8 @@ from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run, read_run
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Typed, define, kind_of, tracked, write
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, kind_of, tracked, write
+from lightning_llm.record.sweep_file import DESIGN, FILE
 from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time

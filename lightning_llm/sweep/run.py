@@ -18,7 +18,8 @@ from lightning_llm.record.mlflow.sync import catch_up
 from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
+from lightning_llm.record.sweep_commands import command_to_go_on
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.relay import Relay, signals_passed_on

@@ -26,7 +26,8 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of
+from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
+from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome

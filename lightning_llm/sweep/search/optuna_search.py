@@ -17,7 +17,8 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of, tracked, write
+from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, tracked, write
+from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
