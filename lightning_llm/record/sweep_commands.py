@@ -6,8 +6,9 @@ from pathlib import Path
 from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.workspace import default_outputs
+from lightning_llm.errors import ConfigError
 from lightning_llm.record.sweep_definition import Sweep, Typed, key_of
-from lightning_llm.record.sweep_file import read_sweep_file
+from lightning_llm.record.sweep_file import DESIGN, read_sweep_file
 
 
 def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
@@ -28,6 +29,20 @@ def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: 
     As `command_with_seeds`.
     """
     return _command_adding(folder, seeds, {key: ",".join(f"{value:g}" for value in values)})
+
+
+def command_for_the_rest(folder: Path) -> str:
+    """Return the command that runs what is left of the sweep in `folder`, "" where there is none.
+
+    Of a sweep that looks at seeds as it goes, with all that its looks may need.
+    """
+    try:
+        known = read_sweep_file(folder)
+    except ConfigError:
+        return ""
+    looked_at = known.get(DESIGN, {}).get("seeds", [])
+    seeds = [*looked_at, *(job["seed"] for job in known.get("jobs", []) if "seed" in job)]
+    return command_with_seeds(folder, seeds) if seeds else ""
 
 
 def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, str]) -> str:

@@ -1,6 +1,8 @@
 """Jobs that the process of a killed start still trains: neither run twice nor counted as failed, and awaited."""
 
 import json
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,3 +133,30 @@ def test_a_wait_ends_with_a_signal(tmp_path, monkeypatch):
     assert not elsewhere.await_elsewhere([job], relay, "for a test")
     lock.release()
     assert not elsewhere.await_elsewhere([job], elsewhere.Relay(), "for a test")
+
+
+def test_what_compare_says_of_a_job_that_never_began_begins_it(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+
+    class KilledError(BaseException):
+        """The end of the sweep's process."""
+
+    def dies(config: dict[str, Any]) -> bool:
+        if len(kind.ended) == 3:
+            raise KilledError
+        return False
+
+    kind.dies = staticmethod(dies)
+    with pytest.raises(KilledError):
+        main(["train", *words(tmp_path)])
+    folder = tmp_path / "default" / "killed"
+    shutil.rmtree(folder / "3")  # the fourth had not come so far
+    assert main(["compare", str(folder)]) == 2
+    told = capsys.readouterr().err
+    (line,) = (line for line in told.splitlines() if "never begun" in line)
+    program, *command = shlex.split(line.partition("Left out; ")[2].removesuffix(" begins it."))
+    assert program.endswith("lightning-llm")
+    begun = make_jobs(monkeypatch, loss)
+    assert main(command) == 0
+    assert where(begun.started) == ["3"]
+    assert main(["compare", str(folder)]) == 0
