@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.output_path import folder_problems
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.errors import ConfigError, Problem, gathered
@@ -56,6 +57,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
         for key in ("batches", "keys")
         if (value := getattr(arguments, key)) < 1
     ]
+    if arguments.output:
+        problems += folder_problems(Path(arguments.output).expanduser())
     subject = device = None
     with gathered(problems):
         device = device_of(arguments.device)

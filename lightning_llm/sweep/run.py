@@ -35,6 +35,8 @@ NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
 others."""
 
+PLACES = {"run.name", "run.root", "run.dir"}
+
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Run what is left to do of a sweep in `run.root/experiment/<sweep>/<n>`.
@@ -121,6 +123,9 @@ def checked_jobs(
         found = Resolution(config, to_train=to_train)
         problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
+    varied = {word.partition("=")[0] for words, _ in read for word in words}
+    for key in sorted(varied & PLACES):
+        problems[Problem(key, "is one for all jobs of a sweep: its folder, in which each job has its own.")] = None
     if problems:
         raise ConfigError(problems)
     jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lightning_llm.config.commands import command
 from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.config.output_path import file_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
@@ -41,6 +42,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     reading = read_words(words, arguments.config, arguments.config_dir)
     problems = list(reading.problems)
     scorers = chosen_scorers(given, problems) if arguments.score is not None else {}
+    problems += _output_problems(arguments)
     config = reading.config
     if config is not None:
         problems += gather(data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: 1))
@@ -83,7 +85,9 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
         if not equals:
             problems.append(Problem("--score", f"'{word}' is no MEASURE=SCORER, such as quality=length_entropy."))
             continue
-        kinds.setdefault(measure, {})[option or "kind"] = yaml.safe_load(value)
+        if (option or "kind") in kinds.setdefault(measure, {}):
+            problems.append(Problem("--score", f"{key} is given twice. Give it once."))
+        kinds[measure][option or "kind"] = _value_of(value)
     if not kinds and not problems:
         known = ", ".join(f"{SCORERS[name].measures}={name}" for name in SCORERS)
         problems.append(Problem("--score", f"names no scorer: {known}."))
@@ -94,8 +98,10 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
         fitting = [name for name in SCORERS if SCORERS[name].measures == measure]
         name = values.get("kind")
         if name not in fitting:
-            hint = did_you_mean(str(name), fitting)
-            text = f"{measure}={name}: there is no such scorer of {measure}.{hint} There are: {', '.join(fitting)}."
+            known = did_you_mean(str(name), fitting)
+            text = f"{measure}={name}: there is no such scorer of {measure}.{known}"
+            if name is None:
+                text = f"{measure} has keys and no scorer: {measure}={fitting[0]}, say."
             problems.append(Problem("--score", text))
             continue
         try:
@@ -109,6 +115,25 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
     return scorers
 
 
+def _value_of(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # no number, then, and no name of a scorer
+        return text
+
+
+def _output_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return why scores could not be written where they are to be, before hours are spent on them."""
+    if arguments.score is None:
+        text = "is where --score writes, and tokens go to data.cache_dir. Leave it out, or score."
+        return [] if arguments.output is None else [Problem("--output", text)]
+    return file_problems(_file_of(arguments))
+
+
+def _file_of(arguments: argparse.Namespace) -> Path:
+    return Path((arguments.output or SCORES).expanduser().absolute())
+
+
 def _of_tokens(config: Config) -> list[Problem]:
     names = [name for name, source in config.data.sources.items() if source.tokenised and source.role is None]
     text = "holds tokens, and scorers read text. Leave it out."
@@ -118,7 +143,7 @@ def _of_tokens(config: Config) -> list[Problem]:
 def _score(
     config: Config, scorers: Mapping[Measure, ScorerConfig], words: Sequence[str], arguments: argparse.Namespace
 ) -> int:
-    file = (arguments.output or SCORES).expanduser().absolute()
+    file = _file_of(arguments)
     by_measure = {str(measure): scorer for measure, scorer in scorers.items()}
     columns = score_documents(config.data, by_measure, file, lambda text: print(text, file=sys.stderr, flush=True))
     facts = {name: _summary(columns, name) for name in dict.fromkeys(columns["source"])}

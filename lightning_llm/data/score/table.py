@@ -71,7 +71,7 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
     try:
         table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(Problem(key, f"{file} cannot be read: {str(error).splitlines()[0]}.")) from error
+        raise ConfigError(Problem(key, f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}.")) from error
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         text = f"{file} has no column {', '.join(missing)}. Make it by: lightning-llm prepare --score ..."
         raise ConfigError(Problem(key, text))

@@ -189,7 +189,8 @@ class MLflowTracker:
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
         """Tell the writer how the run ended and wait until it is done, at most `close_seconds`."""
-        if self._process is None or self._process.stdout is None:
+        if self._process is None or self._process.stdout is None:  # it could not be started
+            self._say_lacking()
             return
         deadline = time.monotonic() + self.close_seconds
         self._send({"status": status, "detail": detail, "figures": dict(figures)})

@@ -28,15 +28,13 @@ from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
+from lightning_llm.sweep.search.study import open_study, sampler_after
 from lightning_llm.sweep.search.watch import watched
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from optuna import Study
-    from optuna.samplers import BaseSampler
 
-STORAGE = "search.db"
-STUDY = "search"
 PRUNED_AFTER = 0.25
 """Share of the steps before which no trial is pruned: what a schedule's warm-up does says little of its end."""
 
@@ -159,17 +157,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
 
 def _study(search: Search) -> "Study":
     """Return Optuna's study in the sweep's folder, and compose the jobs of its trials again."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    file = search.first.folder / STORAGE
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{file}", study_name=STUDY, direction="minimize", load_if_exists=True
-        )
-    except Exception as error:  # SQLAlchemy's and Optuna's own, of a file that is damaged
-        text = f"cannot be opened ({type(error).__name__}). Move it away: the search begins anew, beside the runs made."
-        raise ConfigError(Problem(str(file), text)) from error
+    study = open_study(search.first.folder)
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
     for trial in study.trials:
@@ -196,16 +184,6 @@ def _tell_failed(study: "Study", number: int) -> None:
     study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
 
-def _sampler(keys: SweepConfig, trials: int) -> "BaseSampler":
-    """Return the sampler, its random numbers those of this many trials before: the same after any stop."""
-    from optuna.samplers import GPSampler, RandomSampler, TPESampler
-
-    seed = (keys.search_seed + trials) % 2**32
-    if keys.sampler == "random":
-        return RandomSampler(seed=seed)
-    return GPSampler(seed=seed) if keys.sampler == "gp" else TPESampler(seed=seed, constant_liar=True)
-
-
 def _next_batch(study: "Study", search: Search) -> list[int]:
     """Return the trials to run next: those that were under way, and new ones as long as there are to be more."""
     at_once = search.baseline[0][1].launcher.at_once
@@ -213,7 +191,7 @@ def _next_batch(study: "Study", search: Search) -> list[int]:
         running = [each.number for each in study.trials if each.state.name == "RUNNING"]
         if len(running) >= at_once or len(study.trials) >= search.keys.trials:
             return running[:at_once]
-        study.sampler = _sampler(search.keys, len(study.trials))
+        study.sampler = sampler_after(search.keys, len(study.trials))
         trial = study.ask(dict(search.distributions))
         _compose(study, search, trial.number, trial.params)
 
