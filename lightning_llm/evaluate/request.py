@@ -86,9 +86,6 @@ def checked_request(
     paths = [*([path] if path else []), *average, *ensemble]
     if not paths:
         problems.append(Problem("PATH", "is missing. Name a run, a checkpoint or a Hugging Face folder."))
-    elif len(paths) == 1 and (average or ensemble):
-        text = "is of several models, and one is given. Name another, or leave the option out."
-        problems.append(Problem("--average" if average else "--ensemble", text))
     subjects: list[Subject] = []
     validates, where, read, words, degrees = False, None, None, None, Degrees()
     with gathered(problems):

@@ -170,6 +170,16 @@ def test_hydras_sweep_syntax_is_the_space():
         (["seed=0,1"], "sweep.search: has nothing to search"),
         (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate: is -1.0"),
         ([LR, "sweep.trials=0"], "sweep.trials: is 0"),
+        (["optim.learning_rate=tag(lin,interval(1e-4,1e-3))"], "of tags there is log alone, and not lin"),
+        (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval begins above 0"),
+        (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it says how a run is kept"),
+        (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are held"),
+        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: is empty"),
+        (["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"], "sweep.rungs: must be a list: [0.25, 0.5]"),
+        (
+            ["sweep.search=halving", "trainer.validate_every_steps=10,20", "seed=0,1"],
+            "trainer.validate_every_steps: is one for all recipes",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_before_anything_starts(more, said, tmp_path, capsys):
