@@ -57,8 +57,8 @@ def wrong_values(columns: dict[str, np.ndarray]) -> Iterator[str]:
                 count = _of(int(wrong.sum()), len(values))
                 yield f"column {name} is {how} in {count}, first in row {first} ({values[first]:g})"
     if twice := _scored_twice(columns):
-        first, second, count = twice
-        rows = "1 document has" if count == 1 else f"{count:,} documents have"
+        first, second, documents = twice
+        rows = "1 document has" if documents == 1 else f"{documents:,} documents have"
         yield f"{rows} two rows (one source and key) that differ, first rows {first} and {second}"
 
 
