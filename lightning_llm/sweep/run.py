@@ -206,7 +206,7 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
     lost += f", {len(ended)} ended by the search" if ended else ""
-    lost += f", {len(elsewhere_now)} run elsewhere" if elsewhere_now else ""
+    lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
     if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
         tracked = mlflow_facts(outcomes[0].job.folder)

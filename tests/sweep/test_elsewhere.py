@@ -78,7 +78,7 @@ def test_a_sweep_leaves_it_alone_and_says_so(tmp_path, orphan, capsys):
     told = capsys.readouterr().out
     assert where(kind.started) == ["1", "2", "3"]
     assert "job    0 precision=bf16 seed=0: running, left as it is" in told
-    assert "3 of 4 jobs finished, 1 run elsewhere" in told
+    assert "3 of 4 jobs finished, 1 running elsewhere" in told
 
 
 def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypatch, capsys):
@@ -98,7 +98,7 @@ def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypat
     assert main(["train", *words(tmp_path)]) == 0
     told = capsys.readouterr()
     assert "0 precision=bf16 seed=0: runs in a process that another start left behind, left alone" in told.out
-    assert "3 of 4 jobs finished, 1 run elsewhere" in told.out
+    assert "3 of 4 jobs finished, 1 running elsewhere" in told.out
     assert "exit code" not in told.out + told.err
     held[0].release()
     assert main(["train", *words(tmp_path)]) == 1  # refused, and nobody trains there: a failure

@@ -106,9 +106,9 @@ def planned_halving(asked: Asked) -> Halving:
         text = f"halving needs {FEWEST_SEEDS} seeds or more of each recipe, to know the noise: seed=0,1,2."
         problems.append(Problem("seed", text))
     last, every = first.trainer.max_steps, first.trainer.validate_every_steps
-    for name in ("max_steps", "validate_every_steps"):  # they are compared at equal steps
-        if len({getattr(config.trainer, name) for config in kinds.values()}) > 1:
-            problems.append(Problem(f"trainer.{name}", "is one for all recipes of a halving, and these differ in it."))
+    for key in ("max_steps", "validate_every_steps"):  # they are compared at equal steps
+        if len({getattr(config.trainer, key) for config in kinds.values()}) > 1:
+            problems.append(Problem(f"trainer.{key}", "is one for all recipes of a halving, and these differ in it."))
     rungs = tuple(dict.fromkeys(math.ceil(share * last / every) * every for share in keys.rungs)) if every else ()
     if not rungs or rungs[-1] >= last:
         text = f"is {every}, and of {last} steps there has to be a validation between a rung's and the last."

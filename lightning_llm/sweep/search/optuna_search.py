@@ -5,8 +5,9 @@ taken up again, and values are drawn with a seed that counts the trials: the sea
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +208,7 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
         await_elsewhere(jobs.values(), relay, "its trial is told by it")
         if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in SETTLED]:
             with watched(todo, over, relay):
-                outcomes += start(todo, relay, Leg(lambda job, over=over: "pruned" if over(job) else None))
+                outcomes += start(todo, relay, Leg(partial(_pruned, over)))
         for job in jobs.values() if place + 1 < len(search.baseline) else ():
             over(job)  # what ended before it was looked at gets no further seed
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):
@@ -216,6 +217,10 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
         _tell(study, search, number, pruned.get(number))
     _write(study, search)
     return True
+
+
+def _pruned(over: Callable[[Job], bool], job: Job) -> str | None:
+    return "pruned" if over(job) else None
 
 
 def _once(jobs: Any) -> list[Job]:
