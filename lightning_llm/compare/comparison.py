@@ -72,9 +72,7 @@ class Comparison:
         curves = {
             id(verdict): curve.as_data()
             for family in self.families
-            for verdict, curve in zip(
-                self.verdicts_of(family), paired_curves(self.verdicts_of(family), self.terms.confidence), strict=True
-            )
+            for verdict, curve in zip(self.verdicts_of(family), paired_curves(self.verdicts_of(family)), strict=True)
         }
         return {
             "factor": self.factor.name,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -36,11 +37,14 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
         return None
     at = next(iter(own.values()))[0]
     others: dict[int, dict[int, float]] = {}
+    lengths: dict[int, set[Any]] = {}
+    of_baseline = [run for run in runs if factor.level(run) == factor.baseline]
     for pair in pairs.values():
-        of_baseline = [run for run in runs if factor.level(run) == factor.baseline and _sound(run, terms)]
         alike = [run for run in of_baseline if _is_longer_or_shorter(run, pair, terms)]
+        lengths[pair.baseline.seed] = {run.config.get("trainer.max_steps") for run in alike}
         # The last stays: of several of one length the one that differs least.
-        for run in sorted(alike, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
+        sound = [run for run in alike if _sound(run, terms)]
+        for run in sorted(sound, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
             for seed, (tokens, loss) in _losses_of([run], terms).items():
                 others.setdefault(tokens, {})[seed] = loss
     counts = _around(at, [tokens for tokens in others if tokens != at])
@@ -50,7 +54,8 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
     tables = {**{tokens: others[tokens] for tokens in counts}, at: {seed: loss for seed, (_, loss) in own.items()}}
     seeds = set.intersection(*(set(table) for table in tables.values()))
     losses = {seed: np.array([tables[tokens][seed] for tokens in nodes]) for seed in sorted(seeds)}
-    return Curve(tuple(map(float, nodes)), losses, float(at)) if losses else None
+    settled = frozenset(seed for seed, found in lengths.items() if len(found) == max(map(len, lengths.values())))
+    return Curve(tuple(map(float, nodes)), losses, float(at), settled) if losses else None
 
 
 def _losses_of(runs: Sequence[Run], terms: Terms) -> dict[int, tuple[int, float]]:
@@ -92,6 +97,7 @@ def in_nats(terms: Terms, family: Family, curve: Curve | None) -> Terms:
     """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
 
     A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
+    It is the mean over all seeds; a verdict is by that of each seed (`Curve.margins`), so that its noise is accounted.
 
     Raises:
         ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with them.
@@ -102,7 +108,7 @@ def in_nats(terms: Terms, family: Family, curve: Curve | None) -> Terms:
     where = f" ({family.words})" if family.words else ""
     if curve is None or len(curve.tokens) < 3 or not curve.reach[0] <= 1 / (1 + share) <= curve.reach[1]:
         raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {_wanted(family, curve, share)}"))
-    nats = float(np.mean(curve.shares(list(curve.losses), 1 / (1 + share))))
+    nats = float(np.mean(list(curve.margins(share).values())))
     if not nats > 0:
         text = f"{100 * share:g}%{where} is no loss in nats: the baseline's loss does not fall from "
         counts = ", ".join(f"{count:,.0f}" for count in curve.tokens)

@@ -37,7 +37,8 @@ def line_of(verdict: Verdict) -> str:
 def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
     grid = verdict.tuned.words if verdict.tuned else ""
-    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), grid, _open(verdict)]
+    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _unpriced(verdict), _identical(verdict)]
+    parts += [grid, _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
@@ -148,6 +149,12 @@ def _missing(verdict: Verdict) -> str:
     lead = f"{_seeds(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
     return f"{lead}, so it is not called lossless by the others" if spared else lead
+
+
+def _unpriced(verdict: Verdict) -> str:
+    seeds = verdict.judged.measured.unpriced_seeds
+    why = "the baseline has no sound runs of other numbers of tokens there, which say what the margin is"
+    return f"{_seeds(seeds)} left out: {why}" if seeds else ""
 
 
 def _identical(verdict: Verdict) -> str:

@@ -18,7 +18,7 @@ def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
     found: dict[int, dict[str, SourceGap]] = {}
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
-        gaps = source_gaps(verdicts, comparison.terms.confidence)
+        gaps = source_gaps(verdicts)
         found |= {id(verdict): gap for verdict, gap in zip(verdicts, gaps, strict=True)}
     return found
 
@@ -79,7 +79,7 @@ def curves_csv(comparison: Comparison) -> str:
     rows: list[dict[str, Any]] = []
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
-        curves = paired_curves(verdicts, comparison.terms.confidence)
+        curves = paired_curves(verdicts)
         for verdict, curve in zip(verdicts, curves, strict=True):
             for step, tokens, gap, low, high in zip(
                 curve.steps, curve.tokens, curve.gap, curve.low, curve.high, strict=True
