@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def interval_confidence(self) -> float:
-        """Of the intervals beside the verdict's own, at its look: of declared looks the one that the look is taken at."""
+        """Of the verdict's own interval and those beside it: of declared looks what that look's are taken at."""
         return self.terms.confidence if self.stage is None else self.stage.levels.intervals
 
     @property

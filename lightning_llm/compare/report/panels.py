@@ -56,8 +56,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class ForestRow:
-    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor, the
-    margin that it was held against, nats."""
+    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor,
+    the margin that it was held against, nats."""
 
     name: str
     setting: str
