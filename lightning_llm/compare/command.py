@@ -3,11 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
@@ -26,6 +26,9 @@ from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
+
+if TYPE_CHECKING:
+    from lightning_llm.compare.report.supplement import Supplement
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -115,16 +118,16 @@ def compare_named(
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
     if comparison.design is None:
-        _record_look(comparison, found.home / "compare")
+        note_look(comparison, found.home / "compare")
     show(comparison)
-    for line in _write(comparison, output or found.home / "compare", log=output is None):
+    for line in write_comparison(comparison, output or found.home / "compare", log=output is None):
         say(line)
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
     return comparison
 
 
-def _record_look(comparison: Comparison, folder: Path) -> None:
+def note_look(comparison: Comparison, folder: Path) -> None:
     """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
     try:
         comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
@@ -185,23 +188,34 @@ def print_table(comparison: Comparison) -> None:
     print_comparison(comparison, console)
 
 
-def _write(comparison: Comparison, folder: Path, *, log: bool) -> list[str]:
+def write_comparison(
+    comparison: Comparison,
+    folder: Path,
+    *,
+    log: bool,
+    supplement: "Supplement | None" = None,
+    place: str = "compare",
+    lines: Mapping[str, str] | None = None,
+) -> list[str]:
     """Write the report to `folder` and, with `log`, the verdicts to MLflow; return what to say of it.
 
-    Where it cannot be written, that is one more of the comparison's problems.
+    Where it cannot be written, that is one more of the comparison's problems. `supplement`: what stands in it beside
+    the verdicts; `place`, `lines`: as `log_verdicts`.
     """
+    from lightning_llm.compare.report.supplement import NOTHING
     from lightning_llm.compare.report.write import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.json").write_text(_json(comparison.as_data()) + "\n", encoding="utf-8")
-        failed = write_report(comparison, folder)
+        data = comparison.as_data() | dict(supplement.data if supplement else {})
+        (folder / "compare.json").write_text(_json(data) + "\n", encoding="utf-8")
+        failed = write_report(comparison, folder, supplement or NOTHING)
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
         comparison.problems.append(Problem("--output", text))
         return []
-    note = log_verdicts(comparison, folder) if log else None
+    note = log_verdicts(comparison, folder, place, lines) if log else None
     lines = [f"note   {each}" for each in failed]
     if (folder / "report.html").is_file():
         lines.append(f"report {folder / 'report.html'}")

@@ -111,7 +111,7 @@ def planned_halving(asked: Asked) -> Halving:
         problems.append(Problem("trainer.validate_every_steps", text))
     if problems:
         raise ConfigError(problems)
-    about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin, "confidence": keys.confidence,
+    about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin_nats, "confidence": keys.confidence,
              "metric": keys.metric, "tail": keys.tail}  # fmt: skip
     whole = define(composed, name, typed, {SEARCH: about})
     return Halving(keys, whole, recipes_of(whole), rungs)
@@ -221,7 +221,7 @@ def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[i
     confidence = 1 - (1 - keys.confidence) / rungs
     found = simultaneous_intervals(losses[judged] - losses[best], confidence)
     for row, place in enumerate(judged):
-        if found.low[row] > keys.margin:
+        if found.low[row] > keys.margin_nats:
             gone[place] = (best, float(found.gap[row]), float(found.low[row]), float(found.high[row]))
     return gone
 
