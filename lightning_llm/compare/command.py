@@ -17,11 +17,12 @@ from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
+from lightning_llm.compare.flags import of_scores, of_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
-from lightning_llm.compare.target import Targets, read_targets
+from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
@@ -37,18 +38,28 @@ def compare(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: as `compare_named`.
     """
-    targets = read_targets(arguments.target)
-    if arguments.time_to_target:
+    scored = arguments.time_to_target
+    problems = of_scores(arguments) if scored else of_verdicts(arguments)
+    targets, best_of = NO_TARGETS, None
+    with gathered(problems):
+        targets = read_targets(arguments.target)
+    asked = AskedTerms(
+        arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
+    )
+    if not scored:
+        with gathered(problems):
+            best_of = best_of_words(arguments.best_of, arguments.choose_by)
+        with gathered(problems):
+            terms_of(asked, None)
+    if problems:
+        raise ConfigError(problems)
+    if scored:
         return _time_to_target(arguments, targets)
-    if arguments.trials is not None:
-        raise ConfigError(Problem("--trials", "says which runs are trials of one study. Give --time-to-target, too."))
     compare_named(
         arguments.runs,
-        AskedTerms(
-            arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
-        ),
+        asked,
         arguments.baseline,
-        best_of_words(arguments.best_of, arguments.choose_by),
+        best_of,
         arguments.output,
         show=_print_data if arguments.json else print_table,
         say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
@@ -60,9 +71,6 @@ def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
     """Print the scores of --time-to-target; return 0. Raises ConfigError."""
     from lightning_llm.compare.benchmark_command import benchmark_named, print_benchmark
 
-    if arguments.best_of or arguments.choose_by or arguments.all_pairs:
-        text = "scores runs, and judges none: leave out --best-of, --choose-by and --all-pairs. See --trials."
-        raise ConfigError(Problem("--time-to-target", text))
     benchmark_named(
         arguments.runs,
         arguments.metric or LOSS,
@@ -104,9 +112,8 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    if asked.all_pairs and (best_of is not None or declared.design is not None):
-        why = "--best-of, whose whole grid it does not look at" if best_of else "declared looks, whose error it lacks"
-        raise ConfigError(Problem("--all-pairs", f"is not for {why}. Leave it out, or compare without these."))
+    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design)):
+        raise ConfigError(Problem("--all-pairs", f"{why}. Leave it out, or compare without these."))
     runs, problems, ended = read_found(found)
     try:
         if best_of is not None:
@@ -125,6 +132,16 @@ def compare_named(
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
     return comparison
+
+
+def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None) -> str:
+    """Return why recipes are not held against each other here; empty where they are."""
+    if best_of is not None:
+        return "is not for --best-of, whose whole grid it does not look at"
+    if design is not None:
+        return "is not for declared looks, whose error it lacks"
+    curve = "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others"
+    return curve if terms.token_margin is not None else ""
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:

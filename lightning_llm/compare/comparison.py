@@ -50,6 +50,8 @@ class Comparison:
     all_pairs: list[PairGap] = field(default_factory=list)
     """Every recipe against every other, where that was asked for."""
     design: Design | None = None
+    ladder: bool = False
+    """Whether a law over sizes and tokens was fitted to it, which its methods then say."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -64,7 +66,12 @@ class Comparison:
     def methods(self) -> Methods:
         """What was done, in words, and what that is taken from."""
         chosen, looks = self.selection, self.looks
-        return methods_of(Study(self.factor, self.terms, self.families, self.verdicts, chosen, looks, self.design))
+        return methods_of(
+            Study(
+                self.factor, self.terms, self.families, self.verdicts, chosen, looks, self.design,
+                bool(self.all_pairs), self.ladder,
+            )
+        )  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds."""

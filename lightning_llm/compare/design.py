@@ -99,6 +99,8 @@ def read_design(about: Any, where: str) -> Design | None:
         return None
     data = about[DESIGN]
     try:
+        if not isinstance(data, Mapping) or not data:
+            raise ValueError("it is damaged: nothing is declared in it")
         rest = {key: value for key, value in data.items() if key != "hash"}
         if hash_of(rest) != data["hash"]:
             raise ValueError("its hash is another's, so it was changed after it was declared")

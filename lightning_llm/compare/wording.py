@@ -116,8 +116,12 @@ def _unlearned(verdict: Verdict) -> str:
     if verdict.judged.measured.unlearned is None:
         return ""
     loss, below = verdict.judged.measured.unlearned
-    text = f"the baseline has not learned: its loss of {loss:.3f} is not below {below:.3f}, which takes no context"
-    return f"{text}; what a recipe loses cannot show. Train for longer"
+    text = (
+        f"the baseline has not learned: at {loss:.3f} it is no better than a model that looks at no context, {below:.3f}"
+        if math.isfinite(below)
+        else "the baseline has not learned"
+    )
+    return f"{text}, so what a recipe loses cannot show. Train for longer"
 
 
 def _failed(verdict: Verdict) -> str:

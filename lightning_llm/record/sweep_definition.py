@@ -169,7 +169,7 @@ def _terms_alone(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Return what is declared for the sweep in `folder`. Raises ConfigError where it was begun with something else."""
-    before = {key: known[key] for key in (DESIGN, SEARCH) if known.get(key)}
+    before = {key: known[key] for key in (DESIGN, SEARCH) if key in known}
     if declared is None or not known:
         return before or dict(declared or {})
     ours, theirs = (json.loads(json.dumps(_terms_alone(each))) for each in (declared, before))
@@ -282,7 +282,7 @@ def read_declared(folder: Path) -> dict[str, Any]:
         known = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
         return {}
-    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and known.get(key)}
+    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and key in known}
 
 
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
@@ -339,6 +339,9 @@ def checked_sweep(about: Any) -> dict[str, Any]:
     words = [job.get("words") for job in jobs]
     if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
         raise ValueError("it is damaged: jobs without words")
+    for key in (DESIGN, SEARCH):
+        if key in about and not (isinstance(about[key], dict) and about[key]):
+            raise ValueError(f"it is damaged: '{key}' holds nothing that was declared")
     return dict(about)
 
 

@@ -120,14 +120,13 @@ def test_a_ladder_needs_rungs(ladder, capsys):
     assert "1 model size (238K), at least 3 are needed" in refusal(capsys, *some, "--ladder")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def undrawn_here(monkeypatch):
     monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
     monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
     monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
 
 
-@pytest.mark.usefixtures("undrawn_here")
 def test_a_margin_in_tokens_is_what_the_baseline_loses_with_so_few(ladder, capsys, tmp_path):
     runs = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_690k")]
     runs = [folder for folder in runs if "bf16" in folder.name or "-8-" in folder.name]
@@ -147,7 +146,6 @@ def test_a_margin_in_tokens_is_what_the_baseline_loses_with_so_few(ladder, capsy
         assert "% more tokens [" in row["line"]
 
 
-@pytest.mark.usefixtures("undrawn_here")
 def test_a_margin_in_tokens_names_the_runs_that_it_needs(ladder, capsys, tmp_path):
     alone = [
         folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_690k") and "-8-" in folder.name
