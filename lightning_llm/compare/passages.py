@@ -96,8 +96,8 @@ PASSAGES = (
         "Verdicts", "the margin is in tokens", lambda study: study.terms.token_margin is not None,
         "A margin of a share m of tokens is what the baseline loses with D / (1 + m) of them, read at each seed off "
         "its own runs at other numbers of tokens, each with its own decay. A recipe is within it where the mean over "
-        "seeds of difference less margin is below zero: the interval has the margin's noise in it, and what it does not "
-        "reject is Fieller's interval for the ratio of gap to slope [@fieller1954].",
+        "seeds of difference less margin is below zero: the interval has the margin's noise in it, and what it does "
+        "not reject is Fieller's interval for the ratio of gap to slope [@fieller1954].",
     ),
     Passage(
         "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from lightning_llm.compare.estimate import Estimate
+from lightning_llm.compare.losses import LEARNED_SHARE
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.seeds import FEWEST_SEEDS
 from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
@@ -116,12 +117,12 @@ def _unlearned(verdict: Verdict) -> str:
     if verdict.judged.measured.unlearned is None:
         return ""
     loss, below = verdict.judged.measured.unlearned
-    text = (
-        f"the baseline has not learned: at {loss:.3f} it is no better than a model that looks at no context, {below:.3f}"
-        if math.isfinite(below)
-        else "the baseline has not learned"
-    )
-    return f"{text}, so what a recipe loses cannot show. Train for longer"
+    text = "the baseline has not learned"
+    if math.isfinite(below):
+        entropy = any(pair.baseline.figure("validation_unigram_nats") == below for pair in verdict.pairs)
+        source = "the frequencies of the tokens alone give" if entropy else f"{LEARNED_SHARE:g} ln(vocabulary) is"
+        text += f": it ends at {loss:.3f} nats, where {source} {below:.3f}"
+    return f"{text}. What a recipe loses cannot show: train for longer"
 
 
 def _failed(verdict: Verdict) -> str:

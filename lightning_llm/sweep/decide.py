@@ -20,7 +20,6 @@ from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.token_curve import unplanned
 from lightning_llm.compare.wording import line_of
-from lightning_llm.config.commands import command
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
@@ -32,7 +31,7 @@ from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Type
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
 Definition = Callable[[], Sweep]
@@ -76,7 +75,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
                 break
     begun = begun or _with_started(whole, ())
     code = close(replace(whole, jobs=begun), outcomes, relay.received)
-    print(f"       the verdict: {command('compare', str(whole.folder))}")
+    print_where_to_judge(whole)
     return code
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from lightning_llm.compare.losses import tail_of
 from lightning_llm.compare.statistics import simultaneous_intervals
-from lightning_llm.config.commands import command
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
@@ -30,7 +29,7 @@ from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, ki
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.watch import watched
@@ -147,7 +146,7 @@ def halve(asked: Asked) -> int:
                 write_results(halving.whole.folder, _rows(halving), halving.ended)
     write_results(halving.whole.folder, _rows(halving), halving.ended)
     code = close(halving.whole, outcomes, relay.received, set(halving.ended))
-    print(f"       the verdict: {command('compare', str(halving.whole.folder))}")
+    print_where_to_judge(halving.whole)
     return code
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.config.commands import command
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
@@ -20,7 +19,7 @@ from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, ki
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
@@ -305,4 +304,4 @@ def _print_best(study: "Study", whole: Sweep) -> None:
     )
     for each in whole_trials[:3]:
         print(f"best   trial {each.number}: gap {each.value:+.4f} to the baseline, {' '.join(words_of(each.params))}")
-    print(f"       the verdict: {command('compare', str(whole.folder))}")
+    print_where_to_judge(whole)
