@@ -6,6 +6,7 @@ import pytest
 from run_folders import make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
+from lightning_llm.compare.looks import Look, record_look
 
 
 @pytest.mark.parametrize(
@@ -42,27 +43,27 @@ LOOK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"margin": "x"},
-        {"margin": None},
-        {"verdicts": ["lossless"]},
-        {"pairs": {"mxfp8": "3"}},
-        {"at": 3},
-        {"tail": True},
-    ],
-    ids=str,
-)
-def test_looks_that_are_damaged_cost_a_line_and_no_report(wrong, sweep, capsys):
+WRONG = [
+    {"margin": "x"}, {"margin": None}, {"verdicts": ["lossless"]}, {"pairs": {"mxfp8": "3"}}, {"at": 3}, {"tail": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_looks_that_are_damaged_are_refused(wrong, tmp_path):
+    (tmp_path / "looks.json").write_text(json.dumps({"looks": [LOOK | wrong]}))
+    with pytest.raises(ValueError, match=r"looks.json is damaged: a look has no sound .*Restore it"):
+        record_look(Look(**LOOK), tmp_path)
+
+
+def test_looks_that_are_damaged_cost_a_line_and_no_report(sweep, capsys):
     file = sweep / "compare" / "looks.json"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps({"looks": [LOOK | wrong]}))
+    file.write_text(json.dumps({"looks": [LOOK | {"verdicts": 3}]}))
     found = verdicts(capsys, sweep)
-    assert any("looks.json is damaged: a look has no sound" in note for note in found["notes"])
+    assert any("looks.json is damaged: a look has no sound verdicts" in note for note in found["notes"])
     assert (file.parent / "report.html").is_file()
     assert "could not be made" not in found["stderr"]
-    assert json.loads(file.read_text()) == {"looks": [LOOK | wrong]}  # left for its owner
+    assert json.loads(file.read_text()) == {"looks": [LOOK | {"verdicts": 3}]}  # left for its owner
     file.unlink()
 
 
