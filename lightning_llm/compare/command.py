@@ -233,10 +233,10 @@ def write_comparison(
         comparison.problems.append(Problem("--output", text))
         return []
     note = log_verdicts(comparison, folder, place, lines) if log else None
-    lines = [f"note   {each}" for each in failed]
+    said = [f"note   {each}" for each in failed]
     if (folder / "report.html").is_file():
-        lines.append(f"report {folder / 'report.html'}")
-    return [*lines, *([note] if note else [])]
+        said.append(f"report {folder / 'report.html'}")
+    return [*said, *([note] if note else [])]
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -39,8 +39,8 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
     chosen = np.array([values.index(arm.value) for arm in arms])
     margin = terms.margin
     if terms.token_margin is not None:  # of each seed its own, whose noise is then that of the differences
-        own = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
-        losses[1:] -= np.array([own.get(seed, math.nan) for seed in seeds])
+        margins = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
+        losses[1:] -= np.array([margins.get(seed, math.nan) for seed in seeds])
         margin = 0.0
     bounds = grid_bounds(_settled(losses, chosen), chosen, terms.confidence)
     lossy, lossless = bounds.lossy(margin), bounds.lossless(margin)

@@ -84,7 +84,7 @@ def record_look(look: Look, folder: Path) -> list[Look]:
 def _read(each: Any) -> Look:
     """Return one look as it was written. Raises TypeError or ValueError where it is none."""
     look = Look(**each)
-    numbers = {"confidence": look.confidence, "tail": look.tail}
+    numbers: dict[str, Any] = {"confidence": look.confidence, "tail": look.tail}
     numbers |= {"token_margin": look.token_margin} if look.margin is None else {"margin": look.margin}
     wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)]
     wrong += [key for key in ("at", "seen", "metric") if not isinstance(getattr(look, key), str)]

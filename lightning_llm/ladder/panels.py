@@ -1,7 +1,8 @@
 """Pictures of a ladder as plain data: what a recipe costs in tokens, over tokens or over sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -84,13 +85,13 @@ def panels_of(report: Report, fit: Fit, recipe: str, axis: Axis, predictions: Se
         )
         for other in others
     )
-    predicted = tuple(
-        Predicted(
-            claim[axis.name], claim["more_tokens"], *claim["more_tokens_interval"], _words(claim[axis.other], axis)
-        )
-        for claim in claims
-    )
+    predicted = tuple(_predicted(claim, axis) for claim in claims)
     return Panel(recipe, axis, lines, predicted)
+
+
+def _predicted(claim: Mapping[str, Any], axis: Axis) -> Predicted:
+    low, high = claim["more_tokens_interval"]
+    return Predicted(claim[axis.name], claim["more_tokens"], low, high, _words(claim[axis.other], axis))
 
 
 def _words(other: int, axis: Axis) -> str:
@@ -101,12 +102,15 @@ def _line(
     report: Report, fit: Fit, recipe: str, axis: Axis, other: int, rungs: Sequence[Rung], fitted_xs: Array
 ) -> Line:
     places = [(round(x), other) if axis.name == "parameters" else (other, round(x)) for x in fitted_xs]
-    effects = [effect_at(fit, recipe, *place, report.confidence) for place in places]
+    effects = [effect_at(fit, recipe, parameters, tokens, report.confidence) for parameters, tokens in places]
     measured = np.array([_measured(fit, rung, recipe, report.confidence) for rung in rungs]).reshape(-1, 3)
+    costs, lows, highs = measured.T
     return Line(
         _words(other, axis),
         np.array([float(getattr(rung, axis.name)) for rung in rungs]),
-        *measured.T,
+        costs,
+        lows,
+        highs,
         fitted_xs,
         np.array([each.more_tokens for each in effects]),
         np.array([each.low for each in effects]),
