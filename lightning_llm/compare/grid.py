@@ -39,8 +39,7 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
     chosen = np.array([values.index(arm.value) for arm in arms])
     margin = terms.margin
     if terms.token_margin is not None:  # of each seed its own, whose noise is then that of the differences
-        margins = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
-        losses[1:] -= np.array([margins.get(seed, math.nan) for seed in seeds])
+        losses[1:] -= _margins(verdicts, seeds)
         margin = 0.0
     bounds = grid_bounds(_settled(losses, chosen), chosen, terms.confidence)
     lossy, lossless = bounds.lossy(margin), bounds.lossless(margin)
@@ -67,6 +66,12 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
         judged = replace(verdict.judged, decision="inconclusive") if withheld else verdict.judged
         found.append(replace(verdict, judged=judged, tuned=tuned))
     return found
+
+
+def _margins(verdicts: Sequence[Verdict], seeds: Sequence[int]) -> Array:
+    """Return a margin in tokens at each of `seeds`, [S] in nats, NaN where it is not known."""
+    known = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
+    return np.array([known.get(seed, math.nan) for seed in seeds])
 
 
 def _loss(run: Run, tail: Tail) -> float:

@@ -18,7 +18,8 @@ COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "token
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, the verdict lines, the command that would decide more, and the notes."""
     terms, factor = comparison.terms, comparison.factor
-    level = f"{100 * terms.confidence:g} % simultaneous intervals"
+    kind = "repeated" if comparison.design else "simultaneous"
+    level = f"{100 * terms.confidence:g} % {kind} intervals"
     console.print(
         Text(f"{factor.name} against {factor.baseline_label}", style="bold"),
         Text(f"{terms.metric}, margin {terms.margin_and_unit}, {level}"),

@@ -113,12 +113,12 @@ def ladder_named(
         if asked.predict is not None:
             report.predictions = predict(report, report.fit, asked.predict, here, file)
     show(report)
-    if report.predictions:
-        say(f"predictions {file}")
+    lines = [f"predictions {file}"] if report.predictions else []
     if report.fit is not None:
         note_look(comparison, found.home / "compare")
-        for line in _write(comparison, report, file, asked.output or found.home / FOLDER, log=asked.output is None):
-            say(line)
+        lines += _write(comparison, report, file, asked.output or found.home / FOLDER, log=asked.output is None)
+    for line in lines:
+        say(line)
     if report.problems:
         raise ConfigError(report.problems)
     return report

@@ -75,7 +75,10 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and validation: the gap there and its interval, empty where there is none."""
+    """Return one line per verdict and validation: the gap there and its interval, empty where there is none.
+
+    `confidence`: of that interval; of declared looks that of the one the recipe was judged at.
+    """
     rows: list[dict[str, Any]] = []
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
@@ -86,9 +89,10 @@ def curves_csv(comparison: Comparison) -> str:
             ):
                 rows.append(
                     {"recipe": verdict.name, "setting": family.words, "step": step, "tokens": tokens,
-                     "gap": finite(gap), "ci_low": finite(low), "ci_high": finite(high), "pairs": curve.pairs}
+                     "gap": finite(gap), "ci_low": finite(low), "ci_high": finite(high), "pairs": curve.pairs,
+                     "confidence": curve.confidence}
                 )  # fmt: skip
-    names = ["recipe", "setting", "step", "tokens", "gap", "ci_low", "ci_high", "pairs"]
+    names = ["recipe", "setting", "step", "tokens", "gap", "ci_low", "ci_high", "pairs", "confidence"]
     return _csv(rows, names)
 
 
