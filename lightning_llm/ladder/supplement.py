@@ -18,6 +18,7 @@ from lightning_llm.ladder.report import Report, measured_gap
 from lightning_llm.ladder.wording import gap_line, law_line, share
 
 HEADING = "The ladder: what a recipe costs in tokens"
+IN_FIGURES = "The ladder, rung by rung"
 
 
 def supplement_of(report: Report, predictions: Sequence[Prediction]) -> Supplement:
@@ -48,7 +49,7 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
         + " ".join(f"{gap_line(name, gap)}." for name, gap in fit.gaps.items())
     )
     columns = ("recipe", "parameters", "tokens", "tokens per parameter", "measured gap", "fitted", "costs")
-    return Table("ladder", HEADING, caption, columns, tuple(rows), tuple(figures))
+    return Table("ladder", IN_FIGURES, caption, columns, tuple(rows), tuple(figures))
 
 
 def _place(parameters: int, tokens: int) -> tuple[str, str, str]:

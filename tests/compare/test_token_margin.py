@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_llm.compare.design import declare
 from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.compare.estimate import Measured, Terms, judge_all
+from lightning_llm.compare.sequential import replay
+from lightning_llm.config.schema.sweep import SweepConfig
 
 E, B, BETA = 1.5, 300.0, 0.45
 AT = 66_000.0
@@ -85,3 +88,31 @@ def test_a_seed_without_the_baselines_other_runs_has_no_margin_and_takes_no_part
     (found,) = judge_all([measured], None, Terms(np.nan, token_margin=0.05))
     assert (found.estimate, found.loss) == (whole.estimate, whole.loss)
     assert found.measured.seeds == [0, 1, 2, 3]
+
+
+def errors_at_looks(looks: tuple[int, ...], trials: int, share: float = 0.1) -> tuple[float, float]:
+    """Return how often a recipe at just the margin is called lossless, or lossy, at any look, stopping at the first."""
+    rng = np.random.default_rng(7)
+    terms = Terms(np.nan, token_margin=share)
+    design = declare(looks, tuple(range(looks[-1])), terms, "linear", 1, None)
+    found = []
+    for _ in range(trials):
+        curve, losses = drawn(rng, looks[-1], share, 0.02, pair_sd=0.001)
+
+        def measured(label, seeds, curve=curve, losses=losses):
+            own = curve.within(seeds)
+            differences = {seed: losses[seed] - curve.losses[seed][1] for seed in seeds}
+            return Measured(label, differences=differences, margins=own.margins(share))
+
+        ((judged_last, _),) = replay(["0"], lambda *_: True, measured, lambda _: None, design).values()
+        found.append((judged_last.decision == "lossless", judged_last.decision == "lossy"))
+    return tuple(np.mean(found, axis=0))
+
+
+def test_at_declared_looks_it_errs_no_more():
+    assert max(errors_at_looks((3, 4, 5), 200)) <= 0.025 + 3.1 * (0.025 * 0.975 / 200) ** 0.5
+
+
+@pytest.mark.full
+def test_at_all_looks_it_errs_no_more():
+    assert max(errors_at_looks(SweepConfig().looks, 2000)) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5

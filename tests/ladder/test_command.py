@@ -15,6 +15,7 @@ from run_folders import STEP_TOKENS, make_run, refusal, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.report import pictures, write
+from lightning_llm.ladder import command
 
 SIZES = {"ladder_240k": 237_888, "ladder_690k": 688_768, "ladder_1m": 1_115_264}
 STEPS = (4, 8, 16)
@@ -118,6 +119,12 @@ def test_words_that_say_nothing_are_refused(words, said, ladder, capsys):
 def test_a_ladder_needs_rungs(ladder, capsys):
     some = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_240k")]
     assert "1 model size (238K), at least 3 are needed" in refusal(capsys, *some, "--ladder")
+
+
+@pytest.fixture(autouse=True)
+def unwritten(monkeypatch):
+    """Leave the report out, which test_report.py looks at."""
+    monkeypatch.setattr(command, "_write", lambda *_, **__: [])
 
 
 @pytest.fixture(autouse=True)

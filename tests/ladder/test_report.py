@@ -52,13 +52,32 @@ def said(capsys, *words, expect=0):
     return "".join(capsys.readouterr())
 
 
-def test_the_issues_own_command_and_then_its_grade(ladder, at_home, capsys):
+def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_form(ladder, at_home, capsys):
     told = said(capsys, "--ladder", "--predict", *PLACE)
     assert "% more tokens [" in told
     assert "at 2.16M / 32.8K (llama_tiny), not shown to grow with tokens per parameter (p = " in told
     assert f"predictions {ladder}/compare/predictions.jsonl" in told
     assert f"report {ladder}/compare/ladder/report.html" in told
     assert "not run yet" in said(capsys, "--grade")
+    folder = ladder / "compare" / "ladder"
+    rows = list(csv.DictReader((folder / "ladder.csv").open()))
+    assert [row["kind"][:9] for row in rows] == ["measured"] * 9 + ["predicted"]
+    data = json.loads((folder / "compare.json").read_text())["ladder"]
+    for row, rung in zip(rows, data["recipes"][0]["rungs"], strict=False):
+        assert float(row["measured_gap"]) == pytest.approx(rung["measured_gap"])
+        assert [float(row["more_tokens_low"]), float(row["more_tokens_high"])] == pytest.approx(rung["more_tokens_ci"])
+    (made,) = read_ledger(ladder / "compare" / "predictions.jsonl")
+    assert float(rows[-1]["more_tokens"]) == pytest.approx(made.claim["more_tokens"])
+    assert (folder / "ladder.tex").read_text().startswith("\\begin{tabular}{lrrrrrr}")
+    assert "\\input{ladder}" in (folder / "report.tex").read_text()
+    assert "hoffmann2022" in (folder / "references.bib").read_text()
+    page = (folder / "report.html").read_text()
+    assert "<h2>The ladder: what a recipe costs in tokens</h2>" in page
+    assert "<h2>The ladder, rung by rung</h2>" in page
+    assert "<strong>Ladder.</strong> The baseline" in page
+    assert "mxfp4_sr, predicted" in page
+    assert (folder / "figure-ladder-0-tokens.svg").is_file()
+    assert len(json.loads((ladder / "compare" / "looks.json").read_text())["looks"]) == 1  # its verdicts were seen
 
 
 @pytest.mark.parametrize(
@@ -84,28 +103,6 @@ def test_without_a_ladder_or_a_prediction_one_line_says_what_to_do(at_home, monk
     assert "0 of 0" not in told
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
     assert "is a ladder, of 3 model sizes and 3 token counts. Name its folder, or" in said(capsys, "--ladder", expect=2)
-
-
-def test_the_report_has_the_ladder_in_every_form(ladder, capsys):
-    said(capsys, ladder, "--ladder", "--predict", *PLACE, "--output", ladder.parent / "report")
-    folder = ladder.parent / "report"
-    rows = list(csv.DictReader((folder / "ladder.csv").open()))
-    assert [row["kind"][:9] for row in rows] == ["measured"] * 9 + ["predicted"]
-    data = json.loads((folder / "compare.json").read_text())["ladder"]
-    for row, rung in zip(rows, data["recipes"][0]["rungs"], strict=False):
-        assert float(row["measured_gap"]) == pytest.approx(rung["measured_gap"])
-        assert [float(row["more_tokens_low"]), float(row["more_tokens_high"])] == pytest.approx(rung["more_tokens_ci"])
-    (made,) = read_ledger(ladder / "compare" / "predictions.jsonl")
-    assert float(rows[-1]["more_tokens"]) == pytest.approx(made.claim["more_tokens"])
-    assert (folder / "ladder.tex").read_text().startswith("\\begin{tabular}{lrrrrrr}")
-    assert "\\input{ladder}" in (folder / "report.tex").read_text()
-    assert "hoffmann2022" in (folder / "references.bib").read_text()
-    page = (folder / "report.html").read_text()
-    assert page.count("The ladder: what a recipe costs in tokens</h2>") == 2  # its pictures, and its table
-    assert "<strong>Ladder.</strong> The baseline" in page
-    assert "mxfp4_sr, predicted" in page
-    assert (folder / "figure-ladder-0-tokens.svg").is_file()
-    assert len(json.loads((ladder / "compare" / "looks.json").read_text())["looks"]) == 1  # its verdicts were seen
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,8 @@ def _broken(blocks: Sequence[Block]) -> list[list[Block]]:
 def _terms(comparison: Comparison) -> str:
     terms = comparison.terms
     metric = f" of {terms.metric}" if "nats" in terms.margin_and_unit else ""
-    margin = f"Margin {terms.margin_and_unit}{metric}, {100 * terms.confidence:g} % intervals."
+    repeated = " repeated" if comparison.design else ""
+    margin = f"Margin {terms.margin_and_unit}{metric}, {100 * terms.confidence:g} %{repeated} intervals."
     return f"{sentence(comparison)} {margin}"
 
 

@@ -127,7 +127,8 @@ def verdicts_latex(comparison: Comparison) -> str:
     terms, first = comparison.terms, comparison.verdicts[0]
     caption = (
         f"% {first.name} and others at {short(first.parameters)} parameters, {short(first.tokens)} tokens: "
-        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % simultaneous intervals"
+        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % "
+        f"{'repeated' if comparison.design else 'simultaneous'} intervals"
     )
     head = ["recipe", "loss", "gap", "interval", "pairs", "failed", "speed", "verdict"]
     table = [r"\begin{tabular}{lrrrrrrp{3.6cm}}", r"\toprule", latex_row(head), r"\midrule", *lines, r"\bottomrule"]
