@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,8 @@ OF_TOKENS = ("trainer.max_steps", "schedule.", "optim.learning_rate", "data.glob
 """What a run of more or fewer tokens may have otherwise and still be the baseline: its length and decay, and the rate
 and batch that go with them."""
 OTHERWISE = (*ROUNDING, *OF_TOKENS)
+SAME_TOKENS = 0.02
+"""Two numbers of tokens are one, to this share: steps are whole."""
 MOST_FACTOR = 4.5
 """Of tokens, between the judged runs and the next of the baseline: further apart the curve between them is a guess."""
 
@@ -38,11 +39,11 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
         return None
     at = next(iter(own.values()))[0]
     others: dict[int, dict[int, float]] = {}
-    lengths: dict[int, set[Any]] = {}
+    lengths: dict[int, list[int]] = {}
     of_baseline = [run for run in runs if factor.level(run) == factor.baseline]
     for pair in pairs.values():
         alike = [run for run in of_baseline if _is_longer_or_shorter(run, pair, terms)]
-        lengths[pair.baseline.seed] = {run.config.get("trainer.max_steps") for run in alike}
+        lengths[pair.baseline.seed] = [_planned_tokens(run) for run in alike]
         # The last stays: of several of one length the one that differs least.
         sound = [run for run in alike if _sound(run, terms)]
         for run in sorted(sound, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
@@ -55,7 +56,11 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
     tables = {**{tokens: others[tokens] for tokens in counts}, at: {seed: loss for seed, (_, loss) in own.items()}}
     seeds = set.intersection(*(set(table) for table in tables.values()))
     losses = {seed: np.array([tables[tokens][seed] for tokens in nodes]) for seed in sorted(seeds)}
-    settled = frozenset(seed for seed, found in lengths.items() if len(found) == max(map(len, lengths.values())))
+    settled = frozenset(
+        seed
+        for seed, found in lengths.items()
+        if all(any(abs(each - count) <= SAME_TOKENS * count for each in found) for count in counts)
+    )
     return Curve(tuple(map(float, nodes)), losses, float(at), settled) if losses else None
 
 
@@ -154,9 +159,14 @@ def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[i
 
 
 def _planned_tokens(run: Run) -> int:
-    """Return the tokens that a run has seen at its end, by its config."""
-    sizes = ("trainer.max_steps", "data.global_batch_size", "data.sequence_length")
-    return math.prod(int(run.config[key]) for key in sizes)
+    """Return the tokens that a run sees until its last step; one that diverged, or is yet to run, has not got there."""
+    steps = int(run.config.get("trainer.max_steps") or run.last_step)
+    if run.tokens:
+        seen = max(run.tokens)
+        return round(run.tokens[seen] / seen * steps)
+    return steps * math.prod(
+        int(run.config.get(f"data.{key}") or 0) for key in ("global_batch_size", "sequence_length")
+    )
 
 
 def _wanted(family: Family, curve: Curve | None, share: float) -> str:

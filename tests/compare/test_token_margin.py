@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from run_folders import curve, make_run
 
+from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.design import declare
 from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.compare.estimate import Measured, Terms, judge_all
 from lightning_llm.compare.sequential import replay
+from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.record.reading import read_run
 
 E, B, BETA = 1.5, 300.0, 0.45
 AT = 66_000.0
@@ -116,3 +120,29 @@ def test_at_declared_looks_it_errs_no_more():
 @pytest.mark.full
 def test_at_all_looks_it_errs_no_more():
     assert max(errors_at_looks(SweepConfig().looks, 2000)) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5
+
+
+def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverged(tmp_path):
+    terms = Terms(np.nan, token_margin=0.5, tail_share=0.0)
+    design = declare((3, 4, 5), tuple(range(5)), terms, "linear", 1, None)
+    for seed in range(5):
+        for name, steps in (("bf16", 50), ("bf16", 100), ("bf16", 200), ("mxfp8", 100)):
+            lost = seed == 1 and steps == 200
+            losses = {step: curve(step) + 0.1 * seed for step in range(10, steps + 1, 10)}
+            losses |= {steps: float("nan")} if lost else {}
+            words = (f"precision={name}", f"seed={seed}")
+            gap = 1e-4 * (name == "mxfp8") * (1 + seed)
+            make_run(tmp_path / f"{name}-{steps}-{seed}", *words, losses={s: v + gap for s, v in losses.items()})
+    runs = [read_run(each) for each in sorted(tmp_path.iterdir())]
+
+    def judged_at(kept):
+        (found,) = compare_runs(kept, terms, design=design).verdicts
+        return found
+
+    whole = judged_at(runs)
+    assert (whole.stage.look.number, whole.decision) == (1, "lossless")
+    assert whole.judged.measured.unpriced_seeds == [1]
+    assert whole.judged.estimate.pairs == 2
+    assert "seed 1 left out: the baseline has no sound runs of other numbers of tokens there" in line_of(whole)
+    waits = judged_at([run for run in runs if run.folder.name != "bf16-200-2"])
+    assert (waits.stage.look, waits.decision) == (None, "inconclusive")
