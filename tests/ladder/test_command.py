@@ -123,7 +123,7 @@ def test_a_ladder_needs_rungs(ladder, capsys):
 
 @pytest.fixture(autouse=True)
 def unwritten(monkeypatch):
-    """Leave the report out, which test_report.py looks at."""
+    """Leave the report out, which test_ladder_report.py looks at."""
     monkeypatch.setattr(command, "_write", lambda *_, **__: [])
 
 
