@@ -41,7 +41,7 @@ def number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def row_of(verdict: dict[str, Any]) -> ForestRow:
+def row_of(verdict: dict[str, Any], terms: Terms) -> ForestRow:
     """Return the row of a verdict."""
     seeds = {each["seed"]: each["gap"] for each in verdict["differences"]}
     clean = verdict["controlled"] and not verdict["may_not_have_acted"]
@@ -55,26 +55,27 @@ def row_of(verdict: dict[str, Any]) -> ForestRow:
         outliers={seed: gap for seed, gap in seeds.items() if seed in verdict["outlier_seeds"]},
         diverged_seeds=(*verdict["diverged_seeds"], *verdict["baseline_diverged_seeds"]),
         floor=verdict["aa_floor"],
+        margin=terms.margin,
     )
 
 
-def panel_of(verdict: dict[str, Any]) -> CurvePanel:
+def panel_of(verdict: dict[str, Any], terms: Terms) -> CurvePanel:
     """Return the panel of a verdict's curve."""
-    row, curve = row_of(verdict), verdict["curve"]
+    row, curve = row_of(verdict, terms), verdict["curve"]
     gap, low, high = (tuple(map(number, curve[key])) for key in ("gap", "low", "high"))
-    found = Curve(tuple(curve["steps"]), tuple(curve["tokens"]), gap, low, high, len(row.seeds))
-    return CurvePanel(row.name, row.decision, found, (), row.floor)
+    found = Curve(tuple(curve["steps"]), tuple(curve["tokens"]), gap, low, high, len(row.seeds), terms.confidence)
+    return CurvePanel(row.name, row.decision, found, (), row.floor, row.margin)
 
 
 def draw(found: dict[str, Any]) -> str:
     """Return the picture as SVG text: the gaps, and below them each recipe's difference along the run."""
     terms = Terms(margin=found["margin"], metric=found["metric"], confidence=found["confidence"])
     frame = Frame(found["baseline"], terms.margin, terms.unit, terms.metric, terms.confidence, terms.margin_words)
-    panels = [panel_of(verdict) for verdict in found["verdicts"]]
+    panels = [panel_of(verdict, terms) for verdict in found["verdicts"]]
     with drawing_style():
         figure = Figure(figsize=(9.6, 1.4 + 0.34 * len(panels) + 2.3), layout="constrained")
         above, below = figure.subfigures(2, 1, height_ratios=[1.4 + 0.34 * len(panels), 2.3])
-        draw_forest(above.subplots(), [row_of(verdict) for verdict in found["verdicts"]], frame)
+        draw_forest(above.subplots(), [row_of(verdict, terms) for verdict in found["verdicts"]], frame)
         draw_curves(below, panels, frame)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from lightning_llm.compare.methods import plain
 from lightning_llm.compare.passages import PASSAGES
 from lightning_llm.compare.power import power, seeds_needed
-from lightning_llm.compare.references import STATISTICS
+from lightning_llm.compare.references import LADDER, STATISTICS
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import Group
 from lightning_llm.config.schema.precision import CastConfig, LossScalingConfig, PrecisionConfig, slots_of
@@ -284,10 +284,10 @@ def methods() -> str:
     """Return the passages of a report's methods, each with when it is there, and the entries that they cite."""
     passages = [
         f"**{passage.heading}**{'' if passage.words == 'always' else f', where {passage.words}'}: "
-        f"{plain(passage.text, STATISTICS)}"
+        f"{plain(passage.text, (*STATISTICS, *LADDER))}"
         for passage in PASSAGES
     ]
-    entries = " ".join(f"{reference.text.removesuffix('.')}." for reference in STATISTICS)
+    entries = " ".join(f"{reference.text.removesuffix('.')}." for reference in (*STATISTICS, *LADDER))
     return "".join(_item("-", text) for text in [*passages, f"**References**: {entries}"])
 
 

@@ -3,11 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
@@ -17,15 +17,19 @@ from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
+from lightning_llm.compare.flags import of_scores, of_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
-from lightning_llm.compare.target import Targets, read_targets
+from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
+
+if TYPE_CHECKING:
+    from lightning_llm.compare.report.supplement import Supplement
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -34,18 +38,28 @@ def compare(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: as `compare_named`.
     """
-    targets = read_targets(arguments.target)
-    if arguments.time_to_target:
+    scored = arguments.time_to_target
+    problems = of_scores(arguments) if scored else of_verdicts(arguments)
+    targets, best_of = NO_TARGETS, None
+    with gathered(problems):
+        targets = read_targets(arguments.target)
+    asked = AskedTerms(
+        arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
+    )
+    if not scored:
+        with gathered(problems):
+            best_of = best_of_words(arguments.best_of, arguments.choose_by)
+        with gathered(problems):
+            terms_of(asked, None)
+    if problems:
+        raise ConfigError(problems)
+    if scored:
         return _time_to_target(arguments, targets)
-    if arguments.trials is not None:
-        raise ConfigError(Problem("--trials", "says which runs are trials of one study. Give --time-to-target, too."))
     compare_named(
         arguments.runs,
-        AskedTerms(
-            arguments.margin, arguments.confidence, arguments.metric, arguments.tail, targets, arguments.all_pairs
-        ),
+        asked,
         arguments.baseline,
-        best_of_words(arguments.best_of, arguments.choose_by),
+        best_of,
         arguments.output,
         show=_print_data if arguments.json else print_table,
         say=partial(print, file=sys.stderr if arguments.json else sys.stdout),
@@ -57,9 +71,6 @@ def _time_to_target(arguments: argparse.Namespace, targets: Targets) -> int:
     """Print the scores of --time-to-target; return 0. Raises ConfigError."""
     from lightning_llm.compare.benchmark_command import benchmark_named, print_benchmark
 
-    if arguments.best_of or arguments.choose_by or arguments.all_pairs:
-        text = "scores runs, and judges none: leave out --best-of, --choose-by and --all-pairs. See --trials."
-        raise ConfigError(Problem("--time-to-target", text))
     benchmark_named(
         arguments.runs,
         arguments.metric or LOSS,
@@ -101,9 +112,8 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    if asked.all_pairs and (best_of is not None or declared.design is not None):
-        why = "--best-of, whose whole grid it does not look at" if best_of else "declared looks, whose error it lacks"
-        raise ConfigError(Problem("--all-pairs", f"is not for {why}. Leave it out, or compare without these."))
+    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design)):
+        raise ConfigError(Problem("--all-pairs", f"{why}. Leave it out, or compare without these."))
     runs, problems, ended = read_found(found)
     try:
         if best_of is not None:
@@ -115,16 +125,26 @@ def compare_named(
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
     if comparison.design is None:
-        _record_look(comparison, found.home / "compare")
+        note_look(comparison, found.home / "compare")
     show(comparison)
-    for line in _write(comparison, output or found.home / "compare", log=output is None):
+    for line in write_comparison(comparison, output or found.home / "compare", log=output is None):
         say(line)
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
     return comparison
 
 
-def _record_look(comparison: Comparison, folder: Path) -> None:
+def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None) -> str:
+    """Return why recipes are not held against each other here; empty where they are."""
+    if best_of is not None:
+        return "is not for --best-of, whose whole grid it does not look at"
+    if design is not None:
+        return "is not for declared looks, whose error it lacks"
+    curve = "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others"
+    return curve if terms.token_margin is not None else ""
+
+
+def note_look(comparison: Comparison, folder: Path) -> None:
     """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
     try:
         comparison.looks = record_look(look_at(comparison.verdicts, comparison.terms), folder)
@@ -185,27 +205,38 @@ def print_table(comparison: Comparison) -> None:
     print_comparison(comparison, console)
 
 
-def _write(comparison: Comparison, folder: Path, *, log: bool) -> list[str]:
+def write_comparison(
+    comparison: Comparison,
+    folder: Path,
+    *,
+    log: bool,
+    supplement: "Supplement | None" = None,
+    place: str = "compare",
+    lines: Mapping[str, str] | None = None,
+) -> list[str]:
     """Write the report to `folder` and, with `log`, the verdicts to MLflow; return what to say of it.
 
-    Where it cannot be written, that is one more of the comparison's problems.
+    Where it cannot be written, that is one more of the comparison's problems. `supplement`: what stands in it beside
+    the verdicts; `place`, `lines`: as `log_verdicts`.
     """
+    from lightning_llm.compare.report.supplement import NOTHING
     from lightning_llm.compare.report.write import write_report
     from lightning_llm.compare.tracking import log_verdicts
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.json").write_text(_json(comparison.as_data()) + "\n", encoding="utf-8")
-        failed = write_report(comparison, folder)
+        data = comparison.as_data() | dict(supplement.data if supplement else {})
+        (folder / "compare.json").write_text(_json(data) + "\n", encoding="utf-8")
+        failed = write_report(comparison, folder, supplement or NOTHING)
     except OSError as error:
         text = f"the report cannot be written to {folder} ({error.strerror}). Name another folder."
         comparison.problems.append(Problem("--output", text))
         return []
-    note = log_verdicts(comparison, folder) if log else None
-    lines = [f"note   {each}" for each in failed]
+    note = log_verdicts(comparison, folder, place, lines) if log else None
+    said = [f"note   {each}" for each in failed]
     if (folder / "report.html").is_file():
-        lines.append(f"report {folder / 'report.html'}")
-    return [*lines, *([note] if note else [])]
+        said.append(f"report {folder / 'report.html'}")
+    return [*said, *([note] if note else [])]
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -51,6 +51,8 @@ class Comparison:
     all_pairs: list[PairGap] = field(default_factory=list)
     """Every recipe against every other, where that was asked for."""
     design: Design | None = None
+    ladder: bool = False
+    """Whether a law over sizes and tokens was fitted to it, which its methods then say."""
 
     @property
     def baselines(self) -> list[Baseline]:
@@ -65,7 +67,12 @@ class Comparison:
     def methods(self) -> Methods:
         """What was done, in words, and what that is taken from."""
         chosen, looks = self.selection, self.looks
-        return methods_of(Study(self.factor, self.terms, self.families, self.verdicts, chosen, looks, self.design))
+        return methods_of(
+            Study(
+                self.factor, self.terms, self.families, self.verdicts, chosen, looks, self.design,
+                bool(self.all_pairs), self.ladder,
+            )
+        )  # fmt: skip
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` holds."""
@@ -73,9 +80,7 @@ class Comparison:
         curves = {
             id(verdict): curve.as_data()
             for family in self.families
-            for verdict, curve in zip(
-                self.verdicts_of(family), paired_curves(self.verdicts_of(family), self.terms.confidence), strict=True
-            )
+            for verdict, curve in zip(self.verdicts_of(family), paired_curves(self.verdicts_of(family)), strict=True)
         }
         return {
             "factor": self.factor.name,

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_llm.compare.boundary import Spending, boundary, increments
 from lightning_llm.compare.estimate import LookLevels, Terms
+from lightning_llm.config.margin import read_margin
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.sweep_file import DESIGN
 
@@ -49,7 +50,7 @@ class Design:
         about: dict[str, Any] = {
             "looks": [look.seeds for look in self.looks],
             "spending": self.spending,
-            "margin": self.terms.margin,
+            "margin": self.terms.margin if self.terms.token_margin is None else f"{100 * self.terms.token_margin:g}%",
             "confidence": self.terms.confidence,
             "metric": self.terms.metric,
             "tail": self.terms.tail_share,
@@ -67,7 +68,7 @@ class Design:
     def words(self) -> str:
         """The looks in a few words, for plans and notes."""
         looks = ", ".join(str(look.seeds) for look in self.looks)
-        return f"after {looks} seeds, margin {self.terms.margin:g} {self.terms.unit}, {self.spending} spending"
+        return f"after {looks} seeds, margin {self.terms.margin_and_unit}, {self.spending} spending"
 
 
 def hash_of(about: Mapping[str, Any]) -> str:
@@ -94,17 +95,20 @@ def read_design(about: Any, where: str) -> Design | None:
     Raises:
         ConfigError: it is not as it was declared: its hash is another's.
     """
-    data = about.get(DESIGN) if isinstance(about, Mapping) else None
-    if data is None:
+    if not isinstance(about, Mapping) or DESIGN not in about:
         return None
+    data = about[DESIGN]
     try:
+        if not isinstance(data, Mapping) or not data:
+            raise ValueError("it is damaged: nothing is declared in it")
         rest = {key: value for key, value in data.items() if key != "hash"}
         if hash_of(rest) != data["hash"]:
             raise ValueError("its hash is another's, so it was changed after it was declared")
         derived = data["derived"]
         levels = zip(data["looks"], derived["interval_confidences"], derived["failure_levels"], strict=True)
         looks = tuple(Look(n, seeds, LookLevels(each, failures)) for n, (seeds, each, failures) in enumerate(levels, 1))
-        terms = Terms(data["margin"], data["confidence"], data["metric"], data["tail"])
+        nats, share = read_margin(data["margin"])
+        terms = Terms(nats, data["confidence"], data["metric"], data["tail"], token_margin=share)
         return Design(looks, tuple(data["seeds"]), terms, data["spending"], data["recipes"], data["baseline"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         text = f"the declared looks ('{DESIGN}') cannot be used: {error}."

@@ -15,8 +15,8 @@ slope is known well, and too short where it is not: docs/ladder.md has both by s
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,11 +37,13 @@ GRID = 801
 @dataclass(frozen=True)
 class Curve:
     """The baseline's losses over tokens. `tokens`: token counts, ascending, [K], two or three; `losses`: {seed: nats,
-    [K]}, of the seeds that were run at all of them; `at`: the tokens of the runs that are judged, one of `tokens`."""
+    [K]}, of the seeds that were run at all of them; `at`: the tokens of the runs that are judged, one of `tokens`;
+    `settled`: seeds at which the baseline's runs at the other counts came to an end, whatever end."""
 
     tokens: tuple[float, ...]
     losses: dict[int, Array]
     at: float
+    settled: frozenset[int] = frozenset()
 
     @property
     def reach(self) -> tuple[float, float]:
@@ -82,6 +84,16 @@ class Curve:
         """Return, for each seed, the loss at `ratio` times `at` tokens less that at `at`, nats."""
         weights = self.weights(np.array([ratio, 1.0]))
         return [float((weights[0] - weights[1]) @ self.losses[seed]) for seed in seeds]
+
+    def within(self, seeds: Collection[int]) -> "Curve":
+        """Return the curve of these seeds alone."""
+        return replace(self, losses={seed: losses for seed, losses in self.losses.items() if seed in seeds})
+
+    def margins(self, share: float) -> dict[int, float]:
+        """Return {seed: what the baseline loses with D / (1 + share) tokens, nats}: a margin of `share` more tokens."""
+        if not self.losses:
+            return {}
+        return dict(zip(self.losses, self.shares(list(self.losses), 1 / (1 + share)), strict=True))
 
 
 @dataclass(frozen=True)

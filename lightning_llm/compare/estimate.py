@@ -1,7 +1,7 @@
 """From a recipe's pairs to its verdict on loss, its verdict on stability, and the two together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ class Terms:
     """What a verdict is asked for: `margin` in nats per token, `confidence` of all intervals of a family together.
 
     `token_margin`: the margin as a share of tokens, 0.02 for 2 %, where it was given so; `margin` is then NaN until it
-    is known for a family (`token_curve.in_nats`).
+    is known for a family (`token_curve.in_nats`), and of a verdict the one over its own pairs (`Judged.margin`).
     """
 
     margin: float = 0.01
@@ -66,7 +66,9 @@ class Measured:
     `differences`: {seed: nats} of pairs of which neither run diverged; `diverged_seeds`, `baseline_diverged_seeds`:
     where one did; `missing_seeds`: where the recipe's run did not come to its end and the baseline's did; `identical`:
     every pair is equal to the last bit; `unlearned`: (the baseline's loss, what it should be below) where no run of the
-    baseline has learned anything, so that nothing follows for the recipe.
+    baseline has learned anything, so that nothing follows for the recipe. Of a margin in tokens `margins`: {seed: nats}
+    by the baseline's own runs at that seed, None of one in nats; `unpriced_seeds`: of sound pairs that have none, which
+    are no part of `differences`.
     """
 
     label: str
@@ -78,11 +80,14 @@ class Measured:
     missing_seeds: list[int] = field(default_factory=list)
     identical: bool = False
     unlearned: tuple[float, float] | None = None
+    margins: dict[int, float] | None = None
+    unpriced_seeds: list[int] = field(default_factory=list)
 
     @property
     def seeds(self) -> list[int]:
         """Every seed at which there is a pair, whatever became of it."""
-        return sorted({*self.differences, *self.diverged_seeds, *self.baseline_diverged_seeds})
+        failed = {*self.diverged_seeds, *self.baseline_diverged_seeds}
+        return sorted({*self.differences, *failed, *self.unpriced_seeds})
 
 
 @dataclass(frozen=True)
@@ -107,33 +112,49 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Judged:
-    """A recipe's verdict: `loss` by the interval alone, `stability`, and what the two come to, `decision`."""
+    """A recipe's verdict: `loss` by the interval alone, `stability`, and what the two come to, `decision`.
+
+    `margin`: that it was held against, nats; of one in tokens the mean over the seeds that the gap is of.
+    """
 
     measured: Measured
     estimate: Estimate
     loss: Decision
     stability: Stability
     decision: Decision
+    margin: float = math.nan
 
 
-def measure(label: str, pairs: Sequence[Pair], missing_seeds: Sequence[int], terms: Terms) -> Measured:
-    """Return what the recipe's pairs came to: tail, differences, and what became of each seed."""
+def measure(
+    label: str,
+    pairs: Sequence[Pair],
+    missing_seeds: Sequence[int],
+    terms: Terms,
+    margins: Mapping[int, float] | None = None,
+) -> Measured:
+    """Return what the recipe's pairs came to: tail, differences, and what became of each seed.
+
+    `margins`: {seed: nats} of a margin in tokens.
+    """
     runs = [run for pair in pairs for run in (pair.run, pair.baseline) if not run.lost_its_loss]
     tail = tail_of(runs, terms.metric, terms.tail_share)
     learned = any(has_learned(pair.baseline, tail) for pair in pairs)
     lost = {pair.run.seed for pair in pairs if diverged(pair.run, tail, learnable=learned)}
     baseline_lost = {pair.run.seed for pair in pairs if diverged(pair.baseline, tail, learnable=learned)}
     sound = [pair for pair in pairs if tail and pair.run.seed not in lost | baseline_lost]
+    priced = [pair for pair in sound if margins is None or pair.run.seed in margins]
     return Measured(
         label=label,
         pairs=list(pairs),
         tail=tail,
-        differences={pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in sound if tail},
+        differences={pair.run.seed: tail.of(pair.run) - tail.of(pair.baseline) for pair in priced if tail},
         diverged_seeds=sorted(lost),
         baseline_diverged_seeds=sorted(baseline_lost),
         missing_seeds=list(missing_seeds),
         identical=bool(sound) and not lost and all(_equal_bits(pair, terms.metric) for pair in sound),
         unlearned=None if learned else _unlearned(pairs, tail),
+        margins=None if margins is None else {pair.run.seed: margins[pair.run.seed] for pair in priced},
+        unpriced_seeds=sorted(pair.run.seed for pair in sound if pair not in priced),
     )
 
 
@@ -160,7 +181,8 @@ def judge_all(
     """
     if not recipes:
         return []
-    outliers = [_outliers(recipe, recipes, floor_sd or 0.0, terms) for recipe in recipes]
+    usual = _usual_margin(recipes, terms)
+    outliers = [_outliers(recipe, recipes, floor_sd or 0.0, usual) for recipe in recipes]
     found = []
     confidence = levels.intervals if levels else terms.confidence
     for recipe, out, estimate in zip(recipes, outliers, _estimates(recipes, outliers, confidence), strict=True):
@@ -171,9 +193,19 @@ def judge_all(
         )
         if levels:
             stability = replace(stability, level=levels.failures / len(recipes))
-        loss = decision_of(estimate.low, estimate.high, terms.margin)
-        found.append(Judged(recipe, estimate, loss, stability, _decision(recipe, loss, stability)))
+        kept = [nats for seed, nats in (recipe.margins or {}).items() if seed not in out]
+        margin = math.fsum(kept) / len(kept) if kept else usual
+        loss = decision_of(estimate.low, estimate.high, margin)
+        found.append(Judged(recipe, estimate, loss, stability, _decision(recipe, loss, stability), margin))
     return found
+
+
+def _usual_margin(recipes: Sequence[Measured], terms: Terms) -> float:
+    """Return the margin in nats; of one in tokens the mean over the seeds at which it is known."""
+    if terms.token_margin is None:
+        return terms.margin
+    margins = {seed: nats for recipe in recipes for seed, nats in (recipe.margins or {}).items()}
+    return math.fsum(margins.values()) / len(margins) if margins else terms.margin
 
 
 def _decision(recipe: Measured, loss: Decision, stability: Stability) -> Decision:
@@ -190,17 +222,14 @@ def _decision(recipe: Measured, loss: Decision, stability: Stability) -> Decisio
     return loss if stability.allows_lossless and not recipe.missing_seeds else "inconclusive"
 
 
-def _outliers(recipe: Measured, recipes: Sequence[Measured], floor_sd: float, terms: Terms) -> list[int]:
+def _outliers(recipe: Measured, recipes: Sequence[Measured], floor_sd: float, margin: float) -> list[int]:
     others = [value for other in recipes if other is not recipe for value in other.differences.values()]
-    return outlier_seeds(recipe.differences, others, terms.margin, floor_sd)
+    return outlier_seeds(recipe.differences, others, margin, floor_sd)
 
 
 def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], confidence: float) -> list[Estimate]:
     """Return the gap of each recipe, with intervals that hold together."""
-    rows = [
-        {seed: value for seed, value in recipe.differences.items() if seed not in out}
-        for recipe, out in zip(recipes, outliers, strict=True)
-    ]
+    rows = [_row(recipe, out) for recipe, out in zip(recipes, outliers, strict=True)]
     seeds = sorted({seed for row in rows for seed in row})
     # Runs of equal bits show no spread; in the pool they would only make it smaller for the others.
     spread = [{} if recipe.identical else row for recipe, row in zip(recipes, rows, strict=True)]
@@ -212,6 +241,21 @@ def _estimates(recipes: Sequence[Measured], outliers: Sequence[list[int]], confi
         else _estimate(index, intervals, tuple(out))
         for index, (recipe, row, out) in enumerate(zip(recipes, rows, outliers, strict=True))
     ]
+
+
+def _row(recipe: Measured, outliers: Sequence[int]) -> dict[int, float]:
+    """Return {seed: difference} of the pairs that the gap is of; of a margin in tokens with its noise in their spread.
+
+    Such a margin is itself measured, by the baseline's other runs of the seed. "The gap is below it" is that a mean of
+    difference less margin, seed by seed, is below 0, which a t test over seeds holds exactly: the set of ratios that it
+    does not reject is Fieller's interval (`effective_data`). Each difference less how far the margin of its seed lies
+    above their mean has the same mean as before, and that statistic's spread.
+    """
+    row = {seed: value for seed, value in recipe.differences.items() if seed not in outliers}
+    if recipe.margins is None or not row:
+        return row
+    mean = math.fsum(recipe.margins[seed] for seed in row) / len(row)
+    return {seed: value - (recipe.margins[seed] - mean) for seed, value in row.items()}
 
 
 def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Estimate:

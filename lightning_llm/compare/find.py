@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.redact import redacted
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.errors import ConfigError, Problem, did_you_mean, gathered
@@ -143,7 +144,7 @@ def _experiment_in_mlflow(name: str, root: Path, found: Found) -> list[Path]:
     except FileNotFoundError:
         return []
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
         text = f"is no folder and no experiment or sweep in {root}, and MLflow could not be asked for it ({why})."
         raise ConfigError(Problem(name, text)) from error
     return _folders_of(runs, found)
@@ -157,10 +158,11 @@ def _ask_mlflow(run_id: str, root: Path, found: Found) -> list[Path]:
         run = client.get_run(run_id)
         children = list(all_runs(client, run.info.experiment_id, f"tags.`mlflow.parentRunId` = '{run_id}'"))
     except FileNotFoundError:
-        raise ConfigError(Problem(run_id, f"is no run in {root}, and there is no MLflow database {uri}.")) from None
+        text = f"is no run in {root}, and there is no MLflow database {redacted(uri)}."
+        raise ConfigError(Problem(run_id, text)) from None
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        text = f"MLflow at {uri} could not be asked for this run ({why}). Check it, or name the run's folder."
+        why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
+        text = f"MLflow at {redacted(uri)} could not be asked for this run ({why}). Check it, or name the run's folder."
         raise ConfigError(Problem(run_id, text)) from error
     named = [run, *children]
     if not any(tag in each.data.tags for each in named for tag in FOLDER_TAGS):

@@ -37,8 +37,12 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
                     continue
                 losses[number, values.index(value), seeds.index(seed)] = _loss(run, tail)
     chosen = np.array([values.index(arm.value) for arm in arms])
+    margin = terms.margin
+    if terms.token_margin is not None:  # of each seed its own, whose noise is then that of the differences
+        losses[1:] -= _margins(verdicts, seeds)
+        margin = 0.0
     bounds = grid_bounds(_settled(losses, chosen), chosen, terms.confidence)
-    lossy, lossless = bounds.lossy(terms.margin), bounds.lossless(terms.margin)
+    lossy, lossless = bounds.lossy(margin), bounds.lossless(margin)
     found = []
     for place, verdict in enumerate(verdicts):
         own, base = arms[1 + place], arms[0]
@@ -46,11 +50,11 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
         withheld = None
         if verdict.judged.loss == "lossy" and verdict.decision == "lossy" and not lossy[place]:
             withheld = None if verdict.judged.stability.verdict == "unstable" else "lossy"
-            fails = ~(bounds.low[place] > terms.margin) & ~bounds.worse[place] & bounds.judged[place]
+            fails = ~(bounds.low[place] > margin) & ~bounds.worse[place] & bounds.judged[place]
             against = [("own", values[index]) for index in np.flatnonzero(fails)]
         elif verdict.decision == "lossless" and not lossless[place]:
             withheld = "lossless"
-            fails = ~(bounds.high[place] < terms.margin) & ~bounds.baseline_worse[place] & bounds.baseline_judged[place]
+            fails = ~(bounds.high[place] < margin) & ~bounds.baseline_worse[place] & bounds.baseline_judged[place]
             against = [("baseline's", values[index]) for index in np.flatnonzero(fails)]
         unjudged = [
             value
@@ -62,6 +66,12 @@ def borne_out(verdicts: Sequence[Verdict], selection: Selection) -> list[Verdict
         judged = replace(verdict.judged, decision="inconclusive") if withheld else verdict.judged
         found.append(replace(verdict, judged=judged, tuned=tuned))
     return found
+
+
+def _margins(verdicts: Sequence[Verdict], seeds: Sequence[int]) -> Array:
+    """Return a margin in tokens at each of `seeds`, [S] in nats, NaN where it is not known."""
+    known = {seed: nats for verdict in verdicts for seed, nats in (verdict.judged.measured.margins or {}).items()}
+    return np.array([known.get(seed, math.nan) for seed in seeds])
 
 
 def _loss(run: Run, tail: Tail) -> float:

@@ -1,6 +1,7 @@
 """The looks at a growing sweep: each is another chance to err, so each is written down beside the runs."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -70,13 +71,29 @@ def record_look(look: Look, folder: Path) -> list[Look]:
     """
     file = folder / FILE
     try:
-        known = (
-            [Look(**each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
-        )
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} holds no looks: {error}") from error
+        known = [_read(each) for each in json.loads(file.read_text(encoding="utf-8"))["looks"]] if file.exists() else []
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}. Restore it from a copy, or move it away") from error
     if any(each.seen == look.seen for each in known):
         return known
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, {"looks": [asdict(each) for each in [*known, look]]})
     return [*known, look]
+
+
+def _read(each: Any) -> Look:
+    """Return one look as it was written. Raises TypeError or ValueError where it is none."""
+    look = Look(**each)
+    numbers: dict[str, Any] = {"confidence": look.confidence, "tail": look.tail}
+    numbers |= {"token_margin": look.token_margin} if look.margin is None else {"margin": look.margin}
+    wrong = [key for key, value in numbers.items() if type(value) not in (int, float) or not math.isfinite(value)]
+    wrong += [key for key in ("at", "seen", "metric") if not isinstance(getattr(look, key), str)]
+    for key, kind in (("pairs", int), ("verdicts", str)):
+        found = getattr(look, key)
+        if not isinstance(found, dict) or not all(type(value) is kind for value in found.values()):
+            wrong.append(key)
+    if not wrong and look.pairs.keys() != look.verdicts.keys():
+        wrong.append("pairs")
+    if wrong:
+        raise ValueError(f"a look has no sound {', '.join(wrong)}")
+    return look

@@ -1,7 +1,8 @@
 """Intervals of paired differences beside the verdict's own: at each step of the curve, and on each source of the text.
 
 The model is that of the gap (`statistics.py`), asked at each step, or of each source, by itself: the intervals hold
-together over the recipes that share a baseline, not over steps or sources.
+together over the recipes that share a baseline, not over steps or sources. Of a recipe that was judged at one of
+several declared looks they are at that look's confidence, over the seeds that it had: as its own interval.
 """
 
 import math
@@ -21,7 +22,8 @@ from lightning_llm.compare.verdict import Verdict
 class Curve:
     """The gap along the run, at the validations that all of the recipe's pairs have; equally long, ascending in steps.
 
-    `low`, `high`: the interval at each step alone, NaN with one pair; of as many `pairs` as the verdict's gap.
+    `low`, `high`: the interval of `confidence` at each step alone, NaN with one pair; of as many `pairs` as the
+    verdict's gap.
     """
 
     steps: tuple[int, ...]
@@ -30,6 +32,7 @@ class Curve:
     low: tuple[float, ...]
     high: tuple[float, ...]
     pairs: int
+    confidence: float
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` has of it."""
@@ -39,6 +42,7 @@ class Curve:
             "gap": list(self.gap),
             "low": list(self.low),
             "high": list(self.high),
+            "confidence": self.confidence,
         }
 
 
@@ -56,7 +60,7 @@ def kept_pairs(verdict: Verdict) -> list[Pair]:
     return [pair for pair in verdict.sound_pairs if pair.run.seed not in verdict.judged.estimate.outlier_seeds]
 
 
-def paired_curves(verdicts: Sequence[Verdict], confidence: float) -> list[Curve]:
+def paired_curves(verdicts: Sequence[Verdict]) -> list[Curve]:
     """Return the curve of each verdict of one family; without a pair it has no steps."""
     common = [_common_steps(verdict) for verdict in verdicts]
     steps = sorted({step for each in common for step in each})
@@ -67,7 +71,7 @@ def paired_curves(verdicts: Sequence[Verdict], confidence: float) -> list[Curve]
             for step in there:
                 at = steps.index(step), recipe, seeds.index(pair.run.seed)
                 differences[at] = difference(pair, verdict, step)
-    gap, low, high = _intervals(verdicts, differences, confidence)
+    gap, low, high = _intervals(verdicts, differences, seeds)
     found = []
     for recipe, (verdict, there) in enumerate(zip(verdicts, common, strict=True)):
         rows = [steps.index(step) for step in there]
@@ -80,12 +84,13 @@ def paired_curves(verdicts: Sequence[Verdict], confidence: float) -> list[Curve]
                 low=tuple(float(low[row, recipe]) for row in rows),
                 high=tuple(float(high[row, recipe]) for row in rows),
                 pairs=len(pairs),
+                confidence=verdict.interval_confidence,
             )
         )
     return found
 
 
-def source_gaps(verdicts: Sequence[Verdict], confidence: float) -> list[dict[str, SourceGap]]:
+def source_gaps(verdicts: Sequence[Verdict]) -> list[dict[str, SourceGap]]:
     """Return {source: gap over the tail} of each verdict of one family, of the sources of `gap_by_source`."""
     sources = sorted({source for verdict in verdicts for source in verdict.gap_by_source})
     seeds = sorted({pair.run.seed for verdict in verdicts for pair in kept_pairs(verdict)})
@@ -98,7 +103,7 @@ def source_gaps(verdicts: Sequence[Verdict], confidence: float) -> list[dict[str
             own = Tail(f"{LOSS}/{source}", tail.steps)
             for pair in kept_pairs(verdict):
                 differences[row, recipe, seeds.index(pair.run.seed)] = own.of(pair.run) - own.of(pair.baseline)
-    gap, low, high = _intervals(verdicts, differences, confidence)
+    gap, low, high = _intervals(verdicts, differences, seeds)
     return [
         {
             source: SourceGap(*(float(each[row, recipe]) for each in (gap, low, high)))
@@ -126,13 +131,23 @@ def _common_steps(verdict: Verdict) -> list[int]:
     return sorted(set.intersection(*found)) if found else []
 
 
-def _intervals(verdicts: Sequence[Verdict], differences: Array, confidence: float) -> tuple[Array, Array, Array]:
-    """Return gap, low and high, [..., K]; a recipe whose runs equal the baseline's has no spread and joins no pool."""
+def _intervals(verdicts: Sequence[Verdict], differences: Array, seeds: Sequence[int]) -> tuple[Array, Array, Array]:
+    """Return gap, low and high, [..., K], of `differences`, [..., K, S] over `seeds`.
+
+    A recipe whose runs equal the baseline's has no spread and joins no pool. Those that were judged at one look stand
+    beside what the others had by then.
+    """
+    gap, low, high = (np.full(differences.shape[:-1], math.nan) for _ in range(3))
     if not differences.size:
-        empty = np.full(differences.shape[:-1], math.nan)
-        return empty, empty, empty
+        return gap, low, high
     same = np.array([verdict.judged.measured.identical for verdict in verdicts])
     spread = np.where(same[:, None], math.nan, differences)
-    found = simultaneous_intervals(spread, confidence)
-    gap, low, high = (np.where(same, 0.0, each) for each in (found.gap, found.low, found.high))
+    looks = [None if verdict.stage is None else verdict.stage.levels for verdict in verdicts]
+    for look in dict.fromkeys(looks):
+        here = [place for place, other in enumerate(looks) if other == look]
+        stage = verdicts[here[0]].stage
+        seen = [stage is None or seed in stage.seeds for seed in seeds]
+        found = simultaneous_intervals(np.where(seen, spread, math.nan), verdicts[here[0]].interval_confidence)
+        for into, values in ((gap, found.gap), (low, found.low), (high, found.high)):
+            into[..., here] = np.where(same, 0.0, values)[..., here]
     return gap, low, high

@@ -94,6 +94,13 @@ PASSAGES = (
         "[@jennison1989].",
     ),
     Passage(
+        "Verdicts", "the margin is in tokens", lambda study: study.terms.token_margin is not None,
+        "A margin of a share m of tokens is what the baseline loses with D / (1 + m) of them, read at each seed off "
+        "its own runs at other numbers of tokens, each with its own decay. A recipe is within it where the mean over "
+        "seeds of difference less margin is below zero: the interval has the margin's noise in it, and what it does "
+        "not reject is Fieller's interval for the ratio of gap to slope [@fieller1954].",
+    ),
+    Passage(
         "Verdicts", "the runs were looked at more than once", lambda study: len(study.looks) > 1, looks_statement(),
     ),
     Passage(
@@ -102,6 +109,12 @@ PASSAGES = (
         f"Seeds are planned for true gaps of 0 and of {PLANNED_GAP} margins, for a probability of {100 * POWER:g} % "
         "of the right verdict, averaged over what the true spread may be, given the one found [@ohagan2005]; the gap "
         "observed plays no part [@hoenig2001].",
+    ),
+    Passage(
+        "All pairs", "every recipe is held against every other", lambda study: study.all_pairs,
+        "Gaps between all recipes, the baseline among them, are paired by seed as well. Their intervals hold together "
+        "over all pairs by the studentized range [@tukey1953], with a variance of its own for a pair whose spread "
+        "stands out [@dunnett1980]; verdicts are by their own intervals, and not by these.",
     ),
     Passage(
         "Failures", "no run failed", lambda study: not study.failed,
@@ -127,6 +140,18 @@ PASSAGES = (
         "recipes, and not over steps. So do those of the sources of the text, and not over sources.",
     ),
     Passage(
+        "Noise", "looks were declared and curves are shown",
+        lambda study: study.design is not None and any(verdict.sound_pairs for verdict in study.verdicts),
+        "Bands, and the intervals of sources, are at the confidence of the look that the recipe was judged at, over "
+        "the seeds that it had by then; the tests for failures and spikes have that look's share of the error. "
+        "Intervals of rates of failures and spikes are those of one look.",
+    ),
+    Passage(
+        "Noise", "a run had a spike", lambda study: any(sum(verdict.spikes.total) for verdict in study.verdicts),
+        "Spikes are judged by the seeds at which one of the two runs spiked at all (McNemar's test, as for failures), "
+        "and by the signs of the differences of their numbers [@fisher1935, section 21], each with half of the error.",
+    ),
+    Passage(
         "Branches", "the runs are branches", lambda study: any(verdict.switch for verdict in study.verdicts),
         "Branches off one checkpoint of a trunk are compared over their own steps, and what is found holds for a "
         "recipe that is switched on there. Replicates are trunks of several seeds; seeds after one trunk speak of what "
@@ -138,6 +163,30 @@ PASSAGES = (
         lambda study: any(verdict.cost.timed_pairs for verdict in study.verdicts),
         "Time to loss is the ratio of the tokens, and of the training seconds, that recipe and baseline took to the "
         "lowest loss that both reached.",
+    ),
+    Passage(
+        "Cost", "a target was given", lambda study: any(verdict.time_to_target for verdict in study.verdicts),
+        "Time to a target is that of the first validation at it, nothing interpolated. A pair of which one never "
+        "arrives bounds its ratio from below or from above; the median over pairs lies between the medians of these "
+        "bounds, and that of the times themselves is the product-limit estimate where all are watched equally long "
+        "[@kaplan1958]. Its interval is by the order of the pairs [@thompson1936], its test a sign test.",
+    ),
+    Passage(
+        "Cost", "the baseline was run at other numbers of tokens",
+        lambda study: any(verdict.effective_data for verdict in study.verdicts),
+        "What a gap is in tokens is read off the baseline's own losses at other numbers of tokens, between which they "
+        "follow E + B D^-beta. The interval is every ratio that a t test over seeds of recipe less baseline does not "
+        "reject: near 1 Fieller's [@fieller1954].",
+    ),
+    Passage(
+        "Ladder", "a law over sizes and tokens was fitted", lambda study: study.ladder,
+        "The baseline's losses over N parameters and D tokens are fitted by L = E + A N^-alpha + B D^-beta "
+        "[@hoffmann2022] with a weak prior on the exponents [@besiroglu2024], a recipe's gaps by c_D B D^-beta + c_N A "
+        "N^-alpha + c_O D / N: tokens, and parameters [@kumar2024], that count for less, and what grows with tokens "
+        "per parameter. Intervals are by a wild bootstrap over runs [@wu1986] of residuals over one less their "
+        "leverage [@mackinnon1985], with degrees of freedom by Satterthwaite [@satterthwaite1946]; they hold one by "
+        "one. Nothing is predicted where law or gaps miss by more than seeds scatter (F test for lack of fit "
+        "[@fisher1922]), where the smaller sizes do not predict the largest, or further than is said.",
     ),
 )  # fmt: skip
 """In the order of the report; passages of one heading stand together, and make a paragraph."""

@@ -157,8 +157,53 @@ STATISTICS = (
         "Pseudoreplication and the design of ecological field experiments", "1984", "Ecological Monographs",
         "54(2):187-211", "10.2307/1942661",
     ),
+    Reference("tukey1953", "misc", "Tukey, John W.", "The problem of multiple comparisons", "1953",
+              "Princeton University, mimeographed notes"),
+    Reference(
+        "dunnett1980", "article", "Dunnett, Charles W.", "Pairwise multiple comparisons in the unequal variance case",
+        "1980", "Journal of the American Statistical Association", "75(372):796-800",
+    ),
+    Reference(
+        "fieller1954", "article", "Fieller, E. C.", "Some problems in interval estimation", "1954",
+        "Journal of the Royal Statistical Society B", "16(2):175-185", "10.1111/j.2517-6161.1954.tb00159.x",
+    ),
+    Reference(
+        "kaplan1958", "article", "Kaplan, E. L. and Meier, Paul",
+        "Nonparametric estimation from incomplete observations", "1958",
+        "Journal of the American Statistical Association", "53(282):457-481", "10.1080/01621459.1958.10501452",
+    ),
+    Reference(
+        "thompson1936", "article", "Thompson, William R.",
+        "On confidence ranges for the median and other expectation distributions for populations of unknown "
+        "distribution form", "1936", "The Annals of Mathematical Statistics", "7(3):122-128",
+    ),
+    Reference("fisher1935", "book", "Fisher, Ronald A.", "The design of experiments", "1935", "Oliver and Boyd"),
 )  # fmt: skip
 """What the statistical method is taken from."""
+LADDER = (
+    Reference("hoffmann2022", "misc", "Hoffmann, Jordan and others",
+              "Training compute-optimal large language models", "2022", eprint="2203.15556"),
+    Reference("besiroglu2024", "misc", "Besiroglu, Tamay and others", "Chinchilla scaling: A replication attempt",
+              "2024", eprint="2404.10102"),
+    Reference("kumar2024", "misc", "Kumar, Tanishq and others", "Scaling laws for precision", "2024",
+              eprint="2411.04330"),
+    Reference(
+        "wu1986", "article", "Wu, C. F. J.",
+        "Jackknife, bootstrap and other resampling methods in regression analysis", "1986", "The Annals of Statistics",
+        "14(4):1261-1295", "10.1214/aos/1176350142",
+    ),
+    Reference(
+        "mackinnon1985", "article", "MacKinnon, James G. and White, Halbert",
+        "Some heteroskedasticity-consistent covariance matrix estimators with improved finite sample properties",
+        "1985", "Journal of Econometrics", "29(3):305-325", "10.1016/0304-4076(85)90158-7",
+    ),
+    Reference(
+        "fisher1922", "article", "Fisher, Ronald A.",
+        "The goodness of fit of regression formulae, and the distribution of regression coefficients", "1922",
+        "Journal of the Royal Statistical Society", "85(4):597-612", "10.2307/2341124",
+    ),
+)  # fmt: skip
+"""What the fit over sizes and tokens is taken from."""
 SOFTWARE = (
     Reference(
         "pytorch2024", "misc", "Ansel, Jason and others",
@@ -168,7 +213,7 @@ SOFTWARE = (
     Reference("lightning2019", "misc", "Falcon, William and {The PyTorch Lightning team}", "PyTorch Lightning", "2019",
               doi="10.5281/zenodo.3828935"),
 )  # fmt: skip
-KNOWN = {reference.key: reference for reference in (*STATISTICS, *SOFTWARE)}
+KNOWN = {reference.key: reference for reference in (*STATISTICS, *LADDER, *SOFTWARE)}
 
 
 def recipe_reference(name: str, source: str) -> Reference:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_llm.compare.design import Design, Look
-from lightning_llm.compare.estimate import Judged, Measured, judge_all, measure
+from lightning_llm.compare.effective_data import Curve
+from lightning_llm.compare.estimate import Judged, LookLevels, Measured, judge_all, measure
 from lightning_llm.compare.pairing import Family
 
 
@@ -25,6 +26,16 @@ class Stage:
     coming: Look | None
     design: Design
     unlearned: bool = False
+
+    @property
+    def levels(self) -> LookLevels:
+        """What the look that it was judged at may use up; before the first, that one's."""
+        return (self.look or self.design.looks[0]).levels
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds that it was judged by."""
+        return self.design.seeds_at(self.look or self.design.looks[0])
 
     @property
     def settled(self) -> bool:
@@ -61,19 +72,26 @@ FloorAt = Callable[[Sequence[int]], float | None]
 """The A/A floor over the runs of these seeds: outliers, and so a look, depend on it."""
 
 
-def judge_by_looks(family: Family, floor_at: FloorAt, design: Design) -> dict[str, tuple[Judged, Stage]]:
+def judge_by_looks(
+    family: Family, floor_at: FloorAt, design: Design, curve: Curve | None = None
+) -> dict[str, tuple[Judged, Stage]]:
     """Return {recipe: (its verdict at its last look, where it stands)} of one family.
 
     A look is taken where every recipe that is still open has a run, whatever became of it, at all its seeds. Runs at
-    later seeds are not looked at. Recipes that were decided at an earlier look stay in the pool with what they had.
+    later seeds are not looked at. Recipes that were decided at an earlier look stay in the pool with what they had. A
+    margin in tokens is by the baseline's `curve` over the seeds of the look, whose other runs have to have ended, too.
     """
+    share = design.terms.token_margin
 
     def is_there(label: str, seeds: Sequence[int]) -> bool:
-        return set(seeds) <= {pair.run.seed for pair in family.recipes[label]}
+        priced = share is None or (curve is not None and set(seeds) <= curve.settled)
+        return priced and set(seeds) <= {pair.run.seed for pair in family.recipes[label]}
 
     def measured(label: str, seeds: Sequence[int]) -> Measured:
         missing = [seed for seed in family.missing.get(label, ()) if seed in seeds]
-        return measure(label, [pair for pair in family.recipes[label] if pair.run.seed in seeds], missing, design.terms)
+        pairs = [pair for pair in family.recipes[label] if pair.run.seed in seeds]
+        margins = None if share is None or curve is None else curve.within(seeds).margins(share)
+        return measure(label, pairs, missing, design.terms, margins)
 
     return replay(list(family.recipes), is_there, measured, floor_at, design)
 

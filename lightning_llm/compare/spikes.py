@@ -92,14 +92,17 @@ class Spikes:
         }
 
 
-def judge_spikes(counts: Mapping[int, tuple[int, int]], steps: int, recipes: int, confidence: float) -> Spikes:
+def judge_spikes(
+    counts: Mapping[int, tuple[int, int]], steps: int, recipes: int, confidence: float, error: float | None = None
+) -> Spikes:
     """Return the verdict on one of `recipes` that are held against the baseline together.
 
     Args:
         counts: {seed: spikes of the recipe's run, of the baseline's}, of pairs of which neither run failed.
         steps: optimizer steps of each.
         recipes: share the error (Bonferroni).
-        confidence: 1 less that error.
+        confidence: of the intervals of rates.
+        error: of the tests, by which one of declared looks has a share; None: 1 less the confidence.
     """
     own = dict(sorted(counts.items()))
     alone = sum(ours > 0 and not theirs for ours, theirs in own.values())
@@ -109,7 +112,8 @@ def judge_spikes(counts: Mapping[int, tuple[int, int]], steps: int, recipes: int
     highest = HIGHEST_COMMON_RATE if spiked <= HIGHEST_COMMON_RATE * len(own) else 0.5
     p_runs = mcnemar(alone, other, len(own), highest) if own else 1.0
     p_counts = sign_flip(np.array([ours - theirs for ours, theirs in own.values()], dtype=float))
-    return Spikes(own, steps, p_runs, p_counts, (1 - confidence) / recipes / 2, confidence)
+    level = (1 - confidence if error is None else error) / recipes / 2
+    return Spikes(own, steps, p_runs, p_counts, level, confidence)
 
 
 def sign_flip(differences: np.ndarray) -> float:

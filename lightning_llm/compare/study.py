@@ -16,7 +16,8 @@ from lightning_llm.record.reading import Run
 
 @dataclass(frozen=True)
 class Study:
-    """The judged runs and how they were judged."""
+    """The judged runs and how they were judged; `all_pairs`: recipes against each other, too; `ladder`: a law over
+    sizes and tokens was fitted."""
 
     factor: Factor
     terms: Terms
@@ -25,6 +26,8 @@ class Study:
     selection: Selection | None
     looks: Sequence[Look]
     design: Design | None = None
+    all_pairs: bool = False
+    ladder: bool = False
 
     @property
     def runs(self) -> list[Run]:

@@ -5,6 +5,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_llm.compare.all_pairs import PairGap
 from lightning_llm.compare.baseline import Baseline
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.verdict import Verdict
@@ -17,7 +18,8 @@ COLUMNS = ("gap", "CI", "pairs", "failed", "A/A", "loss", "time to loss", "token
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table, the verdict lines, the command that would decide more, and the notes."""
     terms, factor = comparison.terms, comparison.factor
-    level = f"{100 * terms.confidence:g} % simultaneous intervals"
+    kind = "repeated" if comparison.design else "simultaneous"
+    level = f"{100 * terms.confidence:g} % {kind} intervals"
     console.print(
         Text(f"{factor.name} against {factor.baseline_label}", style="bold"),
         Text(f"{terms.metric}, margin {terms.margin_and_unit}, {level}"),
@@ -76,13 +78,18 @@ def pairs_table(comparison: Comparison) -> Table:
     for name in ("gap", "CI", "pairs"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in comparison.all_pairs:
-        words = [each.setting] if settings else []
-        known = each.low == each.low
-        decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
-        interval = f"[{nats(each.low, signed=True)}, {nats(each.high, signed=True)}]" if known else "-"
-        gap = nats(each.gap, signed=True) if each.pairs else "-"
-        table.add_row(each.recipe, each.other, *words, decision, gap, interval, str(each.pairs))
+        table.add_row(*pair_cells(each, settings=settings))
     return table
+
+
+def pair_cells(each: PairGap, *, settings: bool) -> tuple[str, ...]:
+    """Return one of all pairs as words: recipe, against, its setting where there are several, verdict and figures."""
+    words = [each.setting] if settings else []
+    known = each.low == each.low
+    decision = f"{each.decision}{'' if each.controlled else ' (not controlled)'}"
+    interval = f"[{nats(each.low, signed=True)}, {nats(each.high, signed=True)}]" if known else "-"
+    gap = nats(each.gap, signed=True) if each.pairs else "-"
+    return (each.recipe, each.other, *words, decision, gap, interval, str(each.pairs))
 
 
 def baseline_cells(baseline: Baseline) -> list[str]:

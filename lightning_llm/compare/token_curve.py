@@ -1,5 +1,6 @@
 """The baseline's runs at other numbers of tokens, beside a family: what its gaps are worth in tokens, and a margin."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,14 +13,16 @@ from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.losses import LOSS, has_learned, tail_of
 from lightning_llm.compare.pairing import Family, Pair
 from lightning_llm.config.commands import command
+from lightning_llm.config.margin import read_margin
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 
 OF_TOKENS = ("trainer.max_steps", "schedule.", "optim.learning_rate", "data.global_batch_size", "branch_from")
 """What a run of more or fewer tokens may have otherwise and still be the baseline: its length and decay, and the rate
 and batch that go with them."""
-MOST_PERCENT = 50.0
-"""Of a margin in tokens."""
+OTHERWISE = (*ROUNDING, *OF_TOKENS)
+SAME_TOKENS = 0.02
+"""Two numbers of tokens are one, to this share: steps are whole."""
 MOST_FACTOR = 4.5
 """Of tokens, between the judged runs and the next of the baseline: further apart the curve between them is a guess."""
 
@@ -36,11 +39,14 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
         return None
     at = next(iter(own.values()))[0]
     others: dict[int, dict[int, float]] = {}
+    lengths: dict[int, list[int]] = {}
+    of_baseline = [run for run in runs if factor.level(run) == factor.baseline]
     for pair in pairs.values():
-        of_baseline = [run for run in runs if factor.level(run) == factor.baseline and _sound(run, terms)]
         alike = [run for run in of_baseline if _is_longer_or_shorter(run, pair, terms)]
+        lengths[pair.baseline.seed] = [_planned_tokens(run) for run in alike]
         # The last stays: of several of one length the one that differs least.
-        for run in sorted(alike, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
+        sound = [run for run in alike if _sound(run, terms)]
+        for run in sorted(sound, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
             for seed, (tokens, loss) in _losses_of([run], terms).items():
                 others.setdefault(tokens, {})[seed] = loss
     counts = _around(at, [tokens for tokens in others if tokens != at])
@@ -50,7 +56,12 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
     tables = {**{tokens: others[tokens] for tokens in counts}, at: {seed: loss for seed, (_, loss) in own.items()}}
     seeds = set.intersection(*(set(table) for table in tables.values()))
     losses = {seed: np.array([tables[tokens][seed] for tokens in nodes]) for seed in sorted(seeds)}
-    return Curve(tuple(map(float, nodes)), losses, float(at)) if losses else None
+    settled = frozenset(
+        seed
+        for seed, found in lengths.items()
+        if all(any(abs(each - count) <= SAME_TOKENS * count for each in found) for count in counts)
+    )
+    return Curve(tuple(map(float, nodes)), losses, float(at), settled) if losses else None
 
 
 def _losses_of(runs: Sequence[Run], terms: Terms) -> dict[int, tuple[int, float]]:
@@ -71,7 +82,7 @@ def _is_longer_or_shorter(run: Run, pair: Pair, terms: Terms) -> bool:
     return (
         run.seed == base.seed
         and run is not base
-        and same_config(run, base, (*ROUNDING, *OF_TOKENS))
+        and same_config(run, base, OTHERWISE)
         and not validation_differences(base, run, terms.metric)
     )
 
@@ -92,6 +103,7 @@ def in_nats(terms: Terms, family: Family, curve: Curve | None) -> Terms:
     """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
 
     A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
+    It is the mean over all seeds; a verdict is by that of each seed (`Curve.margins`), so that its noise is accounted.
 
     Raises:
         ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with them.
@@ -100,14 +112,61 @@ def in_nats(terms: Terms, family: Family, curve: Curve | None) -> Terms:
     if share is None:
         return terms
     where = f" ({family.words})" if family.words else ""
-    if curve is None or len(curve.tokens) < 3 or not curve.reach[0] <= 1 / (1 + share) <= curve.reach[1]:
+    if curve is None or not _shows(curve, share):
         raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {_wanted(family, curve, share)}"))
-    nats = float(np.mean(curve.shares(list(curve.losses), 1 / (1 + share))))
+    nats = float(np.mean(list(curve.margins(share).values())))
     if not nats > 0:
         text = f"{100 * share:g}%{where} is no loss in nats: the baseline's loss does not fall from "
         counts = ", ".join(f"{count:,.0f}" for count in curve.tokens)
         raise ConfigError(Problem("--margin", f"{text}{counts} tokens. Give the margin in nats, say --margin 0.01."))
     return replace(terms, margin=nats)
+
+
+def _shows(curve: Curve, share: float) -> bool:
+    """Whether the baseline's token counts are enough to read off what `share` more tokens are worth."""
+    return len(curve.tokens) >= 3 and curve.reach[0] <= 1 / (1 + share) <= curve.reach[1]
+
+
+def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[int], terms: Terms) -> list[Problem]:
+    """Return where jobs that are planned would leave a margin in tokens unknown, and what to add; [] for one in nats.
+
+    Args:
+        runs: every job, of all seeds, as a run that has only its config.
+        seeds: at which the margin is needed.
+    """
+    share, problems = terms.token_margin, []
+    if share is None:
+        return []
+    for family in families:
+        pair = next(iter(family.recipes.values()))[0]
+        at, steps = _planned_tokens(pair.baseline), int(pair.baseline.config["trainer.max_steps"])
+        alike = [run for run in runs if run is not pair.baseline and same_config(run, pair.baseline, OTHERWISE)]
+        of_seeds = [{_planned_tokens(run) for run in alike if run.seed == seed} for seed in seeds]
+        counts = set.intersection(*of_seeds) - {at}
+        curve = Curve(tuple(map(float, sorted({*_around(at, sorted(counts)), at}))), {}, float(at))
+        if _shows(curve, share):
+            continue
+        there = ", ".join(str(round(count / at * steps)) for count in sorted({*counts, at}))
+        where = f" ({family.words})" if family.words else ""
+        text = (
+            f"{100 * share:g}%{where} needs the baseline at two other numbers of tokens, about half and twice, each "
+            f"with its own decay, at every seed of the looks, and these jobs have it at {there} steps. Give "
+            f"trainer.max_steps={max(1, steps // 2)},{steps},{2 * steps}, or a line of the baseline alone to the "
+            "recipe's sweep.also, or the margin in nats."
+        )
+        problems.append(Problem("sweep.margin", text))
+    return problems
+
+
+def _planned_tokens(run: Run) -> int:
+    """Return the tokens that a run sees until its last step; one that diverged, or is yet to run, has not got there."""
+    steps = int(run.config.get("trainer.max_steps") or run.last_step)
+    if run.tokens:
+        seen = max(run.tokens)
+        return round(run.tokens[seen] / seen * steps)
+    return steps * math.prod(
+        int(run.config.get(f"data.{key}") or 0) for key in ("global_batch_size", "sequence_length")
+    )
 
 
 def _wanted(family: Family, curve: Curve | None, share: float) -> str:
@@ -133,16 +192,7 @@ def margin_of(word: str | float) -> tuple[float, float | None]:
     Raises:
         ConfigError: it is neither.
     """
-    text = str(word).strip()
-    in_tokens = text.endswith("%")
     try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        said = f"is {text}, must be above 0: nats per token (0.01), or tokens more that the recipe may need (2%)."
-        raise ConfigError(Problem("--margin", said))
-    if in_tokens and value > MOST_PERCENT:
-        said = f"is {text}; a margin in tokens is at most {MOST_PERCENT:g}%, which half the tokens show."
-        raise ConfigError(Problem("--margin", said))
-    return (float("nan"), value / 100) if in_tokens else (value, None)
+        return read_margin(word)
+    except ValueError as error:
+        raise ConfigError(Problem("--margin", f"{error}.")) from error

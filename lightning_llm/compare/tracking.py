@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
-from lightning_llm.config.redact import redact_uri, with_credentials
+from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
 from lightning_llm.record.mlflow.ui import artifact_page
@@ -20,15 +20,23 @@ from lightning_llm.record.mlflow.ui import artifact_page
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""
 WHERE = (
-    "The report, with curves, intervals and methods, is under **Artifacts**: `compare/report.html` opens there, "
-    "`compare/report.pdf` is for print. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
+    "The report, with curves, intervals and methods, is under **Artifacts**: `{place}/report.html` opens there, "
+    "`{place}/report.pdf` is for print. In the table of runs the columns `verdict` and `final/val_loss_gap` have each "
     "run's own."
 )
 """Where the rest is found in MLflow's pages, for who reads the description."""
 
 
-def log_verdicts(comparison: Comparison, folder: Path) -> str:
-    """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or ""."""
+def log_verdicts(
+    comparison: Comparison, folder: Path, place: str = "compare", lines: Mapping[str, str] | None = None
+) -> str:
+    """Set tags and metrics on the runs, and tags and files on their parent; return what to say of it, or "".
+
+    Args:
+        folder: of the report.
+        place: of its files among the parent's artifacts.
+        lines: {tag of the parent: text}, beside those of the verdicts.
+    """
     tracked = [
         (pair, verdict)
         for verdict in comparison.verdicts
@@ -48,11 +56,14 @@ def log_verdicts(comparison: Comparison, folder: Path) -> str:
             if parent and not any(each is verdict for each in parents.setdefault((uri, parent), [])):
                 parents[uri, parent].append(verdict)
         pages = [
-            artifact_page(uri, _log_parent(clients[uri], parent, verdicts, folder), parent, "compare/report.html")
+            artifact_page(
+                uri, _log_parent(clients[uri], parent, verdicts, folder, place, lines or {}), parent,
+                f"{place}/report.html",
+            )
             for (uri, parent), verdicts in parents.items()
-        ]
+        ]  # fmt: skip
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
-        why = redact_uri(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
+        why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
         return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
     logged = f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
     return "\n".join([logged, *(f"       {page}" for page in pages)])
@@ -84,17 +95,21 @@ def _log_child(client: Any, pair: Pair, verdict: Verdict) -> str | None:
     return client.get_run(run_id).data.tags.get("mlflow.parentRunId")
 
 
-def _log_parent(client: Any, parent: str, verdicts: list[Verdict], folder: Path) -> str:
+def _log_parent(
+    client: Any, parent: str, verdicts: list[Verdict], folder: Path, place: str, lines: Mapping[str, str]
+) -> str:
     """Write the verdicts and the report to the sweep's run; return the id of its experiment."""
     for verdict in verdicts:
         words = f" {verdict.family.words}" if verdict.family.words else ""
         client.set_tag(parent, f"verdict/{_safe(verdict.name + words)}", line_of(verdict)[:5000])
+    for key, line in lines.items():
+        client.set_tag(parent, _safe(key), line[:5000])
     run = client.get_run(parent)
     before = run.data.tags.get(DESCRIPTION, "")
-    client.set_tag(parent, DESCRIPTION, described(before, f"{verdict_table(verdicts)}\n\n{WHERE}"))
+    client.set_tag(parent, DESCRIPTION, described(before, f"{verdict_table(verdicts)}\n\n{WHERE.format(place=place)}"))
     for file in sorted(folder.iterdir()):
         if file.name in ("report.html", *FILES) or (file.name.startswith("figure-") and file.suffix == ".svg"):
-            client.log_artifact(parent, str(file), "compare")
+            client.log_artifact(parent, str(file), place)
     return str(run.info.experiment_id)
 
 

@@ -57,6 +57,11 @@ class Verdict:
         return self.judged.decision
 
     @property
+    def interval_confidence(self) -> float:
+        """Of the verdict's own interval and those beside it: of declared looks what that look's are taken at."""
+        return self.terms.confidence if self.stage is None else self.stage.levels.intervals
+
+    @property
     def pairs(self) -> list[Pair]:
         """One per seed, those that failed included."""
         return self.judged.measured.pairs
@@ -171,7 +176,7 @@ class Verdict:
             return None
         out = self.judged.estimate.outlier_seeds
         losses = {pair.run.seed: tail.of(pair.run) for pair in self.sound_pairs if pair.run.seed not in out}
-        return effective_data(losses, self.curve, self.terms.confidence)
+        return effective_data(losses, self.curve, self.interval_confidence)
 
     @property
     def net_speed(self) -> float | None:
@@ -206,14 +211,15 @@ class Verdict:
             return None
         tail = self.judged.measured.tail
         higher = bool(tail and tail.higher_is_better)
-        return time_to_target(self.pairs, self.terms.metric, target, self.terms.confidence, higher_is_better=higher)
+        return time_to_target(self.pairs, self.terms.metric, target, self.interval_confidence, higher_is_better=higher)
 
     @cached_property
     def spikes(self) -> Spikes:
         """The verdict on spikes, over the pairs of which neither run diverged."""
         counts = {pair.run.seed: (pair.run.spikes, pair.baseline.spikes) for pair in self.sound_pairs}
         steps = max((pair.baseline.last_step for pair in self.sound_pairs), default=0)
-        return judge_spikes(counts, steps, max(1, len(self.family.recipes)), self.terms.confidence)
+        error = 1 - self.terms.confidence if self.stage is None else self.stage.levels.failures
+        return judge_spikes(counts, steps, max(1, len(self.family.recipes)), self.terms.confidence, error)
 
     @cached_property
     def gap_high_precision(self) -> float | None:
@@ -255,8 +261,9 @@ def judge(
     """
     recipes: list[Measured] = []
     problems: list[Problem] = []
+    margins = None if terms.token_margin is None or curve is None else curve.margins(terms.token_margin)
     for label, pairs in family.recipes.items():
-        recipe = measure(label, pairs, family.missing.get(label, ()), terms)
+        recipe = measure(label, pairs, family.missing.get(label, ()), terms, margins)
         if recipe.tail is None and not recipe.seeds:
             text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step."
             problems.append(Problem(str(pairs[0].run.folder), text))
@@ -269,25 +276,31 @@ def judge(
             groups = [group for group in family.aa_groups if group[0].seed in seeds]
             return measure_floor(replace(family, aa_groups=groups), terms.metric, terms.tail_share).sd
 
-        staged = judge_by_looks(replace(family, recipes={each.label: each.pairs for each in recipes}), floor_at, design)
-        return [_verdict(each, floor, family, factor, terms, stage) for each, stage in staged.values()], floor, problems
-    return (
-        [
-            replace(_verdict(each, floor, family, factor, terms), curve=curve)
-            for each in judge_all(recipes, floor.sd, terms)
-        ],
-        floor,
-        problems,
-    )
+        known = replace(family, recipes={each.label: each.pairs for each in recipes})
+        staged = judge_by_looks(known, floor_at, design, curve).values()
+        found = [_verdict(each, floor, family, factor, terms, curve, stage) for each, stage in staged]
+        return found, floor, problems
+    judged = judge_all(recipes, floor.sd, terms)
+    return [_verdict(each, floor, family, factor, terms, curve) for each in judged], floor, problems
 
 
 def _verdict(
-    judged: Judged, floor: Floor, family: Family, factor: Factor, terms: Terms, stage: Stage | None = None
+    judged: Judged,
+    floor: Floor,
+    family: Family,
+    factor: Factor,
+    terms: Terms,
+    curve: Curve | None,
+    stage: Stage | None = None,
 ) -> Verdict:
+    if terms.token_margin is not None:
+        terms = replace(terms, margin=judged.margin)
+    if curve is not None and stage is not None:
+        curve = curve.within(stage.seeds)
     sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
     cost = cost_of(sound, judged.measured.tail)
     plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
-    return Verdict(judged, family, factor, terms, floor, plan, cost, stage=stage)
+    return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, stage=stage)
 
 
 def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from lightning_llm.compare.estimate import Estimate
+from lightning_llm.compare.losses import LEARNED_SHARE
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
 from lightning_llm.compare.seeds import FEWEST_SEEDS
 from lightning_llm.compare.stability import STABILITY_MARGIN, Stability, rate_interval, upper_bound
@@ -37,7 +38,8 @@ def line_of(verdict: Verdict) -> str:
 def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
     grid = verdict.tuned.words if verdict.tuned else ""
-    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _identical(verdict), grid, _open(verdict)]
+    parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _unpriced(verdict), _identical(verdict)]
+    parts += [grid, _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
@@ -115,8 +117,12 @@ def _unlearned(verdict: Verdict) -> str:
     if verdict.judged.measured.unlearned is None:
         return ""
     loss, below = verdict.judged.measured.unlearned
-    text = f"the baseline has not learned: its loss of {loss:.3f} is not below {below:.3f}, which takes no context"
-    return f"{text}; what a recipe loses cannot show. Train for longer"
+    text = "the baseline has not learned"
+    if math.isfinite(below):
+        entropy = any(pair.baseline.figure("validation_unigram_nats") == below for pair in verdict.pairs)
+        source = "the frequencies of the tokens alone give" if entropy else f"{LEARNED_SHARE:g} ln(vocabulary) is"
+        text += f": it ends at {loss:.3f} nats, where {source} {below:.3f}"
+    return f"{text}. What a recipe loses cannot show: train for longer"
 
 
 def _failed(verdict: Verdict) -> str:
@@ -148,6 +154,12 @@ def _missing(verdict: Verdict) -> str:
     lead = f"{_seeds(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless
     return f"{lead}, so it is not called lossless by the others" if spared else lead
+
+
+def _unpriced(verdict: Verdict) -> str:
+    seeds = verdict.judged.measured.unpriced_seeds
+    why = "the baseline has no sound runs of other numbers of tokens there, which say what the margin is"
+    return f"{_seeds(seeds)} left out: {why}" if seeds else ""
 
 
 def _identical(verdict: Verdict) -> str:

@@ -1,7 +1,7 @@
 """What a ladder is fitted to: losses of the baseline and paired differences of recipes, by size and tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_llm.compare.comparison import Comparison
@@ -52,6 +52,14 @@ class Ladder:
         """Return the ladder without these rungs."""
         gone = set(places)
         return Ladder(self.baseline, self.metric, [rung for rung in self.rungs if rung.place not in gone])
+
+    def of_recipes(self, names: Collection[str]) -> "Ladder":
+        """Return the ladder with the gaps of these recipes alone, and all of the baseline."""
+        rungs = [
+            replace(rung, differences={name: row for name, row in rung.differences.items() if name in names})
+            for rung in self.rungs
+        ]
+        return replace(self, rungs=rungs)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return plain data, a row per run: what `ladder_of_rows` reads."""

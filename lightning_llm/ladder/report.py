@@ -61,8 +61,21 @@ class Report:
                            "lack_of_fit_p": fit.lack_of_fit, "residuals": [
                                {"parameters": rung.parameters, "tokens": rung.tokens, "residual": float(residual)}
                                for rung, residual in zip(fit.ladder.rungs, fit.residuals, strict=True)]}  # fmt: skip
-            data["recipes"] = [self._recipe(fit, name) for name in fit.gaps]
+        fitted = fit.gaps if fit is not None else {}
+        data["recipes"] = [
+            self._recipe(fit, name) if fit is not None and name in fitted else self._unfitted(name)
+            for name in self.ladder.recipes
+        ]
         return data
+
+    def _unfitted(self, name: str) -> dict[str, Any]:
+        """Return what there is of a recipe that no gap was fitted to."""
+        rungs = [
+            {"parameters": rung.parameters, "tokens": rung.tokens, "measured_gap": float(np.mean(list(pairs.values())))}
+            for rung in self.ladder.rungs
+            if (pairs := rung.differences.get(name))
+        ]
+        return {"name": name, "terms": None, "refused": self.refused.get(name, []), "rungs": rungs}
 
     def _recipe(self, fit: Fit, name: str) -> dict[str, Any]:
         gap = fit.gaps[name]
@@ -79,13 +92,14 @@ class Report:
             "refused": self.refused.get(name, []),
             "rungs": [
                 {"parameters": each.parameters, "tokens": each.tokens, "gap": each.gap, "more_tokens": each.more_tokens,
-                 "more_tokens_ci": [each.low, each.high], "measured_gap": _measured(self.ladder, each)}
+                 "more_tokens_ci": [each.low, each.high], "measured_gap": measured_gap(self.ladder, each)}
                 for each in self.effects(name)
             ],
         }  # fmt: skip
 
 
-def _measured(ladder: Ladder, effect: Effect) -> float:
+def measured_gap(ladder: Ladder, effect: Effect) -> float:
+    """Return the mean gap of the effect's recipe on its rung, nats per token."""
     rung = next(rung for rung in ladder.rungs if rung.place == (effect.parameters, effect.tokens))
     return float(np.mean(list(rung.differences[effect.recipe].values())))
 
@@ -101,7 +115,7 @@ def print_report(report: Report, console: Console) -> None:
         _line(console, prediction_line(each), "bold")
     for each in report.ledger or []:
         _line(console, prediction_line(each), "" if each.outcome is None or each.outcome["inside"] else "red")
-    if report.ledger is not None:
+    if report.ledger:
         _line(console, tally(report.ledger), "bold")
     said = {problem.key for problem in report.problems}  # which stderr has
     for name, reasons in report.refused.items():
@@ -125,6 +139,6 @@ def _table(report: Report, fit: Fit) -> Table:
         for each in report.effects(name):
             table.add_row(
                 name, short(each.parameters), short(each.tokens), f"{each.tokens / each.parameters:.2g}",
-                nats(_measured(report.ladder, each), signed=True), nats(each.gap, signed=True), share(each),
+                nats(measured_gap(report.ladder, each), signed=True), nats(each.gap, signed=True), share(each),
             )  # fmt: skip
     return table

@@ -159,7 +159,7 @@ def _terms_alone(declared: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, folder: Path) -> dict[str, Any]:
     """Return what is declared for the sweep in `folder`. Raises ConfigError where it was begun with something else."""
-    before = {key: known[key] for key in (DESIGN, SEARCH) if known.get(key)}
+    before = {key: known[key] for key in (DESIGN, SEARCH) if key in known}
     if declared is None or not known:
         return before or dict(declared or {})
     ours, theirs = (json.loads(json.dumps(_terms_alone(each))) for each in (declared, before))

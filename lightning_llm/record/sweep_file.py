@@ -30,6 +30,9 @@ def checked_sweep(about: Any) -> dict[str, Any]:
     words = [job.get("words") for job in jobs]
     if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
         raise ValueError("it is damaged: jobs without words")
+    for key in (DESIGN, SEARCH):
+        if key in about and not (isinstance(about[key], dict) and about[key]):
+            raise ValueError(f"it is damaged: '{key}' holds nothing that was declared")
     return dict(about)
 
 
@@ -54,4 +57,4 @@ def read_declared(folder: Path) -> dict[str, Any]:
         known = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
         return {}
-    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and known.get(key)}
+    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and key in known}

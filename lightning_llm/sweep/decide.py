@@ -15,10 +15,12 @@ from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.design import Design, declare, read_design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import choose_factor
+from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.pairing import Family, pair_runs
+from lightning_llm.compare.token_curve import unplanned
 from lightning_llm.compare.wording import line_of
-from lightning_llm.config.commands import command
 from lightning_llm.config.identity import flatten
+from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
@@ -30,7 +32,7 @@ from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
 Definition = Callable[[], Sweep]
@@ -71,7 +73,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
                 break
     begun = begun or _with_started(whole, ())
     code = close(replace(whole, jobs=begun), outcomes, relay.received)
-    print(f"       the verdict: {command('compare', str(whole.folder))}")
+    print_where_to_judge(whole)
     return code
 
 
@@ -102,16 +104,36 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, D
     jobs, name, typed = composed
     check_metric(keys.metric, [config for _, config in jobs])
     looks = keys.looks_within_budget
-    terms = Terms(keys.margin, keys.confidence, keys.metric, keys.tail)
+    nats, share = read_margin(keys.margin)
+    terms = Terms(nats, keys.confidence, keys.metric, keys.tail, token_margin=share)
     seeds = tuple(dict.fromkeys(config.seed for _, config in jobs))[: looks[-1]]
     order = {seed: place for place, seed in enumerate(seeds)}
     jobs = sorted((job for job in jobs if job[1].seed in order), key=lambda job: order[job[1].seed])
     families = planned_families([config for _, config in jobs], seeds, keys.baseline)
+    _check_margin(keys, terms, families, [config for _, config in jobs], seeds)
     recipes = max(len(family.recipes) for family in families)
     design = declare(looks, seeds, terms, keys.spending, recipes, keys.baseline)
     definition = partial(define, jobs, name, typed, {DESIGN: design.as_data()})
     whole = definition()
     return definition, read_design(whole.declared, str(whole.folder / FILE)) or design
+
+
+def _check_margin(
+    keys: SweepConfig, terms: Terms, families: Sequence[Family], configs: Sequence[Config], seeds: Sequence[int]
+) -> None:
+    """Raise ConfigError where a margin in tokens will not be known, before anything is run for it."""
+    problems = unplanned(families, [_planned(config) for config in configs], seeds, terms)
+    if terms.token_margin is not None and not keys.metric.startswith(LOSS):
+        text = f"in tokens is one of a loss, and sweep.metric is {keys.metric}. Give it in its unit."
+        problems = [Problem("sweep.margin", text)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _planned(config: Config) -> Run:
+    """Return the run of a job as it will be, with nothing but its config."""
+    flat = flatten(config.model_dump(mode="json"))
+    return Run(Path(kind_of(config)), flat, {"status": "finished"}, typed=config)
 
 
 def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[Family]:
@@ -127,10 +149,7 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
     for config in configs:
         seeds_of.setdefault(kind_of(config), set()).add(config.seed)
     first = [config for config in configs if config.seed == seeds[0]]
-    runs = [
-        Run(Path(kind_of(config)), flatten(config.model_dump(mode="json")), {"status": "finished"}, typed=config)
-        for config in first
-    ]
+    runs = [_planned(config) for config in first]
     try:
         families, problems = pair_runs(runs, choose_factor(runs, baseline))
     except ConfigError as error:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_llm.config.commands import sync_command
+from lightning_llm.config.commands import command, sync_command
 from lightning_llm.config.compose import read_sweep, read_sweep_keys, typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
@@ -229,6 +229,12 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
         print(f"{text}; go on: {command_to_go_on(whole)}", file=sys.stderr)
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
+
+
+def print_where_to_judge(whole: Sweep) -> None:
+    """Print the command that gives the verdict, where any job came to an end that can be judged."""
+    if any(state_of(job.folder) in SETTLED for job in whole.jobs):
+        print(f"       the verdict: {command('compare', str(whole.folder))}")
 
 
 def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:

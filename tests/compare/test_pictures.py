@@ -100,8 +100,8 @@ def test_a_curve_is_the_mean_of_the_pairs_that_did_not_fail_within_students_inte
         for step in loud.curve.steps
     ]
     np.testing.assert_allclose(loud.curve.gap, np.mean(own, 1))
-    (alone,) = paired_curves([comparison.verdicts[1]], 0.9)
-    half = stats.t.ppf(0.95, 2) * stats.sem(own, axis=1)
+    (alone,) = paired_curves([comparison.verdicts[1]])
+    half = stats.t.ppf(0.975, 2) * stats.sem(own, axis=1)
     np.testing.assert_allclose(alone.high, np.mean(own, 1) + half)
     np.testing.assert_allclose(alone.low, np.mean(own, 1) - half)
     assert [(seed.seed, seed.fate) for seed in loud.seeds] == [
@@ -114,16 +114,16 @@ def test_a_curve_is_the_mean_of_the_pairs_that_did_not_fail_within_students_inte
 def test_at_its_last_step_a_curve_has_the_interval_of_the_verdict_on_that_step(tmp_path):
     folder = make_sweep(tmp_path / "s", {"precision=bf16": 0, "precision=mxfp8": 0.001, "precision=mxfp4_sr": 0.02})
     comparison = compared(folder, Terms(tail_share=0.0))
-    for verdict, found in zip(comparison.verdicts, paired_curves(comparison.verdicts, 0.95), strict=True):
+    for verdict, found in zip(comparison.verdicts, paired_curves(comparison.verdicts), strict=True):
         estimate = verdict.judged.estimate
         assert (found.gap[-1], found.low[-1], found.high[-1]) == pytest.approx(
             (estimate.gap, estimate.low, estimate.high)
         )
-    for verdict, found in zip(comparison.verdicts, source_gaps(comparison.verdicts, 0.95), strict=True):
+    for verdict, found in zip(comparison.verdicts, source_gaps(comparison.verdicts), strict=True):
         estimate = verdict.judged.estimate  # the made-up runs have the same loss on their one source
         assert vars(found["code"]) == pytest.approx({"gap": estimate.gap, "low": estimate.low, "high": estimate.high})
     (one, _, _) = [{**row["curve"]} for row in [*comparison.as_data()["verdicts"], {"curve": {}}]]
-    assert [*one] == ["steps", "tokens", "gap", "low", "high"]
+    assert [*one] == ["steps", "tokens", "gap", "low", "high", "confidence"]
 
 
 def test_seeds_that_failed_are_marked_on_the_curve(comparison):

@@ -200,3 +200,23 @@ def test_a_choice_that_diverged_at_judging_seeds_says_so(sweep, capsys):
 def test_what_cannot_be_chosen_is_said(sweep, capsys, words, text):
     assert main(["compare", str(sweep), *words.split()]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_margin_in_tokens_is_held_against_the_whole_grid_as_one_in_nats(sweep, capsys):
+    """The baseline's other lengths have the same slope at each seed here, so that the two margins are one."""
+    for steps in (50, 200):
+        for rate in RATES[:3]:
+            for seed in range(4):
+                words = ["optim=adamw", f"optim.learning_rate={rate}", f"seed={seed}", f"trainer.max_steps={steps}"]
+                gap = 0.0 if rate == BEST["adamw"] else 0.3
+                make_run(sweep / f"{steps}-{rate}-{seed}", *words, gap=gap, noise=0.1 * seed, steps=steps)
+    words = ("--best-of", "optim.learning_rate", "--baseline", "optim=adamw")
+    seen = set()
+    for margin in ("1%", "50%"):
+        (tokens,) = verdicts(capsys, sweep, *words, "--margin", margin)["verdicts"]
+        (nats,) = verdicts(capsys, sweep, *words, "--margin", repr(tokens["margin"]))["verdicts"]
+        assert tokens["token_margin"] == float(margin[:-1]) / 100
+        assert (tokens["verdict"], tokens["tuned"]) == (nats["verdict"], nats["tuned"])
+        assert tokens["ci"] == pytest.approx(nats["ci"])
+        seen.add((tokens["verdict"], tokens["tuned"]["withheld"]))
+    assert len(seen) > 1

@@ -5,15 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simulate_looks as simulation
+from run_folders import make_sweep
 from scipy import special
 
 from lightning_llm.compare.boundary import SPENDINGS, boundary, increments, spent
+from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.design import declare, read_design
 from lightning_llm.compare.estimate import Measured, Terms
+from lightning_llm.compare.paired_curves import paired_curves, source_gaps
+from lightning_llm.compare.report.panels import curve_panels
 from lightning_llm.compare.sequential import replay
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError
+from lightning_llm.record.reading import read_run
 
 LOOKS = SweepConfig().looks
 
@@ -142,3 +147,28 @@ def test_seeds_are_saved_where_pairs_scatter_less_than_was_feared():
     assert own == base == pytest.approx(5.4, abs=0.45)
     assert right > 0.98
     assert simulation.seeds_used(0.002, 0.0, 1, "linear", 30)[0] < 4
+
+
+def declared():
+    return replace(design(), terms=Terms(tail_share=0.0))
+
+
+def test_bands_sources_and_spikes_are_at_the_confidence_of_the_look(tmp_path):
+    """Two recipes that were decided at different looks: at the last validation each band is its verdict's interval."""
+    names = {"precision=bf16": 0, "precision=mxfp8": 0.0, "precision=mxfp4_sr": 0.0097}
+    folder = make_sweep(tmp_path / "s", names, seeds=5)
+    found = compare_runs(
+        [read_run(each) for each in sorted(folder.iterdir())], Terms(tail_share=0.0), design=declared()
+    )
+    late, early = found.verdicts
+    assert (early.stage.look.number, late.stage.look.number) == (1, 3)
+    curves, sources = paired_curves(found.verdicts), source_gaps(found.verdicts)
+    for verdict, curve, gaps in zip(found.verdicts, curves, sources, strict=True):
+        levels, own = verdict.stage.look.levels, verdict.judged.estimate
+        assert curve.confidence == verdict.interval_confidence == levels.intervals > 0.95
+        assert (curve.gap[-1], curve.low[-1], curve.high[-1]) == pytest.approx((own.gap, own.low, own.high))
+        assert (gaps["code"].low, gaps["code"].high) == pytest.approx((own.low, own.high))
+        assert verdict.spikes.level == pytest.approx(levels.failures / 2 / 2)
+    assert early.judged.estimate.pairs == 3
+    panel = curve_panels(found, found.families[0])[0]
+    assert panel.band == f"{100 * late.interval_confidence:.3g} % at each step (look 3 of 6)"

@@ -129,7 +129,7 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
             "'model=gpt' is no setting of these runs, which are 'model=llama_tiny'",
         ),
         ("--time-to-target --target 4 --trials optim.beta1", "'optim.beta1' does not vary over these runs"),
-        ("--time-to-target --target 4 --best-of seed", "scores runs, and judges none"),
+        ("--time-to-target --target 4 --best-of seed", "judges none: leave out --best-of"),
         ("--trials optim.learning_rate", "Give --time-to-target, too"),
     ],
 )

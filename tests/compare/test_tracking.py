@@ -10,8 +10,12 @@ from mlflow.entities import RunTag
 from run_folders import make_run
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.tracking import BEGIN, END, described
+from lightning_llm.compare import tracking
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
 from lightning_llm.record.mlflow.store import LARGEST_VALUE
+from lightning_llm.record.reading import read_run
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +118,26 @@ def test_mlflow_being_away_changes_nothing_but_a_note(tracked, capsys, tmp_path)
     assert main(["compare", str(copy)]) == 0
     assert "the verdicts were not logged to MLflow" in capsys.readouterr().out
     assert (copy / "compare" / "report.html").exists()
+
+
+def test_another_report_has_a_place_of_its_own_and_its_lines_are_tags(tracked, tmp_path):
+    """As `compare --ladder` logs its own."""
+    client, parent, sweep, _ = tracked
+    comparison = compare_runs([read_run(sweep / str(number)) for number in range(4)], Terms())
+    (tmp_path / "ladder.csv").write_text("recipe\n")
+    line = "mxfp8: 4.1 % more tokens [2.0, 6.5] at 1B / 20B"
+    said = log_verdicts(comparison, tmp_path, "compare/ladder", {"ladder/mxfp8": line})
+    assert "artifacts/compare/ladder/report.html" in said
+    assert client.get_run(parent).data.tags["ladder/mxfp8"] == line
+    assert [each.path for each in client.list_artifacts(parent, "compare/ladder")] == ["compare/ladder/ladder.csv"]
+
+
+def test_what_an_error_of_mlflows_says_is_redacted(tracked, tmp_path, monkeypatch):
+    def fails(uri):
+        raise OSError("denied to https://me:hunter2@host with swordfish-swordfish")
+
+    monkeypatch.setenv("SOME_API_TOKEN", "swordfish-swordfish")
+    monkeypatch.setattr(tracking, "existing_store", fails)
+    comparison = compare_runs([read_run(tracked[2] / str(number)) for number in range(4)], Terms())
+    said = log_verdicts(comparison, tmp_path)
+    assert "denied to https://host with $SOME_API_TOKEN" in said

@@ -160,6 +160,12 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
         (["precision=bf16"], "sweep.until: has nothing to decide"),
         (["sweep.search=halving"], "until and search do not go together"),
         (["sweep.baseline=precision=fp32"], "fp32"),
+        (
+            ["sweep.margin=2%"],
+            "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",
+        ),
+        (["sweep.margin=2 percent"], "sweep.margin: is 2 percent, must be above 0"),
+        (["sweep.margin=2%", "sweep.until=null", "sweep.search=halving"], "search=halving takes one in nats"),
     ],
 )
 def test_looks_that_cannot_be_are_refused_before_anything_starts(more, said, tmp_path, capsys):
@@ -181,3 +187,38 @@ def test_a_sweep_that_was_begun_without_looks_cannot_declare_them(tmp_path, monk
 def test_a_metric_that_no_job_records_is_refused_before_any_starts(tmp_path, capsys):
     assert main(["plan", *words(tmp_path), "sweep.metric=val_los"]) == 2
     assert "sweep.metric: is 'val_los', which these jobs' validations do not record" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_margin_in_tokens_is_declared_and_judged_by_the_baselines_other_lengths(tmp_path, monkeypatch, capsys):
+    """Of losses that are a line in tokens: 5 % fewer are 1 / 21 of the fall by 20 steps, which is 1 nat."""
+    started = make_jobs(monkeypatch, loss).started
+    recipe = tmp_path / "conf" / "recipe" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(
+        "# @package _global_\n"
+        "trainer: {max_steps: 20}\n"
+        "hydra: {sweeper: {params: {precision: 'bf16,fp8_current,fp8_delayed'}}}\n"
+        "sweep: {also: ['precision=bf16 trainer.max_steps=10,40'], margin: 5%, looks: [2, 3]}\n"
+    )
+    asked = [word for word in words(tmp_path, "sweep.max_seeds=3") if not word.startswith(("precision", "trainer.max"))]
+    assert main(["train", *asked, "recipe=mine", "--config-dir", str(tmp_path / "conf")]) == 0
+    assert "every verdict is decided" in capsys.readouterr().out
+    lengths = {(config["precision"]["name"], config["trainer"]["max_steps"]) for config in started}
+    assert lengths == {("bf16", 10), ("bf16", 20), ("bf16", 40), ("fp8_current", 20), ("fp8_delayed", 20)}
+    folder = str(tmp_path / "default" / "looks")
+    assert json.loads((Path(folder) / "sweep.json").read_text())["sequential"]["margin"] == "5%"
+    found = verdicts(capsys, folder)
+    rows = {row["name"]: row for row in found["verdicts"]}
+    assert (rows["fp8_current"]["verdict"], rows["fp8_delayed"]["verdict"]) == ("lossless", "lossy")
+    assert rows["fp8_delayed"]["margin"] == pytest.approx(1 / 21, rel=0.2)
+    assert rows["fp8_delayed"]["token_margin"] == 0.05
+    worth = rows["fp8_delayed"]["effective_data"]
+    assert worth["more_tokens_ci"][0] > 0.05  # of its look, as the verdict
+    assert worth["seeds"] == rows["fp8_delayed"]["look"]["seeds"] == 3
+    assert found["sequential"]["margin"] == "5%"
+    assert verdicts(capsys, folder, "--margin", "5%")["sequential"] == found["sequential"]
+    assert any(
+        "margin 0.01 in place of 5 % of tokens" in note
+        for note in verdicts(capsys, folder, "--margin", "0.01")["notes"]
+    )

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
 from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
+from lightning_llm.sweep.run import print_where_to_judge
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,3 +154,14 @@ def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run)
     assert steps_saved(only) == [read_metrics(only)[-1]["step"]]
     assert "stopped in job 0 of 2" in told
     assert "Traceback" not in told
+
+
+def test_the_verdicts_command_is_named_once_there_is_something_to_judge(tmp_path, capsys):
+    job = SimpleNamespace(folder=tmp_path / "0")
+    whole = SimpleNamespace(folder=tmp_path, jobs=(job,))
+    print_where_to_judge(whole)
+    assert capsys.readouterr().out == ""
+    job.folder.mkdir()
+    (job.folder / "summary.json").write_text('{"status": "finished"}')
+    print_where_to_judge(whole)
+    assert f"lightning-llm compare {tmp_path}" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -41,7 +43,7 @@ def draw_forest(axes: Any, rows: Sequence[ForestRow], frame: Frame, *, numbers: 
         places.append(place)
         labels.append(row.name)
         place -= 1.0
-    _zero_and_margin(axes, frame, "x")
+    _zero_and_margins(axes, frame, "x", [(place, row.margin, 0.5) for place, row in zip(places, rows, strict=True)])
     axes.set_yticks(places, labels)
     axes.set_ylim(place + 0.3, 0.7)
     axes.tick_params(axis="y", length=0)
@@ -49,12 +51,12 @@ def draw_forest(axes: Any, rows: Sequence[ForestRow], frame: Frame, *, numbers: 
     _limits(axes, [edge for row in rows for edge in _edges(row)], frame, "x")
     axes.set_xlabel(frame.gap_label)
     if numbers:
-        _beside(axes, f"gap [{100 * frame.confidence:g} %]", 0.75, INK, 8)
+        _beside(axes, f"gap [{frame.level}]", 0.75, INK, 8)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0)
 
 
 def _edges(row: ForestRow) -> list[float]:
-    found = [row.interval.gap, row.interval.low, row.interval.high, *row.seeds.values(), row.floor or 0.0]
+    found = [row.interval.gap, row.interval.low, row.interval.high, *row.seeds.values(), row.floor or 0.0, row.margin]
     return [edge for edge in found if math.isfinite(edge)]
 
 
@@ -93,7 +95,8 @@ def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, 
     colour, curve = COLOURS[panel.decision], panel.curve
     if panel.floor:
         axes.axhspan(-panel.floor, panel.floor, color=FLOOR, linewidth=0, zorder=0, label="A/A floor")
-    _zero_and_margin(axes, frame, "y")
+    frame = replace(frame, margin=panel.margin)
+    _zero_and_margins(axes, frame, "y")
     for seed in panel.seeds:
         if seed.fate:
             label = f"seed {seed.seed} ({seed.fate})"
@@ -103,7 +106,7 @@ def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, 
         else:
             axes.plot(seed.tokens, seed.gap, color=FAINT, linewidth=0.6, alpha=0.7)
     if curve.steps:
-        label = f"mean, {100 * frame.confidence:g} % at each step"
+        label = f"mean, {panel.band}"
         if all(map(math.isfinite, curve.low)):
             axes.fill_between(curve.tokens, curve.low, curve.high, color=colour, alpha=0.2, linewidth=0)
         else:
@@ -121,7 +124,7 @@ def draw_curve(axes: Any, panel: CurvePanel, frame: Frame, limits: tuple[float, 
 
 def curve_limits(panels: Sequence[CurvePanel], frame: Frame) -> tuple[float, float]:
     """Return the range that the curves of one setting share: their bands and seeds, the margin; not what failed."""
-    edges = [0.0, frame.margin]
+    edges = [0.0, frame.margin, *(panel.margin for panel in panels)]
     for panel in panels:
         edges += [edge for edge in (*panel.curve.gap, *panel.curve.low, *panel.curve.high) if math.isfinite(edge)]
     low, high = min(edges), max(edges)
@@ -155,7 +158,7 @@ def draw_trend(axes: Any, trend: Trend, frame: Frame) -> None:
         floors = [point.floor for line in trend.lines for point in line.points if point.x == x and point.floor]
         if floors:
             axes.plot([x, x], [-max(floors), max(floors)], color=FLOOR, linewidth=14, solid_capstyle="butt", zorder=0)
-    _zero_and_margin(axes, frame, "y")
+    _zero_and_margins(axes, frame, "y", _margins(trend))
     step = 0.12 * (math.log(xs[-1] / xs[0]) if logarithmic else xs[-1] - xs[0]) / max(1, len(trend.lines) * len(xs))
     for place, line in enumerate(trend.lines):
         style, aside = line_style(place), step * (place - (len(trend.lines) - 1) / 2)
@@ -182,7 +185,7 @@ def draw_trend(axes: Any, trend: Trend, frame: Frame) -> None:
 
 def draw_speed(axes: Any, points: Sequence[SpeedPoint], frame: Frame) -> None:
     """Draw each recipe's gap and interval against its speed, and the baseline at (1, 0); hollow where emulated."""
-    _zero_and_margin(axes, frame, "y")
+    _zero_and_margins(axes, frame, "y")
     axes.plot(1, 0, marker="*", markersize=11, color=INK, linestyle="")
     axes.annotate(frame.baseline, (1, 0), textcoords="offset points", xytext=(0, -13), ha="center", fontsize=8)
     for point in points:
@@ -203,10 +206,33 @@ def draw_speed(axes: Any, points: Sequence[SpeedPoint], frame: Frame) -> None:
     axes.legend(loc="best")
 
 
-def _zero_and_margin(axes: Any, frame: Frame, axis: str) -> None:
+def _zero_and_margins(
+    axes: Any, frame: Frame, axis: str, places: Sequence[tuple[float, float, float]] | None = None
+) -> None:
+    """Draw zero, and the margin: one line, or where it is not one for all a piece of it at each of `places`.
+
+    Args:
+        places: (where along the other axis, the margin there, how far it is drawn either way).
+    """
     line = axes.axvline if axis == "x" else axes.axhline
     line(0, color=INK, linewidth=0.8)
-    line(frame.margin, color=INK, linestyle="--", linewidth=1.1, label=f"margin {frame.margin_words}")
+    style: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.1}
+    label = f"margin {frame.margin_words}"
+    if len({margin for _, margin, _ in places or ()}) < 2:
+        line(frame.margin, **style, label=label)
+        return
+    for number, (place, margin, reach) in enumerate(places or ()):
+        ends = [place - reach, place + reach]
+        both = ([margin, margin], ends) if axis == "x" else (ends, [margin, margin])
+        axes.plot(*both, **style, label="" if number else label)
+
+
+def _margins(trend: Trend) -> list[tuple[float, float, float]]:
+    """Return where each margin of a trend is drawn: around its x, as far as half way to the next."""
+    xs = trend.xs
+    reach = min(after - before for before, after in pairwise(xs)) / 2.2
+    found = {(point.x, point.margin) for line in trend.lines for point in line.points}
+    return [(x, margin, min(reach, 0.2 * x) if xs[0] > 0 else reach) for x, margin in sorted(found)]
 
 
 def _token_axis(axes: Any) -> None:
@@ -216,7 +242,7 @@ def _token_axis(axes: Any) -> None:
 
 
 def _limits(axes: Any, edges: Sequence[float], frame: Frame, axis: str) -> None:
-    low, high = min(0.0, *edges, 0.0), max(frame.margin, *edges, 0.0)
+    low, high = min(0.0, *edges), max(frame.margin, *edges, 0.0)
     room = 0.06 * (high - low)
     getattr(axes, f"set_{axis}lim")(low - room, high + room)
     _spread_out(axes, frame, axis)

@@ -51,8 +51,11 @@ def bibliography(references: Sequence[Reference]) -> str:
     return "\n\n".join(reference.as_bibtex(ESCAPED) for reference in references) + "\n"
 
 
-def document(title: str, pictures: Sequence[Picture]) -> str:
-    """Return `report.tex`: the table, the pictures that lie beside it as PDF files, the methods and the references."""
+def document(title: str, pictures: Sequence[Picture], tables: Sequence[str] = ()) -> str:
+    """Return `report.tex`: the tables, the pictures that lie beside it as PDF files, the methods and the references.
+
+    `tables`: further floats, beside those that each report has.
+    """
     figures = [
         "\n".join([
             r"\begin{figure}[htbp]\centering",
@@ -71,6 +74,7 @@ def document(title: str, pictures: Sequence[Picture]) -> str:
         r"\begin{table}[htbp]\centering\small\input{verdicts}\caption{The verdicts.}\end{table}",
         r"\begin{table}[htbp]\centering\small\input{sources}\caption{Gaps by source of the validation set, nats per",
         r"token, with intervals that hold together over recipes.}\end{table}",
+        *tables,
         r"\section*{Methods}",
         r"\input{methods}",
         *figures,

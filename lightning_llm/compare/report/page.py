@@ -14,18 +14,27 @@ from lightning_llm.compare.report.headline import headlines, sentence
 from lightning_llm.compare.report.pictures import Picture
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
+from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.tables import gap_words, sources_of
 from lightning_llm.compare.wording import line_of, minus, nats
 
 TEMPLATE = "report.html.jinja"
 
 
-def page(comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str]) -> str:
-    """Return the page; `files`: {name of a file that lies beside it: what it is for}."""
+def page(
+    comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str, str], tables: Sequence[Table] = ()
+) -> str:
+    """Return the page; `files`: {name of a file that lies beside it: what it is for}; `tables`: further ones."""
     environment = Environment(
         loader=PackageLoader("lightning_llm.compare.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"line": line_of, "nats": nats, "image": _image, "source": lambda gap: minus(gap_words(gap))}
+    environment.filters |= {
+        "line": line_of,
+        "nats": nats,
+        "image": _image,
+        "source": lambda gap: minus(gap_words(gap)),
+        "minus": minus,
+    }
     methods = comparison.methods
     sources = sources_of(comparison)
     return environment.get_template(TEMPLATE).render(
@@ -50,6 +59,7 @@ def page(comparison: Comparison, pictures: Sequence[Picture], files: Mapping[str
         paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],
         references=methods.references,
         files=files,
+        tables=tables,
     )
 
 

@@ -15,9 +15,10 @@ from lightning_llm.record.reading import Run
 
 @dataclass(frozen=True)
 class Frame:
-    """What all panels of a comparison share: the baseline's name, the margin and what it is in, the confidence.
+    """What panels share: the baseline's name, the margin and what it is in, the confidence.
 
-    `margin` in words where it was given in tokens: the least of the settings' is drawn.
+    `margin`: nats; of several settings with margins in tokens the least, by which an axis is scaled: rows and points
+    have their own. `looks`: of declared ones, over which intervals hold together; 0 where none were.
     """
 
     baseline: str
@@ -26,6 +27,12 @@ class Frame:
     metric: str
     confidence: float
     margin_words: str
+    looks: int = 0
+
+    @property
+    def level(self) -> str:
+        """The verdicts' confidence in words: "95 %", "95 % repeated" where looks were declared."""
+        return f"{100 * self.confidence:g} %{' repeated' if self.looks else ''}"
 
     @property
     def gap_label(self) -> str:
@@ -49,7 +56,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class ForestRow:
-    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor."""
+    """One verdict: its interval, each kept seed's difference, those of outliers, seeds that diverged, the A/A floor,
+    the margin that it was held against, nats."""
 
     name: str
     setting: str
@@ -60,6 +68,7 @@ class ForestRow:
     outliers: dict[int, float]
     diverged_seeds: tuple[int, ...]
     floor: float | None
+    margin: float
 
 
 @dataclass(frozen=True)
@@ -74,13 +83,23 @@ class SeedLine:
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """A recipe's paired difference along the run, with its band, the single seeds, and the A/A floor."""
+    """A recipe's paired difference along the run, with its band, the single seeds, and the A/A floor.
+
+    `margin`: nats; `look`: "look 2 of 6" of a recipe that was judged at declared looks, else empty.
+    """
 
     name: str
     decision: Decision
     curve: Curve
     seeds: tuple[SeedLine, ...]
     floor: float | None
+    margin: float
+    look: str = ""
+
+    @property
+    def band(self) -> str:
+        """What the band is, in words."""
+        return f"{100 * self.curve.confidence:.3g} % at each step{f' ({self.look})' if self.look else ''}"
 
 
 @dataclass(frozen=True)
@@ -105,11 +124,15 @@ class SpeedPoint:
     emulated: bool
 
 
-def frame_of(comparison: Comparison) -> Frame:
-    """Return what the panels share."""
-    terms = min((verdict.terms for verdict in comparison.verdicts), key=lambda each: each.margin)
-    baseline, words = comparison.factor.baseline_label, terms.margin_words
-    return Frame(baseline, terms.margin, terms.unit, terms.metric, terms.confidence, words)
+def frame_of(comparison: Comparison, family: Family | None = None) -> Frame:
+    """Return what the panels share: those of `family`, or of all."""
+    verdicts = comparison.verdicts_of(family) if family else comparison.verdicts
+    terms = min((verdict.terms for verdict in verdicts), key=lambda each: each.margin)
+    several = len({verdict.terms.margin for verdict in verdicts}) > 1
+    words = f"{100 * (terms.token_margin or 0):g} % of tokens" if several else terms.margin_words
+    looks = len(comparison.design.looks) if comparison.design else 0
+    baseline = comparison.factor.baseline_label
+    return Frame(baseline, terms.margin, terms.unit, terms.metric, terms.confidence, words, looks)
 
 
 def forest_rows(comparison: Comparison) -> list[ForestRow]:
@@ -131,6 +154,7 @@ def _forest_row(verdict: Verdict) -> ForestRow:
         outliers={seed: differences[seed] for seed in out},
         diverged_seeds=tuple(sorted({*judged.measured.diverged_seeds, *judged.measured.baseline_diverged_seeds})),
         floor=verdict.floor.sd,
+        margin=verdict.terms.margin,
     )
 
 
@@ -144,9 +168,12 @@ def curve_panels(comparison: Comparison, family: Family) -> list[CurvePanel]:
     """Return a panel per verdict of the family that has a curve, or a seed's line."""
     verdicts = comparison.verdicts_of(family)
     panels = [
-        CurvePanel(verdict.name, verdict.colour, curve, tuple(_seed_lines(verdict)), verdict.floor.sd)
-        for verdict, curve in zip(verdicts, paired_curves(verdicts, comparison.terms.confidence), strict=True)
-    ]
+        CurvePanel(
+            verdict.name, verdict.colour, curve, tuple(_seed_lines(verdict)), verdict.floor.sd, verdict.terms.margin,
+            verdict.stage.words if verdict.stage else "",
+        )
+        for verdict, curve in zip(verdicts, paired_curves(verdicts), strict=True)
+    ]  # fmt: skip
     return [panel for panel in panels if panel.curve.steps or panel.seeds]
 
 

@@ -16,6 +16,8 @@ from lightning_llm.compare.report.page import title_of
 from lightning_llm.compare.report.pictures import Picture
 from lightning_llm.compare.report.rows import JUDGED, Row, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, FAINT, INK, SYMBOLS, drawing_style
+from lightning_llm.compare.report.supplement import Table
+from lightning_llm.compare.wording import minus
 
 PAGE_WIDTH, PAGE_HEIGHT = 8.27, 11.69
 """A4, inches."""
@@ -36,13 +38,17 @@ class Block:
     paint: Callable[[Figure, float], None]
 
 
-def pdf(comparison: Comparison, pictures: Sequence[Picture]) -> bytes:
-    """Return the file."""
+def pdf(comparison: Comparison, pictures: Sequence[Picture], tables: Sequence[Table] = ()) -> bytes:
+    """Return the file; `tables`: beside that of the verdicts."""
     from matplotlib.backends.backend_pdf import PdfPages
 
     title = title_of(comparison)
     blocks = [*text(title, size=15, weight="bold"), *text(_terms(comparison)), *_headlines(comparison)]
     blocks += _table(comparison)
+    for table in tables:
+        blocks += text(table.heading, size=11, weight="bold")
+        blocks += _further(table)
+        blocks += text(table.caption, size=7, colour=FAINT)
     blocks += _pictures(pictures)
     methods = comparison.methods
     blocks += text("Methods", size=11, weight="bold")
@@ -79,7 +85,8 @@ def _broken(blocks: Sequence[Block]) -> list[list[Block]]:
 def _terms(comparison: Comparison) -> str:
     terms = comparison.terms
     metric = f" of {terms.metric}" if "nats" in terms.margin_and_unit else ""
-    margin = f"Margin {terms.margin_and_unit}{metric}, {100 * terms.confidence:g} % intervals."
+    repeated = " repeated" if comparison.design else ""
+    margin = f"Margin {terms.margin_and_unit}{metric}, {100 * terms.confidence:g} %{repeated} intervals."
     return f"{sentence(comparison)} {margin}"
 
 
@@ -174,6 +181,30 @@ def _table(comparison: Comparison) -> list[Block]:
         return paint
 
     return [Block(height + 0.1, head), *(Block(height, line(row)) for row in rows), Block(0.1, lambda *_: None)]
+
+
+def _further(table: Table) -> list[Block]:
+    """Return a table as lines: names from the left, figures to the right of their columns."""
+    font, bold = FontProperties(size=7.5), FontProperties(size=7.5, weight="bold")
+    widths = [
+        max(_width(minus(each), bold) for each in column) for column in zip(table.columns, *table.rows, strict=True)
+    ]
+    space = max(0.05, (PAGE_WIDTH - 2 * SIDE - sum(widths)) / len(widths))
+    height = font.get_size_in_points() * POINT * 1.7
+
+    def line(words: Sequence[str], font: FontProperties) -> Callable[[Figure, float], None]:
+        def paint(figure: Figure, top: float) -> None:
+            left = SIDE
+            for place, (each, width) in enumerate(zip(words, widths, strict=True)):
+                named = place < table.names
+                _write(
+                    figure, left + (0 if named else width), top, minus(each), font, INK, "left" if named else "right"
+                )
+                left += width + space
+
+        return paint
+
+    return [Block(height, line(table.columns, bold)), *(Block(height, line(row, font)) for row in table.rows)]
 
 
 def _pictures(pictures: Sequence[Picture]) -> list[Block]:

@@ -88,16 +88,15 @@ def pictures_of(comparison: Comparison) -> list[Picture]:
         found.append(_trend(trend, frame, number))
     for number, family in enumerate(families):
         suffix = f"-{number}" if len(families) > 1 else ""
-        found += _of_family(comparison, family, frame, suffix)
+        found += _of_family(comparison, family, frame_of(comparison, family), suffix)
     return found
 
 
 def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
-    level = f"{100 * frame.confidence:g} %"
+    hold = f"{frame.level} intervals that hold together" + (" over all looks, too" if frame.looks else "")
     caption = (
-        f"Gap to {frame.baseline} in {frame.metric}, with simultaneous {level} intervals. Ticks below: single seeds. "
-        "Shaded around zero: the A/A floor. A recipe is lossless where its interval ends below the margin, lossy "
-        "where it begins above it."
+        f"Gap to {frame.baseline} in {frame.metric}, with {hold}. Ticks below: single seeds. Shaded around zero: the "
+        "A/A floor. A recipe is lossless where its interval ends below the margin, lossy where it begins above it."
     )
     alt = f"{caption} " + " ".join(
         f"{' '.join(filter(None, (row.name, row.setting)))}: {_number(row.interval)}, {row.qualified}." for row in rows
@@ -129,6 +128,8 @@ def _of_family(comparison: Comparison, family: Family, frame: Frame, suffix: str
     for panel in panels:
         paint = partial(draw.draw_curve, panel=panel, frame=frame, limits=limits)
         caption = f"{panel.name}: difference to {frame.baseline} at the same seed. Thin: single seeds."
+        if panel.look:
+            caption += f" The band is at the confidence of its {panel.look}: {panel.band}."
         if panel.floor:
             caption += " Shaded around zero: the A/A floor."
         alt = f"{caption} {_course(panel)}"

@@ -18,7 +18,7 @@ def sources_of(comparison: Comparison) -> dict[int, dict[str, SourceGap]]:
     found: dict[int, dict[str, SourceGap]] = {}
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
-        gaps = source_gaps(verdicts, comparison.terms.confidence)
+        gaps = source_gaps(verdicts)
         found |= {id(verdict): gap for verdict, gap in zip(verdicts, gaps, strict=True)}
     return found
 
@@ -75,20 +75,24 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return one line per verdict and validation: the gap there and its interval, empty where there is none."""
+    """Return one line per verdict and validation: the gap there and its interval, empty where there is none.
+
+    `confidence`: of that interval; of declared looks that of the one the recipe was judged at.
+    """
     rows: list[dict[str, Any]] = []
     for family in comparison.families:
         verdicts = comparison.verdicts_of(family)
-        curves = paired_curves(verdicts, comparison.terms.confidence)
+        curves = paired_curves(verdicts)
         for verdict, curve in zip(verdicts, curves, strict=True):
             for step, tokens, gap, low, high in zip(
                 curve.steps, curve.tokens, curve.gap, curve.low, curve.high, strict=True
             ):
                 rows.append(
                     {"recipe": verdict.name, "setting": family.words, "step": step, "tokens": tokens,
-                     "gap": finite(gap), "ci_low": finite(low), "ci_high": finite(high), "pairs": curve.pairs}
+                     "gap": finite(gap), "ci_low": finite(low), "ci_high": finite(high), "pairs": curve.pairs,
+                     "confidence": curve.confidence}
                 )  # fmt: skip
-    names = ["recipe", "setting", "step", "tokens", "gap", "ci_low", "ci_high", "pairs"]
+    names = ["recipe", "setting", "step", "tokens", "gap", "ci_low", "ci_high", "pairs", "confidence"]
     return _csv(rows, names)
 
 
@@ -123,7 +127,8 @@ def verdicts_latex(comparison: Comparison) -> str:
     terms, first = comparison.terms, comparison.verdicts[0]
     caption = (
         f"% {first.name} and others at {short(first.parameters)} parameters, {short(first.tokens)} tokens: "
-        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % simultaneous intervals"
+        f"{terms.metric}, margin {terms.margin_words}, {100 * terms.confidence:g} % "
+        f"{'repeated' if comparison.design else 'simultaneous'} intervals"
     )
     head = ["recipe", "loss", "gap", "interval", "pairs", "failed", "speed", "verdict"]
     table = [r"\begin{tabular}{lrrrrrrp{3.6cm}}", r"\toprule", latex_row(head), r"\midrule", *lines, r"\bottomrule"]

@@ -17,12 +17,13 @@ TOKEN_KEYS = ("trainer.max_steps", "schedule.", "data.global_batch_size", "data.
 
 @dataclass(frozen=True)
 class TrendPoint:
-    """A verdict at `x`; `floor`: the A/A floor there."""
+    """A verdict at `x`; `floor`: the A/A floor there, `margin`: what it was held against, nats."""
 
     x: float
     interval: Interval
     decision: Decision
     floor: float | None
+    margin: float
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _panels(verdicts: Sequence[Verdict], quantity: Quantity, words: Mapping[int,
     for verdict in verdicts:
         if id(verdict) in quantity.values:
             x = quantity.values[id(verdict)]
-            point = TrendPoint(x, interval_of(verdict), verdict.colour, verdict.floor.sd)
+            point = TrendPoint(x, interval_of(verdict), verdict.colour, verdict.floor.sd, verdict.terms.margin)
             panels.setdefault(words[id(verdict)], {}).setdefault(verdict.name, []).append(point)
     made = [
         Trend(

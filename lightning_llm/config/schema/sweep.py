@@ -1,12 +1,19 @@
 """`sweep`: what a sweep does beside its product of values. No single run reads it, or has it in its config."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from lightning_llm.config.schema.base import Fraction, Group, PositiveFloat, PositiveInt
+from lightning_llm.config.margin import read_margin
+from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
 
 FEWEST_AT_A_LOOK = 2
+
+
+def _margin(word: Any) -> float | str:
+    """Return a margin as it is kept: a number of nats, or "2%". Raises ValueError."""
+    nats, share = read_margin(word)
+    return nats if share is None else str(word).strip()
 
 
 class SweepConfig(Group):
@@ -27,7 +34,11 @@ class SweepConfig(Group):
     spending: Literal["linear", "pocock", "obrien_fleming"] = Field(
         "linear", description="how looks share the error: evenly by seeds, the first ones more, the last ones more"
     )
-    margin: PositiveFloat = Field(0.01, description="the gap that is still lossless, in nats per token or of `metric`")
+    margin: Annotated[float | str, BeforeValidator(_margin)] = Field(
+        0.01,
+        description="the gap that is still lossless, in nats per token or of `metric`; 2%: tokens more that may be "
+        "needed, which takes the baseline at two other numbers of tokens",
+    )
     confidence: float = Field(0.95, ge=0.5, lt=1, description="of all intervals of all looks together")
     metric: str = Field("val_loss", description="of the validation records, as `compare --metric`")
     tail: Fraction = Field(0.1, lt=1, description="last share of the steps, averaged over, as `compare --tail`")
@@ -65,7 +76,14 @@ class SweepConfig(Group):
             raise ValueError("until and search do not go together: a search has its own end")
         if list(self.rungs) != sorted(set(self.rungs)) or not self.rungs[0] > 0 or not self.rungs[-1] < 1:
             raise ValueError(f"rungs {list(self.rungs)} must ascend, each above 0 and below 1")
+        if self.search == "halving" and isinstance(self.margin, str):
+            raise ValueError(f"margin is {self.margin}, and search=halving takes one in nats: it judges on the way")
         return self
+
+    @property
+    def margin_nats(self) -> float:
+        """The margin in nats; NaN of one in tokens."""
+        return read_margin(self.margin)[0]
 
     @property
     def looks_within_budget(self) -> tuple[int, ...]:

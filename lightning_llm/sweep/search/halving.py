@@ -20,7 +20,6 @@ import numpy as np
 
 from lightning_llm.compare.losses import tail_of
 from lightning_llm.compare.statistics import simultaneous_intervals
-from lightning_llm.config.commands import command
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
@@ -33,7 +32,7 @@ from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.watch import watched
@@ -115,7 +114,7 @@ def planned_halving(asked: Asked) -> Halving:
         problems.append(Problem("trainer.validate_every_steps", text))
     if problems:
         raise ConfigError(problems)
-    about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin, "confidence": keys.confidence,
+    about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin_nats, "confidence": keys.confidence,
              "metric": keys.metric, "tail": keys.tail}  # fmt: skip
     whole = define(composed, name, typed, {SEARCH: about})
     return Halving(keys, whole, recipes_of(whole), rungs)
@@ -151,7 +150,7 @@ def halve(asked: Asked) -> int:
                 write_results(halving.whole.folder, _rows(halving), halving.ended)
     write_results(halving.whole.folder, _rows(halving), halving.ended)
     code = close(halving.whole, outcomes, relay.received, set(halving.ended))
-    print(f"       the verdict: {command('compare', str(halving.whole.folder))}")
+    print_where_to_judge(halving.whole)
     return code
 
 
@@ -243,7 +242,7 @@ def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[i
     confidence = 1 - (1 - keys.confidence) / rungs
     found = simultaneous_intervals(losses[judged] - losses[best], confidence)
     for row, place in enumerate(judged):
-        if found.low[row] > keys.margin:
+        if found.low[row] > keys.margin_nats:
             gone[place] = (best, float(found.gap[row]), float(found.low[row]), float(found.high[row]))
     return gone
 

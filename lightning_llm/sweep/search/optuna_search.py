@@ -11,7 +11,6 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.config.commands import command
 from lightning_llm.config.identity import training_hash
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
@@ -25,7 +24,7 @@ from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, start
+from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
@@ -295,4 +294,4 @@ def _print_best(study: "Study", whole: Sweep) -> None:
     )
     for each in whole_trials[:3]:
         print(f"best   trial {each.number}: gap {each.value:+.4f} to the baseline, {' '.join(words_of(each.params))}")
-    print(f"       the verdict: {command('compare', str(whole.folder))}")
+    print_where_to_judge(whole)

@@ -24,9 +24,8 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
 
         halving = planned_halving(asked)
         steps = ", ".join(map(str, halving.rungs))
-        words = (
-            f"halving of {len(halving.recipes)} recipes: those worse than the best by more than {keys.margin:g} end at "
-        )
+        worse = f"those worse than the best by more than {keys.margin_nats:g}"
+        words = f"halving of {len(halving.recipes)} recipes: {worse} end at "
         return halving.whole, {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": []}
     from lightning_llm.sweep.search.optuna_search import planned_search
 

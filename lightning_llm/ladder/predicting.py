@@ -1,0 +1,72 @@
+"""What a fitted ladder says of a size to come, written down in the ledger."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+from lightning_llm.compare.data import json_ready
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.ladder.effect import effect_at
+from lightning_llm.ladder.fit import Fit
+from lightning_llm.ladder.ledger import Prediction, add_predictions, now
+from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.refusal import Target
+from lightning_llm.ladder.report import Report
+from lightning_llm.ladder.wording import line_of
+from lightning_llm.version import __version__
+
+
+def is_run(measured: Ladder, recipe: str, target: Target) -> bool:
+    """Return whether the recipe's runs at `target` are there already."""
+    return any(
+        rung.parameters == target.parameters and abs(rung.tokens - target.tokens) <= 0.02 * target.tokens
+        for rung in measured.rungs
+        if rung.differences.get(recipe)
+    )
+
+
+def predict(report: Report, fit: Fit, target: Target, terms: Terms, file: Path) -> list[Prediction]:
+    """Write down what each recipe that is not refused will cost at `target`; return what stands in the ledger of it."""
+    date = now()
+    made = [_prediction(fit, name, target, terms, date) for name in fit.gaps if name not in report.refused]
+    return add_predictions(file, made) if made else []
+
+
+def _prediction(fit: Fit, recipe: str, target: Target, terms: Terms, date: str) -> Prediction:
+    effect = effect_at(fit, recipe, target.parameters, target.tokens, terms.confidence)
+    gap = fit.gaps[recipe]
+    fitted_to = fit.ladder.rows()
+    return Prediction(
+        date,
+        claim={
+            "line": line_of(effect, gap, target.name),
+            "recipe": recipe,
+            "baseline": fit.ladder.baseline,
+            "metric": fit.ladder.metric,
+            "model": target.name,
+            "parameters": target.parameters,
+            "tokens": target.tokens,
+            "more_tokens": effect.more_tokens,
+            "more_tokens_interval": [effect.low, effect.high],
+            "gap": effect.gap,
+            "gap_interval": list(effect.gap_interval()),
+            "baseline_loss": float(fit.law.loss(target.parameters, target.tokens)[0, 0]),
+            "growth_p": json_ready(gap.growth[1]),
+        },
+        terms={
+            "confidence": terms.confidence,
+            "tail": terms.tail_share,
+            "gap_se": effect.gap_se,
+            "pair_sd": effect.pair_sd,
+            "df": effect.df,
+            "graded_by": "the mean gap of S pairs within t(df) sqrt(gap_se^2 + pair_sd^2 / S) of `gap`",
+            "law": fit.law.constants(),
+            "gap_terms": dict(zip(("c_D", "c_N", "c_O"), map(float, gap.terms), strict=True)),
+            "fitted_to": {
+                "rungs": len(fit.ladder.rungs),
+                "runs": len(fitted_to),
+                "digest": sha256(json.dumps(fitted_to, sort_keys=True).encode()).hexdigest()[:16],
+            },
+            "version": __version__,
+        },
+    )

@@ -1,0 +1,148 @@
+"""A margin in tokens, judged seed by seed: by simulated truth, and against the interval of effective data."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from run_folders import curve, make_run
+
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.design import declare
+from lightning_llm.compare.effective_data import Curve, effective_data
+from lightning_llm.compare.estimate import Measured, Terms, judge_all
+from lightning_llm.compare.sequential import replay
+from lightning_llm.compare.wording import line_of
+from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.record.reading import read_run
+
+E, B, BETA = 1.5, 300.0, 0.45
+AT = 66_000.0
+COUNTS = np.array([0.5, 1.0, 2.0])
+
+
+def level(ratio):
+    return E + B * (ratio * AT) ** -BETA
+
+
+def drawn(rng, seeds: int, share: float, run_sd: float, pair_sd: float = 0.003) -> tuple[Curve, dict[int, float]]:
+    """Return the baseline's curve and a recipe's losses that needs just `share` more tokens, with noise in all runs."""
+    effects = 0.02 * rng.standard_normal(seeds)
+    losses = level(COUNTS) + effects[:, None] + run_sd * rng.standard_normal((seeds, 3))
+    own = losses[:, 1] + level(1 / (1 + share)) - level(1.0) + pair_sd * rng.standard_normal(seeds)
+    return Curve((0.5, 1.0, 2.0), dict(enumerate(losses)), 1.0), dict(enumerate(own.tolist()))
+
+
+def judged(curve: Curve, losses: dict[int, float], share: float, margins: dict[int, float]):
+    measured = Measured("x", differences={s: loss - curve.losses[s][1] for s, loss in losses.items()}, margins=margins)
+    (found,) = judge_all([measured], None, Terms(np.nan, token_margin=share))
+    return found
+
+
+@pytest.mark.parametrize("run_sd", [0.002, 0.02])
+def test_the_verdict_is_what_the_interval_of_effective_data_says(run_sd):
+    """Fieller's interval in tokens, found there by going through ratios: on which side of the margin does it lie?"""
+    rng = np.random.default_rng(4)
+    seen = []
+    for truth in np.repeat([0.0, 0.02, 0.06, 0.1, 0.2], 12):
+        curve, losses = drawn(rng, 4, truth, run_sd)
+        found = judged(curve, losses, 0.1, curve.margins(0.1))
+        low, high = effective_data(losses, curve).more_tokens_interval
+        seen.append("lossless" if high < 0.1 else "lossy" if low > 0.1 else "inconclusive")
+        assert found.loss == seen[-1]
+        assert found.estimate.gap == pytest.approx(np.mean(list(found.measured.differences.values())))
+        assert found.margin == pytest.approx(np.mean(curve.shares(range(4), 1 / 1.1)))
+    assert set(seen) == {"lossless", "lossy", "inconclusive"}
+
+
+def errors(share: float, seeds: int, trials: int, run_sd: float) -> tuple[float, float, float]:
+    """Return how often a recipe at just the margin is called lossless, lossy, and either by the mean margin alone."""
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in range(trials):
+        curve, losses = drawn(rng, seeds, share, run_sd, pair_sd=0.001)
+        margins = curve.margins(share)
+        here = judged(curve, losses, share, margins).loss
+        mean = dict.fromkeys(margins, float(np.mean(list(margins.values()))))
+        plain = judged(curve, losses, share, mean).loss
+        found.append((here == "lossless", here == "lossy", plain != "inconclusive"))
+    return tuple(np.mean(found, axis=0))
+
+
+def test_at_the_margin_a_wrong_verdict_is_as_rare_as_promised():
+    lossless, lossy, by_the_mean = errors(0.1, 4, 400, run_sd=0.02)
+    assert max(lossless, lossy) <= 0.025 + 3.1 * (0.025 * 0.975 / 400) ** 0.5
+    assert by_the_mean > 0.15  # what the margin's own noise would do, left out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("run_sd", [0.003, 0.02])
+def test_at_the_margin_over_all_cells(share, seeds, run_sd):
+    lossless, lossy, _ = errors(share, seeds, 2000, run_sd)
+    assert max(lossless, lossy) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5
+
+
+def test_a_seed_without_the_baselines_other_runs_has_no_margin_and_takes_no_part():
+    curve, losses = drawn(np.random.default_rng(6), 4, 0.0, 0.002)
+    some = curve.within([0, 1, 2])
+    assert sorted(some.margins(0.05)) == [0, 1, 2]
+    whole = judged(some, {s: losses[s] for s in range(3)}, 0.05, some.margins(0.05))
+    measured = replace(whole.measured, unpriced_seeds=[3])
+    (found,) = judge_all([measured], None, Terms(np.nan, token_margin=0.05))
+    assert (found.estimate, found.loss) == (whole.estimate, whole.loss)
+    assert found.measured.seeds == [0, 1, 2, 3]
+
+
+def errors_at_looks(looks: tuple[int, ...], trials: int, share: float = 0.1) -> tuple[float, float]:
+    """Return how often a recipe at just the margin is called lossless, or lossy, at any look, stopping at the first."""
+    rng = np.random.default_rng(7)
+    terms = Terms(np.nan, token_margin=share)
+    design = declare(looks, tuple(range(looks[-1])), terms, "linear", 1, None)
+    found = []
+    for _ in range(trials):
+        curve, losses = drawn(rng, looks[-1], share, 0.02, pair_sd=0.001)
+
+        def measured(label, seeds, curve=curve, losses=losses):
+            own = curve.within(seeds)
+            differences = {seed: losses[seed] - curve.losses[seed][1] for seed in seeds}
+            return Measured(label, differences=differences, margins=own.margins(share))
+
+        ((judged_last, _),) = replay(["0"], lambda *_: True, measured, lambda _: None, design).values()
+        found.append((judged_last.decision == "lossless", judged_last.decision == "lossy"))
+    return tuple(np.mean(found, axis=0))
+
+
+def test_at_declared_looks_it_errs_no_more():
+    assert max(errors_at_looks((3, 4, 5), 200)) <= 0.025 + 3.1 * (0.025 * 0.975 / 200) ** 0.5
+
+
+@pytest.mark.full
+def test_at_all_looks_it_errs_no_more():
+    assert max(errors_at_looks(SweepConfig().looks, 2000)) <= 0.025 + 3.1 * (0.025 * 0.975 / 2000) ** 0.5
+
+
+def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverged(tmp_path):
+    terms = Terms(np.nan, token_margin=0.5, tail_share=0.0)
+    design = declare((3, 4, 5), tuple(range(5)), terms, "linear", 1, None)
+    for seed in range(5):
+        for name, steps in (("bf16", 50), ("bf16", 100), ("bf16", 200), ("mxfp8", 100)):
+            lost = seed == 1 and steps == 200
+            losses = {step: curve(step) + 0.1 * seed for step in range(10, steps + 1, 10)}
+            losses |= {steps: float("nan")} if lost else {}
+            words = (f"precision={name}", f"seed={seed}")
+            gap = 1e-4 * (name == "mxfp8") * (1 + seed)
+            make_run(tmp_path / f"{name}-{steps}-{seed}", *words, losses={s: v + gap for s, v in losses.items()})
+    runs = [read_run(each) for each in sorted(tmp_path.iterdir())]
+
+    def judged_at(kept):
+        (found,) = compare_runs(kept, terms, design=design).verdicts
+        return found
+
+    whole = judged_at(runs)
+    assert (whole.stage.look.number, whole.decision) == (1, "lossless")
+    assert whole.judged.measured.unpriced_seeds == [1]
+    assert whole.judged.estimate.pairs == 2
+    assert "seed 1 left out: the baseline has no sound runs of other numbers of tokens there" in line_of(whole)
+    waits = judged_at([run for run in runs if run.folder.name != "bf16-200-2"])
+    assert (waits.stage.look, waits.decision) == (None, "inconclusive")

@@ -1,0 +1,167 @@
+"""The ladder in the report, without a folder's name, and what becomes of recipes that no gap can be fitted to."""
+
+import csv
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from test_command import SIZES, STEP_TOKENS, STEPS, add_rung
+
+from lightning_llm.__main__ import main
+from lightning_llm.compare.comparison import compare_runs
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.report.pictures import pictures_of
+from lightning_llm.ladder import command
+from lightning_llm.ladder.effect import effect_at
+from lightning_llm.ladder.fit import fit_ladder
+from lightning_llm.ladder.ledger import read_ledger
+from lightning_llm.ladder.measured import ladder_of
+from lightning_llm.ladder.report import Report
+from lightning_llm.ladder.supplement import supplement_of
+from lightning_llm.record.reading import read_run
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+PLACE = ["model=llama_tiny", f"data.tokens={16 * STEP_TOKENS}"]
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("outputs") / "experiment" / "ladder", np.random.default_rng(0)
+    for model, parameters in SIZES.items():
+        for steps in STEPS:
+            add_rung(folder, model, parameters, steps, "2026-11-21T10:00:00+00:00", rng, 1 + (model == "ladder_690k"))
+    return folder
+
+
+@pytest.fixture
+def at_home(ladder, monkeypatch):
+    """The outputs folder is the ladder's, with a newer sweep beside it that is none."""
+    root = ladder.parent.parent
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
+    other = root / "experiment" / "sweep"
+    for number, run in enumerate(sorted(ladder.glob("ladder_240k-*-8-0"))):
+        shutil.copytree(run, other / str(number), dirs_exist_ok=True)
+        (other / str(number) / "config.yaml").touch()
+    return root
+
+
+def said(capsys, *words, expect=0):
+    assert main(["compare", *map(str, words)]) == expect
+    return "".join(capsys.readouterr())
+
+
+def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_form(ladder, at_home, capsys):
+    told = said(capsys, "--ladder", "--predict", *PLACE)
+    assert "% more tokens [" in told
+    assert "at 2.16M / 32.8K (llama_tiny), not shown to grow with tokens per parameter (p = " in told
+    assert f"predictions {ladder}/compare/predictions.jsonl" in told
+    assert f"report {ladder}/compare/ladder/report.html" in told
+    assert "not run yet" in said(capsys, "--grade")
+    folder = ladder / "compare" / "ladder"
+    rows = list(csv.DictReader((folder / "ladder.csv").open()))
+    assert [row["kind"][:9] for row in rows] == ["measured"] * 9 + ["predicted"]
+    data = json.loads((folder / "compare.json").read_text())["ladder"]
+    for row, rung in zip(rows, data["recipes"][0]["rungs"], strict=False):
+        assert float(row["measured_gap"]) == pytest.approx(rung["measured_gap"])
+        assert [float(row["more_tokens_low"]), float(row["more_tokens_high"])] == pytest.approx(rung["more_tokens_ci"])
+    (made,) = read_ledger(ladder / "compare" / "predictions.jsonl")
+    assert float(rows[-1]["more_tokens"]) == pytest.approx(made.claim["more_tokens"])
+    assert (folder / "ladder.tex").read_text().startswith("\\begin{tabular}{lrrrrrr}")
+    assert "\\input{ladder}" in (folder / "report.tex").read_text()
+    assert "hoffmann2022" in (folder / "references.bib").read_text()
+    page = (folder / "report.html").read_text()
+    assert "<h2>The ladder: what a recipe costs in tokens</h2>" in page
+    assert "<h2>The ladder, rung by rung</h2>" in page
+    assert "<strong>Ladder.</strong> The baseline" in page
+    assert "mxfp4_sr, predicted" in page
+    assert (folder / "figure-ladder-0-tokens.svg").is_file()
+    assert len(json.loads((ladder / "compare" / "looks.json").read_text())["looks"]) == 1  # its verdicts were seen
+
+
+@pytest.mark.parametrize(
+    ("order", "runs"),
+    [
+        (["--predict", *PLACE, "--ladder"], []),
+        (["--predict", *PLACE, "mine"], ["mine"]),
+        (["mine", "--ladder", "--predict", *PLACE[::-1]], ["mine"]),
+    ],
+)
+def test_words_may_come_in_any_order(order, runs, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(command, "ladder_named", lambda words, *rest, **_: asked.append((words, rest[-1])))
+    said(capsys, *order)
+    ((words, what),) = asked
+    assert (words, what.predict.parameters, what.predict.tokens) == (runs, 2_164_416, 16 * STEP_TOKENS)
+
+
+def test_without_a_ladder_or_a_prediction_one_line_says_what_to_do(at_home, monkeypatch, tmp_path, capsys):
+    told = said(capsys, "sweep", "--grade", expect=2)
+    assert "--grade: there is no prediction yet in" in told
+    assert "Make one before its runs: compare --predict model=NAME data.tokens=NUMBER." in told
+    assert "0 of 0" not in told
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    assert "is a ladder, of 3 model sizes and 3 token counts. Name its folder, or" in said(capsys, "--ladder", expect=2)
+
+
+@pytest.fixture(scope="module")
+def compared(ladder):
+    return [read_run(each) for each in sorted(ladder.iterdir()) if (each / "config.yaml").is_file()]
+
+
+def test_the_pictures_draw_fit_rungs_and_prediction(ladder, compared):
+    comparison = compare_runs(compared, Terms())
+    report = Report(ladder_of(comparison), 0.95)
+    report.fit = fit_ladder(report.ladder)
+    predictions = read_ledger(ladder / "compare" / "predictions.jsonl")
+    over_tokens, over_sizes = supplement_of(report, predictions).pictures
+    for picture, lines, axis in ((over_tokens, 3 + bool(predictions), 1), (over_sizes, 3, 0)):
+        axes = Figure().subplots()
+        picture.paint(axes)
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert len(names) == lines + bool(predictions)
+        drawn = {line.get_label(): line for line in axes.get_lines()}
+        first = drawn[names[0]]
+        place = [237_888, 8192]
+        at = effect_at(report.fit, "mxfp4_sr", *place)
+        assert first.get_xdata()[0] == pytest.approx(place[axis])
+        assert first.get_ydata()[0] == pytest.approx(100 * at.more_tokens)
+        if predictions:
+            assert drawn["predicted"].get_ydata()[0] == pytest.approx(100 * predictions[0].claim["more_tokens"])
+
+
+def test_each_setting_is_drawn_with_its_own_margin(compared):
+    comparison = compare_runs(compared, Terms(math.nan, token_margin=0.05))
+    margins = [verdict.terms.margin for verdict in comparison.verdicts]
+    assert max(margins) > 1.5 * min(margins)
+    forest = next(each for each in pictures_of(comparison) if each.name == "gaps")
+    axes = Figure().subplots()
+    forest.paint(axes)
+    dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert [line.get_xdata()[0] for line in dashed] == pytest.approx(margins)
+    assert dashed[0].get_label() == "margin 5 % of tokens"
+    curves = [each for each in pictures_of(comparison) if each.name.startswith("curve")]
+    for picture, margin in zip(curves, margins, strict=True):
+        axes = Figure().subplots()
+        picture.paint(axes)
+        (line,) = [line for line in axes.get_lines() if str(line.get_label()).startswith("margin")]
+        assert line.get_ydata()[0] == pytest.approx(margin)
+
+
+def test_a_recipe_with_few_pairs_stays_in_the_data(ladder, capsys, tmp_path):
+    folder = tmp_path / "some"
+    shutil.copytree(ladder, folder, ignore=shutil.ignore_patterns("compare"))
+    for run in [*folder.glob("*-mxfp4_sr-16-*"), *folder.glob("*-mxfp4_sr-4-*")]:
+        shutil.rmtree(run)
+    assert main(["compare", str(folder), "--ladder", "--json"]) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert "mxfp4_sr: its gap cannot be fitted: it was run on 3 rungs of 3 sizes" in err
+    (recipe,) = found["recipes"]
+    assert (recipe["name"], recipe["terms"], len(recipe["rungs"])) == ("mxfp4_sr", None, 3)
+    assert "it was run on 3 rungs" in recipe["refused"][0]
+    assert len([row for row in found["runs"] if row["recipe"] == "mxfp4_sr"]) == 4
+    tokens = 8 * STEP_TOKENS
+    assert recipe["rungs"][0]["measured_gap"] == pytest.approx(0.03 * 110 * tokens**-0.45, abs=0.004)
