@@ -152,27 +152,27 @@ class Cast(NamedTuple):
 
 
 @functools.cache
-def cast_by(cast: CastConfig, axis: int, backend: Backend) -> Cast:
-    """Return what makes `cast` with blocks along `axis`; compiled at its first call, then for all shapes."""
+def cast_by(cast: CastConfig, axis: int, backend: Backend, wide: bool = False) -> Cast:
+    """Return what makes `cast` with blocks along `axis`, `wide` in fp32; compiled at its first call, for all shapes."""
     shape = block_shape(cast.block, axis)
-    return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend), shape)
+    return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend, wide), shape)
 
 
 @functools.cache
-def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend) -> CastFunction:
+def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: bool) -> CastFunction:
     """Square blocks, and whole tensors, have no direction: one function serves both."""
 
-    # Bound by defaults of a function that is called: Dynamo (torch 2.13) compiles their numbers in. Those of a closure are
-    # variables of a kernel, and to shift by one (`noise_bits`) takes as long as all the rest.
+    # Bound by defaults of a function that is called: Dynamo (torch 2.13) compiles their numbers in. Those of a closure
+    # are variables of a kernel, and to shift by one (`noise_bits`) takes as long as all the rest.
     def whole(*given: Any, cast: CastConfig = cast, shape: BlockShape = shape) -> CastBlocks:
-        return quantize.cast_blocks(given[0], cast, shape, *given[1:])
+        return quantize.cast_blocks(given[0], cast, shape, *given[1:], wide)
 
     def cast_blocks(
         blocks: Tensor, amax: Tensor | None, delayed: Tensor | None, key: Tensor | None, origin: Origin
     ) -> CastBlocks:
         return whole(blocks, amax, delayed, key, origin)
 
-    return run_by(backend, cast_blocks, ["cast_blocks", cast.model_dump(mode="json"), shape])
+    return run_by(backend, cast_blocks, ["cast_blocks", cast.model_dump(mode="json"), shape, wide])
 
 
 @functools.cache
@@ -198,13 +198,15 @@ def operand(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
     delayed: Tensor | None = None,
+    wide: bool = False,
     reduce_amax: Callable[[Tensor], Tensor] | None = None,
     observe: Callable[[Tensor, Scaled, Operand], None] | None = None,
 ) -> Operand:
     """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
 
-    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
-    to its maximum over the ranks that share the tensor. `observe` gets what was rounded, scales and result.
+    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `wide`: the operand is fp32, of the same
+    numbers. `reduce_amax` takes the tensor-level amax to its maximum over the ranks that share the tensor. `observe`
+    gets what was rounded, scales and result.
     """
     x, amax = x.detach(), None
     if reduce_amax is not None and quantize.needs_tensor_amax(cast):
@@ -214,7 +216,7 @@ def operand(
         origin = origin if origin.row_stride else origin._replace(row_stride=x.shape[1])
     else:
         key, origin = None, Origin()
-    function, shape = cast_by(cast, axis, backend)
+    function, shape = cast_by(cast, axis, backend, wide)
     made = function(blocked(x, shape), amax, delayed, key, origin)
     multiplier = delayed if made.multiplier is None else made.multiplier
     if multiplier is None:

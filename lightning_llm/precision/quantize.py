@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import scales
-from lightning_llm.precision.blocks import BlockShape, axes_within, block_shape, blocked, check_blocked, per_block, unblocked
+from lightning_llm.precision.blocks import (
+    BlockShape,
+    axes_within,
+    block_shape,
+    blocked,
+    check_blocked,
+    per_block,
+    unblocked,
+)
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
 from lightning_llm.precision.operand import BlockScales
 from lightning_llm.precision.random_bits import uniform_noise, word
@@ -233,13 +241,18 @@ def cast_blocks(
     delayed: Tensor | None,
     key: Tensor | None,
     origin: Origin,
+    wide: bool = False,
 ) -> CastBlocks:
-    """Return the cast of what is `blocked` to `shape`; `amax`: None where the tensor's is that of `blocks`."""
+    """Return the cast of what is `blocked` to `shape`; `amax`: None where the tensor's is that of `blocks`.
+
+    `wide`: the operand is fp32, of the same numbers.
+    """
     check_blocked(blocks, shape)
     if amax is None and needs_tensor_amax(cast):
         amax = tensor_amax(blocks)
     scaled = scale_blocks(blocks, cast, shape, amax, delayed)
     operand, inside = round_blocks(blocks, cast, shape, scaled.multiplier, scaled.block, key, origin)
+    operand = operand.float() if wide else operand
     multiplier = None if cast.scale == "delayed" else scaled.multiplier
     return CastBlocks(operand, inside, multiplier, scaled.block, scaled.tensor)
 
