@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import quantize
+from lightning_llm.precision.blocks import block_shape, blocked, unblocked
 from lightning_llm.precision.inductor import OPTIONS
 
 RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
@@ -61,10 +62,10 @@ def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[T
             return operand(x, key, delayed)
 
     def operand(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
-        amax = quantize.tensor_amax(x) if quantize.needs_tensor_amax(cast) else None
-        scaled = quantize.scale(x, cast, axis, amax, delayed if cast.scale == "delayed" else None)
-        given = key if cast.stochastic else None
-        return quantize.round_blocks(x, cast, axis, scaled.multiplier, scaled.block, given)[0]
+        shape, origin = block_shape(cast.block, axis), quantize.Origin(row_stride=SIZE)
+        return unblocked(
+            quantize.cast_blocks(blocked(x, shape), cast, shape, None, delayed, key, origin).operand, x, shape
+        )
 
     return whole, [x, key, delayed]
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision import inductor
+from lightning_llm.precision import inductor, quantize
 from lightning_llm.precision.formats import TORCH_DTYPES
 from lightning_llm.precision.gather_rules import codes_cast
 from lightning_llm.precision.linear import ROLES
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Origin, Scaled
+from lightning_llm.precision.quantize import Scaled
 from lightning_llm.precision.weight_casts import OwnCasts, WantedCast
 
 
@@ -55,14 +55,13 @@ class GatheredWeight(OwnCasts):
         if cast.scale == "delayed":
             self.layer.materialise_state(shard.device)
             delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
-        return inductor.stages(cast, 1, self.layer.plan.backend).scale(shard, self.amax, delayed)
+        return quantize.scale(shard, cast, 1, self.amax, delayed)
 
     def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled) -> Tensor:
         """Return the codes of `shard` [n, K] of the weight in the compute dtype: uint8 [n, K]."""
         if shard.numel() == 0:
             return shard.new_zeros(shard.shape, dtype=torch.uint8)
-        stage = inductor.stages(cast, 1, self.layer.plan.backend)
-        values, _ = stage.round_blocks(shard, scaled.multiplier, None, None, Origin())
+        values = inductor.grid_values(cast, self.layer.plan.backend)(shard, scaled.multiplier)
         return torch.copysign(values, shard).to(TORCH_DTYPES[cast.format]).view(torch.uint8)
 
     def decode(self, codes: Tensor, into: Tensor, cast: CastConfig) -> None:

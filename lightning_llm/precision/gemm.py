@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.gemm import linear, product
 from lightning_llm.precision.inductor import Backend, run_by
 from lightning_llm.precision.operand import Operand
@@ -24,8 +25,7 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     """Return a b [m, n] in `dtype` for a [m, k], b [k, n], times all scales, plus `bias` [n] (never quantised)."""
     left, right = a.tensor, b.tensor
     partial = a.blocks is not None or b.blocks is not None
-    if partial or not (left.dtype == right.dtype == dtype) or (dtype == torch.float16 and left.device.type == "cpu"):
-        # fp16 on a CPU is a format, not a speed: its GEMM is some hundred times slower than fp32's.
+    if partial or not (left.dtype == right.dtype == dtype) or _crawls(dtype, left.device):
         left, right = left.float(), right.float()
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
     if factor is None and bias is not None and not partial:
@@ -37,6 +37,16 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     if factor is not None:
         return _finish(backend)(sums, factor, bias, dtype)
     return (sums if bias is None else sums + bias.float()).to(dtype)
+
+
+def _crawls(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a GEMM in `dtype` does: fp16 on a CPU is a format, some hundred times slower than fp32."""
+    return dtype == torch.float16 and device.type == "cpu"
+
+
+def multiplied_in_fp32(x: Tensor, cast: CastConfig) -> bool:
+    """Return whether `multiply` takes the operand that `cast` makes of `x` in fp32, whatever the other one is."""
+    return cast.scales_partial_sums or _crawls(x.dtype, x.device)
 
 
 def returns_fp32(device: torch.device) -> bool:

@@ -14,11 +14,11 @@ from lightning_llm.gemm import operand, product
 
 @lru_cache(maxsize=32)  # also of what is on a GPU: a copy to it for each cast would wait for all that it has to do
 def _sylvester(size: int, device: torch.device) -> Tensor:
-    """Return H_size, [size, size] fp32 of +1 and -1; `size` a power of two."""
+    """Return H_size / sqrt(size), [size, size] fp32; `size` a power of two."""
     h = torch.ones(1, 1)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
-    return h.to(device)
+    return (h * torch.tensor(size, dtype=torch.float32).rsqrt().item()).to(device)
 
 
 @lru_cache(maxsize=32)
@@ -29,7 +29,7 @@ def fixed_signs(vector: tuple[int, ...], device: torch.device) -> Tensor:
 
 def rotation(size: int, signs: Tensor | None, device: torch.device) -> Tensor:
     """Return S = diag(signs) H / sqrt(size), [size, size] fp32; `signs` [size] of +1 and -1, None for all +1."""
-    s = _sylvester(size, device) * torch.tensor(size, dtype=torch.float32).rsqrt().item()
+    s = _sylvester(size, device)
     return s if signs is None else s * signs.float()[:, None]
 
 

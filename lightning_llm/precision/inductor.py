@@ -17,9 +17,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import quantize, scales
+from lightning_llm.precision.blocks import BlockShape, block_shape, blocked, unblocked
 from lightning_llm.precision.kernel_cache import Kernels
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Origin, Scaled
+from lightning_llm.precision.quantize import CastBlocks, Origin, Scaled
 from lightning_llm.precision.shapes import only_shapes
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
@@ -133,51 +134,59 @@ def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callabl
     return compiled(function, identity) if backend == "compiled" else only_shapes(function)
 
 
-class Stages(NamedTuple):
-    """The stages of `quantize` for one cast and axis, compiled or not."""
-
-    scale: Callable[[Tensor, Tensor | None, Tensor | None], Scaled]
-    round_blocks: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Origin], tuple[Tensor, Tensor | None]]
-
-
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
     """Return `quantize.tensor_amax` for `backend`."""
     return run_by(backend, quantize.tensor_amax, "tensor_amax")
 
 
-@functools.cache
-def stages(cast: CastConfig, axis: int, backend: Backend) -> Stages:
-    """Return the stages for `cast` with blocks along `axis`; compiled at their first call, then for all shapes."""
-    shape = quantize.block_shape(cast.block, axis)
-    if shape is None or shape[0] == shape[1]:
-        axis = 1  # and as well the other
-    # A scale per tensor is a handful of scalar operations: not worth a compilation.
-    few = cast.block == "tensor" and backend == "compiled"
-    return Stages(
-        _scale(quantize.read_by_scale(cast), axis, "eager" if few else backend),
-        _round_blocks(quantize.read_by_rounding(cast), axis, backend),
-    )
+CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Origin], CastBlocks]
+"""Of blocks, the tensor's amax, the delayed multiplier, the key of random bits, and the origin."""
+
+
+class Cast(NamedTuple):
+    """A cast for one axis: what makes it, and the blocks that it is of."""
+
+    function: CastFunction
+    shape: BlockShape
 
 
 @functools.cache
-def _scale(cast: CastConfig, axis: int, backend: Backend) -> Callable[[Tensor, Tensor | None, Tensor | None], Scaled]:
-    def scale(x: Tensor, amax: Tensor | None, delayed: Tensor | None) -> Scaled:
-        return quantize.scale(x, cast, axis, amax, delayed)
-
-    return run_by(backend, scale, ["scale", cast.model_dump(mode="json"), axis])
+def cast_by(cast: CastConfig, axis: int, backend: Backend, wide: bool = False) -> Cast:
+    """Return what makes `cast` with blocks along `axis`, `wide` in fp32; compiled at its first call, for all shapes."""
+    shape = block_shape(cast.block, axis)
+    return Cast(_cast_function(quantize.read_by_cast(cast), shape, backend, wide), shape)
 
 
 @functools.cache
-def _round_blocks(
-    cast: CastConfig, axis: int, backend: Backend
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Origin], tuple[Tensor, Tensor | None]]:
-    def round_blocks(
-        x: Tensor, multiplier: Tensor, block: Tensor | None, key: Tensor | None, origin: Origin
-    ) -> tuple[Tensor, Tensor | None]:
-        return quantize.round_blocks(x, cast, axis, multiplier, block, key, origin)
+def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: bool) -> CastFunction:
+    """Square blocks, and whole tensors, have no direction: one function serves both."""
 
-    return run_by(backend, round_blocks, ["round_blocks", cast.model_dump(mode="json"), axis])
+    # Bound by defaults of a function that is called: Dynamo (torch 2.13) compiles their numbers in. Those of a closure
+    # are variables of a kernel, and to shift by one (`noise_bits`) takes as long as all the rest.
+    def whole(*given: Any, cast: CastConfig = cast, shape: BlockShape = shape) -> CastBlocks:
+        return quantize.cast_blocks(given[0], cast, shape, *given[1:], wide)
+
+    def cast_blocks(
+        blocks: Tensor, amax: Tensor | None, delayed: Tensor | None, key: Tensor | None, origin: Origin
+    ) -> CastBlocks:
+        return whole(blocks, amax, delayed, key, origin)
+
+    return run_by(backend, cast_blocks, ["cast_blocks", cast.model_dump(mode="json"), shape, wide])
+
+
+@functools.cache
+def grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what rounds `x` [R, C] times a multiplier to the grid of `cast`, whose scales are of whole tensors."""
+    return _grid_values(quantize.read_by_cast(cast), backend)
+
+
+@functools.cache
+def _grid_values(cast: CastConfig, backend: Backend) -> Callable[[Tensor, Tensor], Tensor]:
+    def values(x: Tensor, multiplier: Tensor) -> Tensor:
+        return quantize.round_blocks(x, cast, None, multiplier, None)[0]
+
+    return run_by(backend, values, ["grid_values", cast.model_dump(mode="json")])
 
 
 def operand(
@@ -189,25 +198,35 @@ def operand(
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
     delayed: Tensor | None = None,
+    wide: bool = False,
     reduce_amax: Callable[[Tensor], Tensor] | None = None,
     observe: Callable[[Tensor, Scaled, Operand], None] | None = None,
 ) -> Operand:
     """Return `x` [R, C] quantised by `cast` along `axis` as a GEMM's operand.
 
-    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `reduce_amax` takes the tensor-level amax
-    to its maximum over the ranks that share the tensor. `observe` gets what was rounded, scales and result.
+    `key`, `origin`: of stochastic rounding. `delayed`: the kept multiplier. `wide`: the operand is fp32, of the same
+    numbers. `reduce_amax` takes the tensor-level amax to its maximum over the ranks that share the tensor. `observe`
+    gets what was rounded, scales and result.
     """
     x, amax = x.detach(), None
-    if quantize.needs_tensor_amax(cast):
-        amax = tensor_amax(backend)(x)
-        amax = amax if reduce_amax is None else reduce_amax(amax)
-    stage = stages(cast, axis, backend)
-    scaled = stage.scale(x, amax, delayed)
-    tensor, inside = stage.round_blocks(x, scaled.multiplier, scaled.block, key, origin)
+    if reduce_amax is not None and quantize.needs_tensor_amax(cast):
+        amax = reduce_amax(tensor_amax(backend)(x))
+    delayed = delayed if cast.scale == "delayed" else None
+    if cast.stochastic:  # rows are as long as those of the whole tensor, not as the padded blocks
+        origin = origin if origin.row_stride else origin._replace(row_stride=x.shape[1])
+    else:
+        key, origin = None, Origin()
+    function, shape = cast_by(cast, axis, backend, wide)
+    made = function(blocked(x, shape), amax, delayed, key, origin)
+    multiplier = delayed if made.multiplier is None else made.multiplier
+    if multiplier is None:
+        raise ValueError("scale: delayed needs the scale kept from earlier steps")
+    scaled = Scaled(multiplier, made.block, made.tensor)
     blocks = None
-    if scaled.block is not None and cast.scales_partial_sums:
-        blocks = quantize.contraction_scales(scaled.block, cast, axis, x)
-    made = Operand(tensor, scaled.tensor, inside, blocks)
+    if made.block is not None and cast.scales_partial_sums:
+        blocks = quantize.contraction_scales(made.block, cast, axis, x)
+    inside = None if made.inside is None else unblocked(made.inside, x, shape)
+    result = Operand(unblocked(made.operand, x, shape), made.tensor, inside, blocks)
     if observe is not None:
-        observe(x, scaled, made)
-    return made
+        observe(x, scaled, result)
+    return result

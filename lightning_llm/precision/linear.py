@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_llm.config.schema.precision import SLOTS, CastConfig, HadamardConfig, PrecisionConfig
 from lightning_llm.precision import inductor
-from lightning_llm.precision.gemm import multiply
+from lightning_llm.precision.gemm import multiplied_in_fp32, multiply
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.random_bits import random_signs
+from lightning_llm.precision.shared_casts import shared
 from lightning_llm.precision.weight_casts import WantedCast, WeightCasts
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)
@@ -107,6 +108,7 @@ class LinearCall(NamedTuple):
     plan: LinearPlan
     keys: Tensor | None  # int64 [KEY_COUNT]
     scales: Tensor | None  # fp32 [len(ROLES)], delayed scaling's multipliers
+    rotations: dict[str, Tensor] | None = None  # by GEMM, of both of its operands, where they are to be kept
 
     @property
     def knows_amax(self) -> bool:
@@ -126,17 +128,45 @@ class LinearCall(NamedTuple):
 
     def matrix(self, slot: str, device: torch.device) -> Tensor | None:
         """Return the rotation of `slot`, or None."""
-        config = self.plan.casts[slot].hadamard
-        return None if config is None else rotation(config.size, self.signs(slot[:5], config, device), device)
+        config, gemm = self.plan.casts[slot].hadamard, slot[:5]
+        if config is None:
+            return None
+        kept = {} if self.rotations is None else self.rotations
+        if gemm not in kept:
+            kept[gemm] = rotation(config.size, self.signs(gemm, config, device), device)
+        return kept[gemm]
 
     def operand(self, x: Given, slot: str, axis: int) -> Operand:
         """Return `x` [R, C] rotated and quantised for `slot` along the contraction `axis`, or what stands for it."""
-        source = self.plan.weight_casts
-        if source is None or not slot.endswith(".w") or not self.plan.casts[slot].quantises:
+        source, cast = self.plan.weight_casts, self.plan.casts[slot]
+        if not callable(x) and self._is_shared(slot):
+            made_by = inductor.cast_by(cast, axis, self.plan.backend)
+            return shared.of(x.detach(), slot, (made_by, axis, cast.hadamard), lambda: self._made(x, slot, axis))
+        if source is None or not slot.endswith(".w") or not cast.quantises:
             return self._made(x, slot, axis)
         weight = x if callable(x) else lambda: x
         make, observed = partial(self._made, weight, slot, axis), self.plan.observe is not None
         return source.operand(WantedCast(slot, self.plan.casts, observed, weight, make))
+
+    def operands_of(self, dy: Tensor) -> Callable[[str, int], Operand]:
+        """Return what gives `dy`'s operand for a slot and an axis: one where both GEMMs read the same codes."""
+        casts = self.plan.casts
+        cast = casts["dgrad.dy"]
+        if not cast.quantises or cast != casts["wgrad.dy"] or cast.block != "tensor" or self.plan.observe is not None:
+            return partial(self.operand, dy)
+        if cast.stochastic or cast.hadamard is not None:
+            return partial(self.operand, dy)
+        both = functools.cache(lambda: self.operand(dy, "dgrad.dy", 1))
+        return lambda slot, axis: both()
+
+    def _is_shared(self, slot: str) -> bool:
+        """Whether the operand of `slot` is that of all layers that read the same X, on this rank alone."""
+        cast, plan = self.plan.casts[slot], self.plan
+        if not slot.endswith(".x") or not cast.quantises or cast.stochastic or cast.scale == "delayed":
+            return False
+        if cast.source == "quantised" or (cast.hadamard is not None and cast.hadamard.signs == "random"):
+            return False
+        return plan.observe is None and plan.backend != "shapes" and plan.shards.get("x", Shard()).reduce_amax is None
 
     def _made(self, x: Given, slot: str, axis: int) -> Operand:
         x = x() if callable(x) else x
@@ -157,6 +187,7 @@ class LinearCall(NamedTuple):
             key=None if self.keys is None or not cast.stochastic else self.keys[SLOT_NAMES.index(slot)],
             origin=shard.origin,
             delayed=None if self.scales is None else self.scales[ROLES.index(role)],
+            wide=role != "w" and multiplied_in_fp32(given, cast),
             reduce_amax=shard.reduce_amax if cast.amax_scope == "logical" else None,
             observe=None if observe is None else partial(_tell, observe, slot, given, cast, axis),
         )
@@ -231,21 +262,22 @@ def backward(
     call: LinearCall, dy: Tensor, x: Tensor, weight: Tensor, wanted: Wanted, record: Record | None
 ) -> Gradients:
     """Return the gradients of X, W and b, in their dtypes, from `dy` [M, N], by the other four of six casts."""
-    plan = call.plan
+    call, plan = call._replace(rotations={}), call.plan
     dy = dy.to(x.dtype).contiguous()
     if record is not None:
         record("dy", dy)
     made = _Forward(call.unobserved(), x.dtype, {"x": lambda: x, "w": _in_dtype(weight, x.dtype)})
     dx = dw = dbias = None
+    of_dy = call.operands_of(dy)
     if wanted.dx:
         w = partial(made.source, "dgrad.w", "w")
-        dx = multiply(call.operand(dy, "dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
+        dx = multiply(of_dy("dgrad.dy", 1), call.operand(w, "dgrad.w", 0), x.dtype, plan.backend)
         # A GEMM over fprop's quantised weight gives a gradient in the domain fprop rotated both operands into.
         if plan.casts["dgrad.w"].source == "quantised":
             dx = made.through(dx, "x")
     if wanted.dw:
         source = made.source("wgrad.x", "x")
-        left, right = call.operand(dy, "wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
+        left, right = of_dy("wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
         dw = multiply(left, right, x.dtype, plan.backend)
         if plan.casts["wgrad.x"].source == "quantised":
             dw = made.through(dw, "w")

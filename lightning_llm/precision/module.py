@@ -24,6 +24,7 @@ from lightning_llm.precision.linear import (
     quantised_linear,
 )
 from lightning_llm.precision.random_bits import hash_words
+from lightning_llm.precision.shared_casts import shared
 from lightning_llm.precision.weight_casts import KeptCasts
 
 HIGH_CASTS = slots_of(PrecisionConfig(name="high", compute_dtype="fp16"))
@@ -73,7 +74,8 @@ class QuantisedLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return linear_operator.operator(x, weight, bias, self.keys, self._number, high, records)
         call = self.call_now(self.keys, x.device, high)
-        return quantised_linear(x, weight, bias, *call, self.recorder if records else None)
+        recorder = self.recorder if records else None
+        return quantised_linear(x, weight, bias, call.plan, call.keys, call.scales, recorder)
 
     def _without_casts(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.plan.weight_casts is not None:
@@ -131,7 +133,9 @@ class QuantisedLinear(nn.Linear):
             source = self.plan.weight_casts if role == "w" else None
             amax = None if source is None else source.known_amax()
             if amax is None:
-                amax = inductor.tensor_amax(self.plan.backend)(tensor.detach())
+                made_by = inductor.tensor_amax(self.plan.backend)
+                tensor = tensor.detach()
+                amax = shared.of(tensor, "amax", made_by, lambda: made_by(tensor))
                 if source is not None:
                     source.tell_amax(amax)
             row = self.amax_history[0, ROLES.index(role)]

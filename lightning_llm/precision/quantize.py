@@ -6,20 +6,26 @@ returns everything that can be looked at.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import scales
+from lightning_llm.precision.blocks import (
+    BlockShape,
+    axes_within,
+    block_shape,
+    blocked,
+    check_blocked,
+    per_block,
+    unblocked,
+)
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
 from lightning_llm.precision.operand import BlockScales
 from lightning_llm.precision.random_bits import uniform_noise, word
 from lightning_llm.precision.rounding import round_to_format
-
-BlockShape = tuple[int, int] | None
 
 
 class Origin(NamedTuple):
@@ -46,13 +52,12 @@ class Origin(NamedTuple):
 
 class Scaled(NamedTuple):
     """Scales with size-1 block axes. Elements times `multiplier` are rounded; the result, times `block`, times
-    `tensor` where there is one, is the quantised number. `stored`: the form kernels keep (E8M0: biased exponents).
+    `tensor` where there is one, is the quantised number.
     """
 
     multiplier: Tensor
     block: Tensor | None
     tensor: Tensor | None
-    stored: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,65 +80,16 @@ class Quantised:
         return encode(self.values, self.format)
 
 
-def block_shape(block: str, axis: int) -> BlockShape:
-    """Return the (rows, columns) of a block whose contraction axis is `axis` of a 2-D tensor; None for the whole."""
-    if block == "tensor":
-        return None
-    across, along = (int(each) for each in block.split("x"))
-    return (across, along) if axis == 1 else (along, across)
-
-
 def needs_tensor_amax(cast: CastConfig) -> bool:
     """Whether the cast's scale depends on the whole tensor's amax, which shards must agree on."""
     return cast.scale == "two_level_e4m3" or (cast.block == "tensor" and cast.scale != "delayed")
 
 
-def read_by_scale(cast: CastConfig) -> CastConfig:
-    """Return `cast` with defaults for all that `scale` does not read: one kernel serves all casts of one such."""
-    kept = {"format", "block", "scale", "prescale", "delayed"}
+def read_by_cast(cast: CastConfig) -> CastConfig:
+    """Return `cast` with defaults for all that `cast_blocks` does not read: one kernel serves all casts of one such."""
+    kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient"}
+    kept |= {"noise_bits"} if cast.stochastic else set()
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
-
-
-def read_by_rounding(cast: CastConfig) -> CastConfig:
-    """Return `cast` with defaults for all that `round_blocks` does not read."""
-    kept = {"format", "block", "rounding", "clip_gradient"} | ({"noise_bits"} if cast.stochastic else set())
-    read: dict[str, Any] = {key: value for key, value in cast if key in kept}
-    return CastConfig.model_construct(**read, scale="fp32" if cast.scales_partial_sums else "power_of_two")
-
-
-def _missing(length: int, size: int) -> int:
-    """Return by how much `length` falls short of a multiple of `size`.
-
-    Not -length % size, though it is the same: of that, Inductor (torch 2.13) leaves a symbolic crop of padding out.
-    """
-    return (length + size - 1) // size * size - length
-
-
-def _blocked(x: Tensor, shape: BlockShape) -> tuple[Tensor, tuple[int, ...]]:
-    """Return `x` zero-padded to whole blocks and viewed with block axes, and which axes lie within a block."""
-    if shape is None:
-        return x, (0, 1)
-    (rows, columns), (height, width) = x.shape, shape
-    down, right = _missing(rows, height), _missing(columns, width)
-    if down or right:
-        x = F.pad(x, (0, right, 0, down))
-        rows, columns = x.shape
-    if height == 1:
-        return x.reshape(rows, columns // width, width), (2,)
-    if width == 1:
-        return x.reshape(rows // height, height, columns), (1,)
-    return x.reshape(rows // height, height, columns // width, width), (1, 3)
-
-
-def _unblocked(x: Tensor, like: Tensor, shape: BlockShape) -> Tensor:
-    """Undo `_blocked`: [R, C], the padding cropped."""
-    if shape is None:
-        return x
-    (rows, columns), (height, width) = like.shape, shape
-    down, right = _missing(rows, height), _missing(columns, width)
-    if down or right:
-        return x.reshape(rows + down, columns + right)[:rows, :columns].contiguous()
-    return x.reshape(rows, columns)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -147,31 +103,45 @@ def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, de
     `amax`: the whole tensor's (fp32 scalar), where `needs_tensor_amax`. `delayed`: the multiplier kept from earlier
     steps. Raises ValueError where one is missing.
     """
+    shape = block_shape(cast.block, axis)
+    return scale_blocks(x if cast.scale == "delayed" else blocked(x, shape), cast, shape, amax, delayed)
+
+
+def scale_blocks(
+    blocks: Tensor, cast: CastConfig, shape: BlockShape, amax: Tensor | None = None, delayed: Tensor | None = None
+) -> Scaled:
+    """Return the `scale` of every block of what is already `blocked` to `shape`."""
     if cast.scale == "delayed":
         if delayed is None:
             raise ValueError("scale: delayed needs the scale kept from earlier steps")
-        return Scaled(delayed, None, scales.divide(1.0, delayed), delayed)
+        return Scaled(delayed, None, scales.divide(1.0, delayed))
     if needs_tensor_amax(cast) and amax is None:
         raise ValueError(f"scale: {cast.scale} of block {cast.block} needs the tensor's amax")
-    blocked, axes = _blocked(x, block_shape(cast.block, axis))
     if cast.scale == "quest":
-        return _quest(blocked, axes, int(cast.block.split("x")[1]))
+        return _quest(blocks, axes_within(shape), int(cast.block.split("x")[1]))
     if cast.block == "tensor" and amax is not None:
         return _plain(amax, cast, FLOAT_MAX)
-    magnitude = blocked.float().abs()
+    magnitude = blocks.float().abs()
     # microxcaling's maximum propagates NaN into the block's exponent; CUDA's ignores it.
     ignored = float("inf") if cast.scale == "e8m0_floor" else 0.0
-    block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes, keepdim=True)
+    block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes_within(shape), keepdim=True)
     if cast.scale == "two_level_e4m3" and amax is not None:
         sf, multiplier = scales.nvfp4_block_scale(block_amax, scales.nvfp4_tensor_scale(amax))
-        return Scaled(multiplier, sf, amax * (1.0 / scales.NVFP4_RANGE), sf)
+        return Scaled(multiplier, sf, amax * (1.0 / scales.NVFP4_RANGE))
     if cast.scale in ("e8m0_ceil", "e8m0_floor"):
         exponent_of = scales.e8m0_ceil if cast.scale == "e8m0_ceil" else scales.e8m0_floor
         exponent = exponent_of(block_amax, cast.format)
         multiplier = scales.e8m0_reciprocal(exponent) * cast.prescale
-        factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=x.device)
-        return Scaled(multiplier, scales.e8m0_value(exponent), factor, exponent)
-    return _plain(block_amax, cast, torch.finfo(x.dtype).max)
+        factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=blocks.device)
+        return Scaled(multiplier, scales.e8m0_value(exponent), factor)
+    return _plain(block_amax, cast, torch.finfo(blocks.dtype).max)
+
+
+def _stored(scaled: Scaled, cast: CastConfig) -> Tensor:
+    """Return the form of the scales that kernels keep; of E8M0 that is biased exponents."""
+    if scaled.block is None:
+        return scaled.multiplier
+    return scales.e8m0_exponent(scaled.block) if cast.scale.startswith("e8m0") else scaled.block
 
 
 def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
@@ -179,8 +149,8 @@ def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
     multiplier = scales.scale_from_amax(amax, cast.format, cast.scale == "power_of_two", value_for_inf)
     inverse = scales.divide(1.0, multiplier)
     if cast.block == "tensor" and cast.scale == "fp32":
-        return Scaled(multiplier, None, inverse, multiplier)
-    return Scaled(multiplier, inverse, None, inverse)
+        return Scaled(multiplier, None, inverse)
+    return Scaled(multiplier, inverse, None)
 
 
 def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
@@ -188,7 +158,7 @@ def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
     x, axis = blocked.float(), axes[0]
     mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
     power = scales.quest_scale(mean, square)
-    return Scaled(scales.divide(1.0, power), power, None, power)
+    return Scaled(scales.divide(1.0, power), power, None)
 
 
 def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
@@ -199,63 +169,103 @@ def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
     return x
 
 
-def keyed_noise(x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin) -> Tensor | None:
-    """Return noise [R, C] for `x`: a function of `key` (int64 scalar) and each element's place in the whole tensor.
+def keyed_noise(
+    x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
+) -> Tensor | None:
+    """Return noise for `x` [R, C], or for what is `blocked` to `shape`, in its shape.
 
-    None where `cast` draws no random bits. Raises ValueError where it does and there is no key.
+    It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None where `cast` draws no
+    random bits. Raises ValueError where it does and there is no key.
     """
     if not cast.stochastic:
         return None
     if key is None:
         raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
-    first = origin.rows(x.shape[0], x.device) * (origin.row_stride or x.shape[1]) + origin.column  # of each row, int64
-    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    return uniform_noise(key, word(first)[:, None] + columns[None, :], cast.noise_bits)
+    height, width = shape or (1, 1)
+    split_rows, split_columns = height > 1, width > 1  # into two axes each
+    count = x.shape[0] * x.shape[1] if split_rows else x.shape[0]
+    length = x.shape[-2] * x.shape[-1] if split_columns else x.shape[-1]
+    first = word(origin.rows(count, x.device) * (origin.row_stride or length) + origin.column)  # of each row, int32
+    columns = torch.arange(length, device=x.device, dtype=torch.int32)
+    first = first.view(-1, height) if split_rows else first
+    columns = columns.view(-1, width) if split_columns else columns
+    index = first.view(*first.shape, *[1] * columns.dim()) + columns
+    return uniform_noise(key, index, cast.noise_bits)
 
 
-def _elements(
-    x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, noise: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (grid values, scaled elements before rounding), both blocked: one fp32 product, one rounding each."""
-    shape = block_shape(cast.block, axis)
-    elements = _blocked(x, shape)[0].float() * multiplier
-    noise = None if noise is None else _blocked(noise, shape)[0]
+def _elements(blocks: Tensor, cast: CastConfig, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (grid values, scaled elements before rounding): one fp32 product, one rounding each."""
+    elements = blocks.float() * multiplier
     return round_to_format(elements, cast.format, cast.rounding, noise), elements
 
 
 def round_blocks(
-    x: Tensor,
+    blocks: Tensor,
     cast: CastConfig,
-    axis: int,
+    shape: BlockShape,
     multiplier: Tensor,
     block: Tensor | None,
     key: Tensor | None = None,
     origin: Origin = Origin(),  # noqa: B008  (immutable)
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (operand, inside): grid value times block scale [R, C], exact in bf16; or see `scales_partial_sums`.
+    """Return (operand, inside) of what is `blocked` to `shape`: grid value times block scale, exact in bf16.
 
-    `inside` [R, C] bf16, for `clip_gradient` only: 1 where the scaled element was within the format's range, else 0.
-    No bool: Inductor's C++ for a CPU takes elements one by one where it writes bools (torch 2.13).
+    Where a block's scale is not in the operand (`scales_partial_sums`), it is the grid value. `inside` bf16, for
+    `clip_gradient` only: 1 where the scaled element was within the format's range, else 0. No bool: Inductor's C++ for
+    a CPU takes elements one by one where it writes bools (torch 2.13). `origin`: its `row_stride` is needed where
+    `shape` pads columns.
     """
-    shape = block_shape(cast.block, axis)
-    values, elements = _elements(x, cast, axis, multiplier, keyed_noise(x, cast, key, origin))
+    values, elements = _elements(blocks, cast, multiplier, keyed_noise(blocks, cast, key, origin, shape))
     product = values if block is None or cast.scales_partial_sums else values * block
     operand = product.to(torch.bfloat16)
     if not cast.clip_gradient:
-        return _unblocked(operand, x, shape), None
-    inside = torch.where(elements.abs() < FORMATS[cast.format].max, 1.0, 0.0).to(torch.bfloat16)
-    return _unblocked(operand, x, shape), _unblocked(inside, x, shape)
+        return operand, None
+    return operand, torch.where(elements.abs() < FORMATS[cast.format].max, 1.0, 0.0).to(torch.bfloat16)
+
+
+class CastBlocks(NamedTuple):
+    """A whole cast, blocked: what `round_blocks` returns, and the scales; `multiplier` None for the delayed one."""
+
+    operand: Tensor
+    inside: Tensor | None
+    multiplier: Tensor | None
+    block: Tensor | None
+    tensor: Tensor | None
+
+
+def cast_blocks(
+    blocks: Tensor,
+    cast: CastConfig,
+    shape: BlockShape,
+    amax: Tensor | None,
+    delayed: Tensor | None,
+    key: Tensor | None,
+    origin: Origin,
+    wide: bool = False,
+) -> CastBlocks:
+    """Return the cast of what is `blocked` to `shape`; `amax`: None where the tensor's is that of `blocks`.
+
+    `wide`: the operand is fp32, of the same numbers.
+    """
+    check_blocked(blocks, shape)
+    if amax is None and needs_tensor_amax(cast):
+        amax = tensor_amax(blocks)
+    scaled = scale_blocks(blocks, cast, shape, amax, delayed)
+    operand, inside = round_blocks(blocks, cast, shape, scaled.multiplier, scaled.block, key, origin)
+    operand = operand.float() if wide else operand
+    multiplier = None if cast.scale == "delayed" else scaled.multiplier
+    return CastBlocks(operand, inside, multiplier, scaled.block, scaled.tensor)
 
 
 def block_amax(x: Tensor, cast: CastConfig, axis: int) -> Tensor:
     """Return the largest magnitude of every block of `x`, fp32, shaped as a blocked multiplier ([1, 1] per tensor)."""
-    blocked, axes = _blocked(x, block_shape(cast.block, axis))
-    return blocked.float().abs().amax(dim=axes, keepdim=True)
+    shape = block_shape(cast.block, axis)
+    return blocked(x, shape).float().abs().amax(dim=axes_within(shape), keepdim=True)
 
 
 def count_beyond(x: Tensor, cast: CastConfig, axis: int, multiplier: Tensor, limit: float) -> Tensor:
     """Return how many elements of `x` [R, C], times their multiplier, are larger than `limit` in magnitude."""
-    return (_blocked(x, block_shape(cast.block, axis))[0].float().abs() * multiplier > limit).sum()
+    return (blocked(x, block_shape(cast.block, axis)).float().abs() * multiplier > limit).sum()
 
 
 def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) -> BlockScales:
@@ -264,7 +274,7 @@ def contraction_scales(block: Tensor, cast: CastConfig, axis: int, x: Tensor) ->
     if shape is None:
         raise ValueError("a scale per tensor is a factor, not a block scale")
     across = 1 - axis
-    per_row = _per_block(block, shape).repeat_interleave(shape[across], across).narrow(across, 0, x.shape[across])
+    per_row = per_block(block, shape).repeat_interleave(shape[across], across).narrow(across, 0, x.shape[across])
     return BlockScales(per_row, shape[axis], axis)
 
 
@@ -285,27 +295,21 @@ def quantise(
     if amax is None and needs_tensor_amax(cast):
         amax = tensor_amax(x)
     scaled = scale(x, cast, axis, amax, delayed)
-    values, elements = _elements(x, cast, axis, scaled.multiplier, noise)
+    shape = block_shape(cast.block, axis)
+    noise = None if noise is None else blocked(noise, shape)
+    values, elements = _elements(blocked(x, shape), cast, scaled.multiplier, noise)
     if cast.scale == "two_level_e4m3" and amax is not None and scaled.block is not None:
         dequantised = values * ((scaled.block * amax) * (1.0 / scales.NVFP4_RANGE))
     else:
         dequantised = values if scaled.block is None else values * scaled.block
         dequantised = dequantised if scaled.tensor is None else dequantised * scaled.tensor
-    shape = block_shape(cast.block, axis)
+    stored = _stored(scaled, cast)
     # Transformer Engine's E2M1 codes are negative where x < 0: not for -0, nor for NaN, whose stand-in is +6.
     sign = elements if FORMATS[cast.format].has_nan else torch.where(elements < 0, -1.0, 1.0)
     return Quantised(
-        _unblocked(copy_sign(values.abs(), sign), x, shape),
-        scaled.stored if shape is None else _per_block(scaled.stored, shape),
-        _unblocked(dequantised, x, shape),
-        _unblocked(elements.abs() < FORMATS[cast.format].max, x, shape),
+        unblocked(copy_sign(values.abs(), sign), x, shape),
+        stored if shape is None else per_block(stored, shape),
+        unblocked(dequantised, x, shape),
+        unblocked(elements.abs() < FORMATS[cast.format].max, x, shape),
         cast.format,
     )
-
-
-def _per_block(stored: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return blocked scales with their size-1 block axes dropped: [R / rows, C / columns]."""
-    height, width = shape
-    if height == 1:
-        return stored.squeeze(2)
-    return stored.squeeze(1) if width == 1 else stored.squeeze(3).squeeze(1)

@@ -83,6 +83,6 @@ def _shift_right(words: Tensor, count: int) -> Tensor:
 
 
 def random_signs(key: Tensor, size: int) -> Tensor:
-    """Return `size` signs, fp32 of +1 and -1, from one `key` word."""
-    bits = element_bits(key, torch.arange(size, device=key.device))
-    return 1.0 - 2.0 * (bits >> 31).float()
+    """Return `size` signs, fp32 of +1 and -1, from one `key` word: by the highest of each element's bits."""
+    words = element_words(key, torch.arange(size, device=key.device, dtype=torch.int32))
+    return torch.where(words < 0, -1.0, 1.0)

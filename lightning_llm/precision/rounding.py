@@ -22,8 +22,9 @@ def round_to_format(v: Tensor, name: str, rounding: str, noise: Tensor | None = 
     fmt = FORMATS[name]
     if not saturate:
         return _overflowing(v, fmt)
-    clipped = v.clamp(-fmt.max, fmt.max)
-    rounded = _nearest_even(clipped, fmt) if rounding == "even" else _by_steps(clipped, fmt, rounding, noise)
+    if rounding != "even":
+        return _by_steps(v, fmt, rounding, noise)
+    rounded = _nearest_even(v.clamp(-fmt.max, fmt.max), fmt)
     return rounded if fmt.has_nan else torch.where(v == v, rounded, fmt.max)
 
 
@@ -49,23 +50,34 @@ def _overflowing(v: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _binade(magnitude: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Return 2^max(floor(log2 |v|), min_exponent) and its reciprocal; by comparisons where the format has few."""
+    """Return a step of the grid at |v|, and its reciprocal; by comparisons where the format has few.
+
+    The step is 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits).
+    """
     if fmt.max_exponent - fmt.min_exponent > 2:
         binade = power_of_two_floor(magnitude).clamp(min=2.0**fmt.min_exponent)
-        return binade, reciprocal_power_of_two(binade)
-    binade, reciprocal = torch.ones_like(magnitude), torch.ones_like(magnitude)
-    for exponent in range(fmt.min_exponent, fmt.max_exponent + 1):
+        return binade * 2.0**-fmt.mantissa_bits, reciprocal_power_of_two(binade) * 2.0**fmt.mantissa_bits
+    step = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    steps, reciprocals = torch.full_like(magnitude, step), torch.full_like(magnitude, 1 / step)
+    for exponent in range(fmt.min_exponent + 1, fmt.max_exponent + 1):
         above = magnitude >= 2.0**exponent
-        binade = torch.where(above, 2.0**exponent, binade)
-        reciprocal = torch.where(above, 2.0**-exponent, reciprocal)
-    return binade, reciprocal
+        steps = torch.where(above, 2.0 ** (exponent - fmt.mantissa_bits), steps)
+        reciprocals = torch.where(above, 2.0 ** (fmt.mantissa_bits - exponent), reciprocals)
+    return steps, reciprocals
 
 
 def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None) -> Tensor:
-    """Round |v| counted in steps of its binade, then scale back. Every scaling here is by a power of two: exact."""
+    """Round |v| counted in steps of its binade, then scale back. Every scaling here is by a power of two: exact.
+
+    |v| is held to the largest number, a whole count of steps, which nothing here rounds up from.
+    """
     magnitude = v.abs()
-    binade, reciprocal = _binade(magnitude, fmt)
-    steps = magnitude * (reciprocal * 2.0**fmt.mantissa_bits)
+    if fmt.has_nan:
+        magnitude = torch.where(magnitude > fmt.max, fmt.max, magnitude)
+    else:  # where NaN is taken for the largest number, too
+        magnitude = torch.where(magnitude < fmt.max, magnitude, fmt.max)
+    step, reciprocal = _binade(magnitude, fmt)
+    steps = magnitude * reciprocal
     if rounding == "half_away":
         whole = torch.floor(steps + 0.5)
     elif rounding == "half_to_zero":
@@ -76,8 +88,9 @@ def _by_steps(v: Tensor, fmt: ElementFormat, rounding: str, noise: Tensor | None
         whole = torch.floor(steps + noise)
     elif rounding == "stochastic_compare":
         whole = torch.floor(steps)
-        whole = whole + (noise < steps - whole).float()
+        # Not noise < steps - whole: Inductor (torch 2.13) keeps that bool in memory, and goes element by element.
+        whole = torch.where((steps - whole) - noise > 0, whole + 1, whole)
     else:
         raise ValueError(f"unknown rounding '{rounding}'")
-    rounded = (whole * (binade * 2.0**-fmt.mantissa_bits)).clamp(max=fmt.max)
+    rounded = whole * step
     return torch.where(v < 0, -rounded, rounded)

@@ -77,6 +77,11 @@ def e8m0_value(biased: Tensor) -> Tensor:
     return torch.where(biased == E8M0_NAN, torch.full_like(biased, 0x7FC00000), bits).view(torch.float32)
 
 
+def e8m0_exponent(value: Tensor) -> Tensor:
+    """Return the biased exponents (int32) of `e8m0_value`s: the subnormal's is 0, and NaN's is 255."""
+    return value.view(torch.int32) >> 23
+
+
 def e8m0_reciprocal(biased: Tensor) -> Tensor:
     """Return 2^(127 - e) in fp32, exact (e = 254 gives the subnormal 2^-127); NaN for 255."""
     return e8m0_value(torch.where(biased == E8M0_NAN, biased, 254 - biased))

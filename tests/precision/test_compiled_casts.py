@@ -101,7 +101,7 @@ def test_compiled_operands_are_the_parts_of_one_process(ranks, slots, monkeypatc
 
 def forget_compiled() -> None:
     """Forget what this process has compiled or loaded, as another does not know of it."""
-    for found in (inductor.why_not, inductor.tensor_amax, inductor._scale, inductor._round_blocks, inductor.stages):
+    for found in (inductor.why_not, inductor.tensor_amax, inductor._cast_function, inductor.cast_by):
         found.cache_clear()
 
 

@@ -8,6 +8,7 @@ from filelock import FileLock
 
 from lightning_llm.__main__ import main
 from lightning_llm.precision import inductor, kernel_cache, quantize
+from lightning_llm.precision.blocks import block_shape, blocked
 from lightning_llm.precision.kernel_cache import Kernels, tally
 from lightning_llm.precision.kernel_key import signature
 from recipes import RECIPES, load
@@ -201,24 +202,20 @@ class Spied:
 
 @pytest.mark.parametrize("cast", CASTS, ids=lambda cast: f"{cast.format}-{cast.block}-{cast.scale}-{cast.rounding}")
 def test_casts_share_a_kernel_where_they_read_the_same(cast):
-    """A stage reads of a cast nothing but what its kernel is named by, and square blocks have no direction."""
+    """A cast's function reads nothing but what its kernel is named by, and square blocks have no direction."""
     y = torch.randn(33, 70, generator=torch.Generator().manual_seed(1)).bfloat16()
-    key, amax, one = torch.tensor(7), quantize.tensor_amax(y), torch.ones(())
+    key, one = torch.tensor(7), torch.ones(())
     for axis in (0, 1):
-        spied = Spied(cast)
-        given = y, axis, amax, one
-        scaled = quantize.scale(y, spied, axis, amax, one)
-        stages = inductor.stages(cast, axis, "eager")
-        assert all(map(same, stages.scale(y, amax, one), scaled)), given
-        kept = quantize.read_by_scale(cast)
-        assert {name: getattr(kept, name) for name in spied.read} == {name: getattr(cast, name) for name in spied.read}
-        spied = Spied(cast)
-        rounded = quantize.round_blocks(y, spied, axis, scaled.multiplier, scaled.block, key)
-        of_stage = stages.round_blocks(y, scaled.multiplier, scaled.block, key, quantize.Origin())
-        assert all(map(same, of_stage, rounded))
-        read, kept = spied.read - {"scale"}, quantize.read_by_rounding(cast)  # of which only this is asked:
-        assert kept.scales_partial_sums == cast.scales_partial_sums
+        spied, shape = Spied(cast), block_shape(cast.block, axis)
+        given = None, one, key, quantize.Origin(row_stride=70)
+        made = quantize.cast_blocks(blocked(y, shape), spied, shape, *given)
+        by = inductor.cast_by(cast, axis, "eager")
+        assert by.shape == shape
+        assert all(map(same, by.function(blocked(y, shape), *given), made))
+        kept, read = quantize.read_by_cast(cast), spied.read - {"is_square"}
         assert {name: getattr(kept, name) for name in read} == {name: getattr(cast, name) for name in read}
+    if cast.is_square or shape is None:
+        assert inductor.cast_by(cast, 0, "eager").function is inductor.cast_by(cast, 1, "eager").function
 
 
 def same(a, b):

@@ -1,0 +1,73 @@
+"""One cast of X for all layers that read it, and only for as long as X is what it was."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_llm.precision import inductor
+from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.module import QuantisedLinear
+from tests.precision.recipes import load
+
+
+def layers_of(name, count):
+    torch.manual_seed(0)
+    plan = LinearPlan.of(load(name), "eager")
+    return [QuantisedLinear(f"layer {n}", nn.Linear(64, 32, bias=False), plan) for n in range(count)]
+
+
+def tensor(seed):
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The tensors' shapes and casts, as they are made."""
+    seen, right = [], inductor.operand
+
+    def operand(x, *given, **more):
+        seen.append(tuple(x.shape))
+        return right(x, *given, **more)
+
+    monkeypatch.setattr(inductor, "operand", operand)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "of_dy"), [("mxfp8", 2), ("fp8_current", 1)])
+def test_layers_share_the_casts_of_what_they_all_read(name, of_dy, made):
+    layers, x, dy = layers_of(name, 3), tensor(1).requires_grad_(), torch.randn(32, 32).bfloat16()
+    alone = []
+    for layer in layers:
+        copy = x.detach().clone().requires_grad_()
+        layer(copy).backward(dy)
+        alone.append((copy.grad, layer.weight.grad))
+        layer.weight.grad = None
+    made.clear()
+    outputs = [layer(x) for layer in layers]
+    assert made.count((32, 64)) == 1 + 3  # X once, and each weight [32, 64]
+    sum((y * dy).sum() for y in outputs).backward()
+    assert made.count((32, 64)) == 2 + 6  # once more for wgrad
+    assert made.count((32, 32)) == 3 * of_dy
+    for layer, (_, of_weight) in zip(layers, alone, strict=True):
+        assert torch.equal(layer.weight.grad, of_weight)
+
+
+def test_a_changed_tensor_is_cast_anew():
+    first, second = layers_of("mxfp8", 2)
+    x = tensor(1)
+    with torch.no_grad():
+        first(x)
+        x.mul_(-3)
+        assert torch.equal(second(x), second(x.clone()))
+        for seed in range(20):  # whose memory is that of the one before
+            y = second(tensor(seed))
+            assert torch.equal(y, second(tensor(seed).clone()))
+            del y
+
+
+def test_an_observer_sees_each_layers_cast():
+    layers, x, seen = layers_of("mxfp8", 2), tensor(1), []
+    for layer in layers:
+        layer.observe = lambda cast: seen.append(cast.slot)
+        layer(x)
+    assert seen == ["fprop.x", "fprop.w"] * 2
