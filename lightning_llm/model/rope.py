@@ -107,7 +107,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
             torch.addcmul(second * cosine, first, sine),  # [B, T, H, K/2]
         )
         return torch.cat(turned, dim=-1).to(x.dtype)  # [B, T, H, K]
-    # A kernel's inner loop runs over what lies alike in all operands: K/2 numbers, or with whole tables all of a sequence.
+    # An inner loop runs over what lies alike in all operands: K/2 numbers, or with whole tables a whole sequence.
     heads = x.shape[2] if cosine.ndim == 3 and len(x) >= SHARING_SEQUENCES else 1
     sine = sine.expand(*sine.shape[:-2], heads, -1).contiguous()  # [.., T, heads, K/2]
     cosines = cosine[..., None, :].expand(*cosine.shape[:-2], heads, 2, -1).contiguous()  # [.., T, heads, 2, K/2]

@@ -29,6 +29,6 @@ class RMSNorm(Norm):
 
 
 def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
-    """Return what RMSNorm keeps of a vector of `size` elements of `width` bytes: it, and the root of its mean square."""
+    """Return what is kept of a vector of `size` elements of `width` bytes: it, and its inverse root mean square."""
     root = SavedTensor("inverse root mean square", 1, max(width, 4), "outside")
     return [SavedTensor("input", size, width, "outside"), root]
