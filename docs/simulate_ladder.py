@@ -8,15 +8,12 @@ a recipe's gap has the three terms of the fit, without or with one that grows wi
 predicted is the recipe's gap a decade beyond in size and in tokens, where the truth is known.
 """
 
-import argparse
-import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
+from simulated import fill_in
 
 from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.ladder.effect import effect_at
@@ -24,7 +21,6 @@ from lightning_llm.ladder.fit import fit_ladder
 from lightning_llm.ladder.measured import Ladder, Rung
 from lightning_llm.ladder.refusal import refusals
 
-DOCUMENT = Path(__file__).resolve().parent / "ladder.md"
 TRIALS = 2000
 DRAWS = 200
 SIZES, TOKENS = (240_000, 690_000, 1_100_000, 2_200_000), (33_000, 66_000, 131_000)
@@ -188,20 +184,5 @@ def effective_table(trials: int) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Simulate, and write both tables into docs/ladder.md."""
-    parser = argparse.ArgumentParser(description="Write the simulated tables of docs/ladder.md.")
-    parser.add_argument("--trials", type=int, default=TRIALS, metavar="N", help=f"trials per cell ({TRIALS})")
-    trials = parser.parse_args().trials
-    tables = {"ladders": ladder_table(trials), "effective-data": effective_table(trials)}
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, rows in tables.items():
-        section = re.compile(rf"(<!-- simulated: {name} -->\n).*?(<!-- /simulated -->)", re.DOTALL)
-        body = "\n".join(rows)
-        text = section.sub(lambda found, body=body: f"{found[1]}\n{body}\n\n{found[2]}", text)
-    DOCUMENT.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    fill_in("ladder.md", {"ladders": ladder_table, "effective-data": effective_table}, TRIALS)

@@ -5,16 +5,13 @@ fewer of the same to the same bounds. The model of a sweep is that of docs/simul
 decided get no more seeds, and the sweep ends where all are, or after the last look.
 """
 
-import argparse
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from simulated import fill_in
 
 from lightning_llm.compare.boundary import SPENDINGS, Spending
 from lightning_llm.compare.design import Design, declare
@@ -22,7 +19,6 @@ from lightning_llm.compare.estimate import Judged, Measured, Terms
 from lightning_llm.compare.sequential import Stage, replay
 from lightning_llm.config.schema.sweep import SweepConfig
 
-DOCUMENT = Path(__file__).resolve().parent / "sequential.md"
 TERMS = Terms()
 LOOKS, SPENDING = SweepConfig().looks, SweepConfig().spending
 TAIL, TRIALS = 5, 2000
@@ -173,20 +169,5 @@ def seed_table(trials: int) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Simulate, and write both tables into docs/sequential.md."""
-    parser = argparse.ArgumentParser(description="Write the simulated tables of docs/sequential.md.")
-    parser.add_argument("--trials", type=int, default=TRIALS, metavar="N", help=f"sweeps per cell ({TRIALS})")
-    trials = parser.parse_args().trials
-    tables = {"look-errors": error_table(trials), "look-seeds": seed_table(trials)}
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, rows in tables.items():
-        section = re.compile(rf"(<!-- simulated: {name} -->\n).*?(<!-- /simulated -->)", re.DOTALL)
-        body = "\n".join(rows)
-        text = section.sub(lambda found, body=body: f"{found[1]}\n{body}\n\n{found[2]}", text)
-    DOCUMENT.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    fill_in("sequential.md", {"look-errors": error_table, "look-seeds": seed_table}, TRIALS)

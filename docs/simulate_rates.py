@@ -8,19 +8,15 @@ whose bottom lies between two rates of the grid, at other places for each recipe
 true gap is that of the least losses over the grid. The first seed chooses, the others judge.
 """
 
-import argparse
-import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from simulated import fill_in
 
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.compare.tuned import grid_bounds
 
-DOCUMENT = Path(__file__).resolve().parent / "compare.md"
 MARGIN, TRIALS = 0.01, 2000
 RATES = 5
 
@@ -110,16 +106,5 @@ def table(trials: int) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Simulate, and write the table into docs/compare.md."""
-    parser = argparse.ArgumentParser(description="Write the simulated table of rates in docs/compare.md.")
-    parser.add_argument("--trials", type=int, default=TRIALS, metavar="N", help=f"sweeps per cell ({TRIALS})")
-    body = "\n".join(table(parser.parse_args().trials))
-    section = re.compile(r"(<!-- simulated: rates -->\n).*?(<!-- /simulated -->)", re.DOTALL)
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(section.sub(lambda found: f"{found[1]}\n{body}\n\n{found[2]}", text), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    fill_in("compare.md", {"rates": table}, TRIALS)

@@ -8,21 +8,18 @@ cancel, one of the run, and the mean of the tail's validations, autocorrelated w
 as well, diverges at some rate.
 """
 
-import argparse
-import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from simulated import fill_in
 
+from lightning_llm.compare.all_pairs import pairwise_intervals
 from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all
 from lightning_llm.compare.power import seeds_needed
 from lightning_llm.compare.statistics import simultaneous_intervals
 
-DOCUMENT = Path(__file__).resolve().parent / "compare.md"
 TERMS = Terms()
 RECIPES, TAIL = 4, 5
 """Recipes of a family, and validations of the tail."""
@@ -125,13 +122,53 @@ def decided_as_planned(recipes: int, first: int, pair_sd: float, gap: float, tri
         found = simultaneous_intervals(seen)
         if found.high[0] < TERMS.margin or found.low[0] > TERMS.margin:
             continue
-        pool = int(found.pooled.sum()) if found.pooled[0] else 1
+        pool = int(found.members.sum()) if found.pooled[0] else 1
         needed = seeds_needed(gap, float(found.pool_sd[0]), TERMS.margin, recipes, pool, df=float(found.df[0]))
         if needed is None:
             continue
         then = simultaneous_intervals(np.concatenate([seen, pairs(max(needed - first, 1))], axis=1))
         right.append(then.high[0] < TERMS.margin if gap < TERMS.margin else then.low[0] > TERMS.margin)
     return float(np.mean(right))
+
+
+SPREADS = (
+    ("one recipe", (1, 1)),
+    ("two alike", (1, 1, 1)),
+    ("four alike", (1, 1, 1, 1, 1)),
+    ("the baseline 3 times as loud as eight recipes", (3, *[1] * 8)),
+    ("the baseline 5 times as loud as four recipes", (5, 1, 1, 1, 1)),
+    ("one of four recipes 5 times as loud", (1, 1, 1, 1, 5)),
+    ("one of four recipes 10 times as loud", (1, 1, 1, 1, 10)),
+    ("recipes of 0.5, 1, 3 and 6 times the baseline's", (1, 0.5, 1, 3, 6)),
+)
+"""SD of the baseline's runs, and of the recipes', with effects between seeds that pairs cancel."""
+
+
+def coverage(spreads: tuple[float, ...], seeds: int, trials: int) -> float:
+    """Return how often the intervals of all recipes hold together."""
+    runs = np.random.default_rng(2).standard_normal((trials, len(spreads), seeds)) * np.array(spreads)[:, None]
+    found = simultaneous_intervals(runs[:, 1:] - runs[:, :1])
+    return float(((found.low <= 0) & (found.high >= 0)).all(-1).mean())
+
+
+def all_pairs_coverage(spreads: tuple[float, ...], seeds: int, trials: int) -> float:
+    """Return how often the intervals of all pairs hold together (`compare --all-pairs`)."""
+    runs = np.random.default_rng(2).standard_normal((trials, len(spreads), seeds)) * np.array(spreads)[:, None]
+    _, low, high, _ = pairwise_intervals(runs)
+    return float(((low <= 0) & (high >= 0)).all(-1).mean())
+
+
+def coverage_table(trials: int) -> list[str]:
+    """Return the rows of the table of intervals' coverage, of ten times as many trials: they cost nothing."""
+    rows = ["| spreads | against the baseline: 2, 3, 5 pairs | all pairs: 2, 3, 5 pairs |", "|---|---|---|"]
+    for name, spreads in SPREADS:
+        cells = [
+            " / ".join(f"{100 * each(spreads, seeds, 10 * trials):.1f}" for seeds in (2, 3, 5))
+            for each in (coverage, all_pairs_coverage)
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    return rows
 
 
 PLANS = ((1, 3, 0.01, 0.0), (1, 3, 0.02, 0.03), (1, 5, 0.03, 0.0), (4, 3, 0.01, 0.0), (4, 5, 0.01, 0.0))
@@ -163,22 +200,9 @@ def plan_table(trials: int) -> list[str]:
     return rows
 
 
-def main() -> int:
-    """Simulate, and write both tables into docs/compare.md."""
-    parser = argparse.ArgumentParser(description="Write the simulated tables of docs/compare.md.")
-    parser.add_argument("--trials", type=int, default=TRIALS, metavar="N", help=f"sweeps per cell ({TRIALS})")
-    trials = parser.parse_args().trials
-    tables = {"errors": error_table(trials), "plans": plan_table(trials // 5)}
-    text = DOCUMENT.read_text(encoding="utf-8")
-    for name, rows in tables.items():
-        section = re.compile(rf"(<!-- simulated: {name} -->\n).*?(<!-- /simulated -->)", re.DOTALL)
-        body = "\n".join(rows)
-        text = section.sub(lambda found, body=body: f"{found[1]}\n{body}\n\n{found[2]}", text)
-    DOCUMENT.write_text(text, encoding="utf-8")
-    looks = {last: false_lossless_over_looks(last) for last in (5, 20)}
-    print("lossless at the margin at any look from 2 seeds on:", looks)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    fill_in(
+        "compare.md",
+        {"coverage": coverage_table, "errors": error_table, "plans": lambda trials: plan_table(trials // 5)},
+        TRIALS,
+    )

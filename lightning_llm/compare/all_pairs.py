@@ -10,7 +10,7 @@ layout, and has its (M - 1) (S - 1) degrees of freedom.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
 from lightning_llm.compare.losses import tail_of
-from lightning_llm.compare.statistics import BASELINE_CORRELATION, Decision, decision_of, like_spread
+from lightning_llm.compare.pool import BASELINE_CORRELATION, pool_variances
+from lightning_llm.compare.statistics import Decision, decision_of
 from lightning_llm.compare.verdict import Verdict
 
 Array = NDArray[np.float64]
@@ -118,13 +119,8 @@ def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, 
     own_df = np.maximum(pairs - 1, 0)
     same = there.any(-1) & (squares == 0)  # runs of equal bits: no spread, and no place in the pool
     own = np.where((own_df > 0) & ~same, squares / np.maximum(own_df, 1), np.nan)
-    pool = like_spread(np.where(np.isfinite(own), own, 0.0), np.where(np.isfinite(own), own_df, 0))
-    pool = pool & (pool.sum(-1, keepdims=True) > 1)
-    weights = np.where(pool, own_df, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shared = (np.where(pool, own, 0.0) * weights).sum(-1, keepdims=True) / weights.sum(-1, keepdims=True)
-    variance = np.where(pool, np.fmax(shared, own), own)
-    df = np.where(pool, _pooled_df(own_df, pool, first, second)[..., None], np.where(own_df > 0, own_df, np.nan))
+    found = pool_variances(own, np.where(np.isfinite(own), own_df, 0), partial(_pooled_df, first=first, second=second))
+    variance, df = found.variance, found.df
     q = np.full(df.shape, np.nan)
     valid = np.isfinite(variance)
     for each in np.unique(df[valid]):
@@ -135,7 +131,7 @@ def pairwise_intervals(losses: Array, confidence: float = 0.95) -> tuple[Array, 
 
 
 def _pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_], first: Array, second: Array) -> Array:
-    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite as in `statistics.pooled_df`.
+    """Return the degrees of freedom of the pooled variance, [...], by Satterthwaite as in `pool.pooled_df`.
 
     Differences that share a level correlate with 1/2, others do not.
     """

@@ -219,7 +219,7 @@ def _estimate(index: int, intervals: Intervals, outliers: tuple[int, ...]) -> Es
     gap, low, high, sd, df, pool_sd = (float(each[index]) for each in every)
     return Estimate(
         gap=gap, low=low, high=high, sd=sd, df=df, pool_sd=pool_sd,
-        pool=int(intervals.pooled.sum()) if intervals.pooled[index] else 1,
+        pool=int(intervals.members.sum()) if intervals.pooled[index] else 1,
         comparisons=max(1, int((intervals.pairs > 1).sum())),
         pairs=int(intervals.pairs[index]),
         outlier_seeds=outliers,

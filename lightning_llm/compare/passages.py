@@ -50,7 +50,8 @@ PASSAGES = (
     ),
     Passage(
         "Intervals", "a recipe's spread stands out", lambda study: study.unpooled,
-        "A recipe whose spread stands out (F test) keeps its own variance and degrees of freedom [@hasler2008].",
+        "A recipe whose spread stands out (F test at 25 % [@bancroft1983]) is judged by its own variance and degrees "
+        "of freedom [@hasler2008].",
     ),
     Passage(
         "Intervals", "recipes have different seeds", lambda study: study.comparisons > 1 and study.unlike_seeds,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
+from lightning_llm.compare.pool import pool_variances
 from lightning_llm.compare.statistics import critical_value
 
 POWER = 0.8
@@ -30,9 +31,9 @@ def power(
 
     `sd` is the true one of a pair's difference; `recipes` are held against the baseline together, `pool` of them, of
     this spread, share a variance. The verdict deserved is lossless for a gap below the margin, else lossy. For a recipe
-    with a variance of its own the probability is that of a noncentral t. In a pool the variance is the larger of the
-    pool's and its own, so that probabilities given the variances are averaged over drawn ones (the mean is independent
-    of them); recipes leaving the pool are left out of account.
+    with a variance of its own the probability is that of a noncentral t. In a pool it depends on which variance a
+    recipe is judged by, so that probabilities given the variances are averaged over drawn ones (the mean is independent
+    of them).
     """
     if sd == 0:
         return 1.0
@@ -81,13 +82,21 @@ def _power_at(
     distances: NDArray[np.float64], seeds: int, recipes: int, pool: int, confidence: float
 ) -> NDArray[np.float64]:
     """Return the probability of the right verdict, [n], at `distances` from the margin in standard errors, [n]."""
-    df = (seeds - 1) * 4 * pool / (pool + 3)  # `pooled_df` of a complete design
-    q = critical_value(recipes, df, confidence)
     if pool == 1:
-        return np.asarray(1 - special.nctdtr(df, distances, q))
-    variances = _drawn_variances(pool, seeds - 1)
-    used = np.fmax(variances.mean(-1, keepdims=True), variances).ravel()
-    return np.array([special.ndtr(distance - q * np.sqrt(used)).mean() for distance in distances])
+        q = critical_value(recipes, seeds - 1, confidence)
+        return np.asarray(1 - special.nctdtr(seeds - 1, distances, q))
+    half = _drawn_widths(pool, seeds - 1, recipes, confidence)
+    return np.array([special.ndtr(distance - half).mean() for distance in distances])
+
+
+@lru_cache(maxsize=64)
+def _drawn_widths(pool: int, df: int, recipes: int, confidence: float) -> NDArray[np.float64]:
+    """Return half widths of intervals in true standard errors, [draws * pool], by drawn variances."""
+    variances = _drawn_variances(pool, df)
+    found = pool_variances(variances, np.full(variances.shape, df))
+    each, which = np.unique(found.df, return_inverse=True)
+    q = np.array([critical_value(recipes, float(nu), confidence) for nu in each])[which].reshape(variances.shape)
+    return (q * np.sqrt(found.variance)).ravel()
 
 
 @lru_cache(maxsize=64)

@@ -111,6 +111,10 @@ STATISTICS = (
         "The Annals of Mathematical Statistics", "15(2):190-204", "10.1214/aoms/1177731284",
     ),
     Reference(
+        "bancroft1983", "article", "Bancroft, T. A. and Han, Chien-Pai",
+        "A note on pooling variances", "1983", "Journal of the American Statistical Association", "78(384):981-983",
+    ),
+    Reference(
         "ich1998", "misc", "{ICH}",
         "Harmonised tripartite guideline E9: Statistical principles for clinical trials", "1998",
     ),

@@ -4,10 +4,10 @@ The model. Run of recipe i at seed s: loss[i, s] = mean[i] + seed[s] + noise[i, 
 baseline at the same seed is free of `seed[s]` (the seed is a block), and its mean over the seeds estimates the gap.
 Differences of two recipes at one seed share the baseline's noise, so their correlation is 1/2: the design of C. W.
 Dunnett, "A multiple comparison procedure for comparing several treatments with a control", J. Am. Stat. Assoc. 50
-(1955) 1096-1121, with blocks. Variance is estimated from the differences themselves, over recipes of like spread; one
-whose spread stands out keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn, "Multiple contrast
-tests in the presence of heteroscedasticity", Biometrical J. 50 (2008) 793-800). `scipy.stats.dunnett` is for groups
-without blocks.
+(1955) 1096-1121, with blocks. Variance is estimated from the differences themselves, over recipes of like spread
+(`pool`); one whose spread stands out keeps its own variance and degrees of freedom (M. Hasler and L. A. Hothorn,
+"Multiple contrast tests in the presence of heteroscedasticity", Biometrical J. 50 (2008) 793-800).
+`scipy.stats.dunnett` is for groups without blocks.
 
 Letters: K recipes, S seeds; arrays may have further axes in front, which simulations use for trials.
 """
@@ -21,17 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special  # and not stats, which takes a second to import
 
+from lightning_llm.compare.pool import BASELINE_CORRELATION, Pooled, pool_variances
+
 Decision = Literal["lossless", "lossy", "inconclusive"]
 Array = NDArray[np.float64]
-
-BASELINE_CORRELATION = 0.5
-SPREAD_LEVEL = 0.01
-"""A recipe leaves the pool where an F test says at this level, over the number in the pool, that its variance is larger
-than the others'. A preliminary test of this kind makes intervals too short if nothing guards against its errors (T. A.
-Bancroft, Ann. Math. Stat. 15 (1944) 190-204). The guard: no recipe's variance is taken to be below its own estimate.
-The level is strict because the guard keeps a loud recipe honest within the pool, while what is left of a pool that lost
-its largest variance by chance is too small: at 5 %, 2 pairs and a recipe ten times as loud as four others, some recipe
-was called lossy without a gap in 5.6 % of trials; at 1 % in 4.9 %. Quiet recipes beside a loud one pay for it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +32,8 @@ class Intervals:
     """One entry per recipe, [..., K]. All but `gap` and `pairs` are NaN (`pooled` False) without a variance.
 
     `gap`: mean difference, `low` and `high`: bounds; `sd`: of one pair's difference, as used; `df`: its degrees of
-    freedom; `pooled`: whether `sd` was estimated together with others; `own_sd`: from the recipe's pairs alone;
-    `pool_sd`: as the pool has it, of which `sd` is the larger or equal one; `own_sd` outside a pool.
+    freedom; `own_sd`: from the recipe's pairs alone; `pool_sd`: as the pool has it, which `sd` is at least, or `own_sd`
+    where the recipe is not judged by a pool; `members`: whose pairs make the pool; `pooled`: who is judged by it.
     """
 
     gap: Array
@@ -48,9 +41,10 @@ class Intervals:
     high: Array
     sd: Array
     df: Array
-    pooled: NDArray[np.bool_]
     own_sd: Array
     pool_sd: Array
+    members: NDArray[np.bool_]
+    pooled: NDArray[np.bool_]
     pairs: NDArray[np.int64]
 
 
@@ -96,21 +90,19 @@ def simultaneous_intervals(differences: Array, confidence: float = 0.95) -> Inte
     q = _critical_values(spread.df, np.isfinite(differences), confidence)
     with np.errstate(invalid="ignore", divide="ignore"):
         half = q * np.sqrt(spread.variance / spread.pairs)
-    own, shared = np.sqrt(spread.own), np.sqrt(spread.shared)
-    low, high, sd = spread.gap - half, spread.gap + half, np.sqrt(spread.variance)
-    return Intervals(spread.gap, low, high, sd, spread.df, spread.pooled, own, shared, spread.pairs)
+    return Intervals(
+        gap=spread.gap, low=spread.gap - half, high=spread.gap + half, sd=np.sqrt(spread.variance), df=spread.df,
+        own_sd=np.sqrt(spread.own), pool_sd=np.sqrt(spread.shared), members=spread.members, pooled=spread.pooled,
+        pairs=spread.pairs,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Spread:
-    """What intervals are made of, but for their critical values; as in `Intervals`, with variances in place of SDs."""
+class Spread(Pooled):
+    """What intervals are made of, but for their critical values: `gap`, `own` variance and `pairs` of each recipe."""
 
     gap: Array
-    variance: Array
-    df: Array
-    pooled: NDArray[np.bool_]
     own: Array
-    shared: Array
     pairs: NDArray[np.int64]
 
 
@@ -124,51 +116,7 @@ def spread_of(differences: Array) -> Spread:
         squares = (np.where(there, differences - gap[..., None], 0.0) ** 2).sum(-1)  # [..., K]
         own_df = np.maximum(pairs - 1, 0)
         own = np.where(own_df > 0, squares / np.maximum(own_df, 1), np.nan)
-    pooled = like_spread(own, own_df)
-    alone = pooled.sum(-1, keepdims=True) < 2
-    pooled = pooled & ~alone
-    shared = np.where(pooled, _pooled_variance(own, own_df, pooled), own)
-    variance = np.where(pooled, np.fmax(shared, own), own)
-    df = np.where(pooled, pooled_df(own_df, pooled)[..., None], np.where(own_df > 0, own_df, np.nan))
-    return Spread(gap, variance, df, pooled, own, shared, pairs)
-
-
-def like_spread(variances: Array, df: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which recipes' variances are pooled, [..., K]: all, less those whose spread stands out upwards.
-
-    The largest variance is held against the pool of the others (F test, `SPREAD_LEVEL` over the number in the pool);
-    if it is larger it leaves, and the next is looked at. A small one stays: that can only widen its own interval.
-    """
-    pool = df > 0
-    for _ in range(variances.shape[-1] - 1):
-        ranked = np.where(pool, variances, -np.inf)
-        largest = ranked == ranked.max(-1, keepdims=True)
-        largest = largest & (np.cumsum(largest, -1) == 1) & pool  # of equal ones the first
-        rest = pool & ~largest
-        members = pool.sum(-1)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = np.where(largest, variances, 0.0).sum(-1) / _pooled_variance(variances, df, rest)[..., 0]
-            level = SPREAD_LEVEL / np.maximum(members, 1)
-            stands_out = special.fdtrc(np.where(largest, df, 0).sum(-1), pooled_df(df, rest), ratio) < level
-        leave = largest & (stands_out & (members > 1))[..., None]
-        if not leave.any():
-            break
-        pool = pool & ~leave
-    return pool
-
-
-def pooled_df(df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
-    """Return the degrees of freedom of the pooled variance, [...]: by Satterthwaite, since the differences correlate.
-
-    Sample variances of differences with correlation r have correlation r^2, so K recipes of f degrees each give
-    f K / (1 + (K - 1) r^2), at most 4 f for r = 1/2, and not f K (F. E. Satterthwaite, Biometrics Bull. 2 (1946)
-    110-114).
-    """
-    own = np.where(pool, df, 0).astype(float)  # [..., K]
-    total = own.sum(-1)
-    shared = np.minimum(own[..., :, None], own[..., None, :]).sum((-1, -2)) - total
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return total**2 / (total + BASELINE_CORRELATION**2 * shared)
+    return Spread(**vars(pool_variances(own, own_df)), gap=gap, own=own, pairs=pairs)
 
 
 def decision_of(low: float, high: float, margin: float) -> Decision:
@@ -180,13 +128,6 @@ def decision_of(low: float, high: float, margin: float) -> Decision:
     if high < margin:
         return "lossless"
     return "lossy" if low > margin else "inconclusive"
-
-
-def _pooled_variance(variances: Array, df: NDArray[np.int64], pool: NDArray[np.bool_]) -> Array:
-    """Return the variances of `pool` averaged by degrees of freedom, [..., 1]."""
-    weights = np.where(pool, df, 0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (np.where(pool, variances, 0.0) * weights).sum(-1, keepdims=True) / weights.sum(-1, keepdims=True)
 
 
 def _critical_values(df: Array, there: NDArray[np.bool_], confidence: float) -> Array:

@@ -27,6 +27,8 @@ def test_alike_levels_have_the_two_way_layouts_intervals():
     variance = 2 * (residual**2).sum() / (3 * 5)
     own = [np.var(losses[b] - losses[a], ddof=1) for a, b in combinations(range(4), 2)]
     half = range_critical_value(4, 15.0) * np.sqrt(np.maximum(own, variance) / 6)  # none below its own
+    half[0] = range_critical_value(4, 5.0) * np.sqrt(own[0] / 6)  # 2.5 times the variance of all: p < 0.25
+    assert max(own) == own[0] == pytest.approx(2.516 * variance, rel=0.01)
     assert gap == pytest.approx([losses[b].mean() - losses[a].mean() for a, b in combinations(range(4), 2)])
     assert (high - low) / 2 == pytest.approx(half, rel=1e-6)
     assert list(pairs) == [6] * 6

@@ -1,12 +1,12 @@
 """Failures: exact rates, McNemar's test, outlier seeds; what verdicts promise, over simulated sweeps. 12 seconds."""
 
-import importlib.util
 import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import simulate_verdicts as simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -17,17 +17,6 @@ from lightning_llm.compare.stability import judge_stability, mcnemar, outlier_se
 from lightning_llm.compare.wording import FALSE_LOSSLESS_BY_LOOKS
 from lightning_llm.record.reading import Run
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def load(file: Path):
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-simulation = load(DOCS / "simulate_verdicts.py")
 SCENARIOS = {scenario.name: scenario for scenario in simulation.SCENARIOS}
 
 

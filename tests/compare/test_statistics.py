@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lightning_llm.compare.pool import like_spread
 from lightning_llm.compare.power import PLANNED_GAP, power, seeds_needed
-from lightning_llm.compare.statistics import critical_value, decision_of, like_spread, simultaneous_intervals
+from lightning_llm.compare.statistics import critical_value, decision_of, simultaneous_intervals
 
 MARGIN = 0.01
 TRIALS = 4000

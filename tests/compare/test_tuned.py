@@ -1,19 +1,11 @@
 """Verdicts at each recipe's own best rate: what simulated grids say of their errors (docs/simulate_rates.py)."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+import simulate_rates as simulate
 
 from lightning_llm.compare.tuned import grid_bounds
 
-FILE = Path(__file__).parents[2] / "docs" / "simulate_rates.py"
-spec = importlib.util.spec_from_file_location("simulate_rates", FILE)
-simulate = importlib.util.module_from_spec(spec)
-sys.modules["simulate_rates"] = simulate
-spec.loader.exec_module(simulate)
 NOMINAL = 0.025
 """Of a one-sided claim by the bound of a 95 % interval."""
 

@@ -3,14 +3,8 @@
 Rates are held to bounds that so few trials of a sound method pass with a probability of about 0.999.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
-
 import simulate_ladder as simulate
 
 FEW = 30
