@@ -14,6 +14,7 @@ from lightning_llm.config.hydra_options import without_hydra_options
 from lightning_llm.config.redact import print_redacted, redacted
 from lightning_llm.errors import ConfigError, Terminated, did_you_mean
 from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.refused_rank import say_unless_said
 from lightning_llm.slow_imports import slow_imports, take_process
 from lightning_llm.terminal.text import escaped
 from lightning_llm.verb import completion
@@ -106,15 +107,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(error: ConfigError) -> int:
-    if not is_first_rank():
-        return 2  # one of many ranks says it
     count = len(error.problems)
-    print(
-        f"error: {count} problem{'s' if count > 1 else ''} with the config or its inputs",
-        file=sys.stderr,
-    )
-    for problem in error.problems:
-        print(f"  - {escaped(redacted(str(problem)))}", file=sys.stderr)
+    lines = [f"{count} problem{'s' if count > 1 else ''} with the config or its inputs"]
+    lines += [f"  - {escaped(redacted(str(problem)))}" for problem in error.problems]
+    if is_first_rank():
+        print(f"error: {lines[0]}", *lines[1:], sep="\n", file=sys.stderr, flush=True)
+    else:
+        say_unless_said("\n".join(lines))
     return 2
 
 

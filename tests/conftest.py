@@ -87,6 +87,16 @@ def pytest_collection() -> Generator[None, object, object]:
             registry.entry_points = functools.cache(registry.entry_points)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the drawing of compare's report out, seconds each time: tests/compare/test_report.py draws."""
+    from lightning_llm.compare.report import pictures, write
+
+    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
+    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
+    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
+
+
 @pytest.fixture(autouse=True)
 def _undrawn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave loss.png out, 0.2 CPU seconds of every run, but where files of a run's folder are tested."""

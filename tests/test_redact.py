@@ -14,7 +14,8 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config, compose_sweep, load_config
 from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
-from lightning_llm.record.sweep_definition import Typed, command_with_seeds, define, write
+from lightning_llm.record.sweep_commands import command_with_seeds
+from lightning_llm.record.sweep_definition import Typed, define, write
 from lightning_llm.run import rank as run
 
 URI = "http://someone:s3cret@127.0.0.1:9"

@@ -29,6 +29,7 @@ from lightning_llm.config.commands import resume_command
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.record.reading import Run, facts, read_run
+from lightning_llm.record.sweep_commands import command_for_the_rest
 from lightning_llm.terminal.waiting import Waiting
 
 
@@ -221,11 +222,19 @@ def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
         detail = str(run.summary.get("detail") or "").splitlines()
         why = f" ({detail[0][:200]})" if detail else ""
         over = run.status in ("running", "ended early")
-        further = "" if over else f"; {resume_command(run.folder)} goes on with it"
+        further = "" if over else _how_it_goes_on(run)
         after = f" after step {run.last_step}" if run.last_step else ""
         text = f"is not finished: {run.status}{after}{why}. Left out{further}."
         problems.append(Problem(str(run.folder), text))
     return usable, unfinished, problems
+
+
+def _how_it_goes_on(run: Run) -> str:
+    """Return how an unfinished run goes on: by its config, or, of a job that never began, with its sweep."""
+    if (run.folder / "config.yaml").is_file():
+        return f"; {resume_command(run.folder)} goes on with it"
+    command = command_for_the_rest(run.folder.parent)
+    return f"; {command} begins it" if command else ""
 
 
 def _levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:

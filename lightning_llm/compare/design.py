@@ -12,7 +12,7 @@ from typing import Any
 from lightning_llm.compare.boundary import Spending, boundary, increments
 from lightning_llm.compare.estimate import LookLevels, Terms
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.sweep_definition import DESIGN
+from lightning_llm.record.sweep_file import DESIGN
 
 
 @dataclass(frozen=True)

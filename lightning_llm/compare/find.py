@@ -11,7 +11,7 @@ from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.config.workspace import default_outputs, folders_named
 from lightning_llm.errors import ConfigError, Problem, did_you_mean, gathered
 from lightning_llm.record.mlflow.store import all_runs, existing_store
-from lightning_llm.record.sweep_definition import FILE
+from lightning_llm.record.sweep_file import FILE
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 FOLDER_TAGS = ("sweep_folder", "run_dir")

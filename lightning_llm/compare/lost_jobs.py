@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import FILE, checked_sweep
+from lightning_llm.record.sweep_file import FILE, checked_sweep
 
 
 def lost_jobs(

@@ -10,7 +10,7 @@ from lightning_llm.compare.estimate import Judged, Terms
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, seeds_needed
 from lightning_llm.compare.stability import seeds_to_show_stability
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import command_with_seeds
+from lightning_llm.record.sweep_commands import command_with_seeds
 
 FEWEST_SEEDS = 3
 """Pairs that show a spread well enough to plan by."""

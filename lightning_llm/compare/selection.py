@@ -17,7 +17,7 @@ from lightning_llm.compare.losses import Tail, tail_of
 from lightning_llm.compare.tuned import plateau
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import command_with_values
+from lightning_llm.record.sweep_commands import command_with_values
 
 
 @dataclass(frozen=True)

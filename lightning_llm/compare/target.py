@@ -24,13 +24,19 @@ class Targets:
     def check(self, settings: Sequence[str]) -> list[Problem]:
         """Return which names are of no setting, and which settings have no target."""
         found = []
-        for name, _ in self.by_setting:
-            if name not in settings:
+        alone = list(settings) in ([""], ["all"])
+        for name, value in self.by_setting:
+            if name not in settings and alone:
+                text = f"'{name}:{value:g}' names a setting, and these runs are of one, which needs no name"
+                found.append(Problem(KEY, f"{text}: --target {value:g}."))
+            elif name not in settings:
                 known = ", ".join(f"'{each}'" for each in settings)
                 text = f"'{name}' is no setting of these runs, which are {known}.{did_you_mean(name, settings)}"
                 found.append(Problem(KEY, text))
-        if list(settings) in ([""], ["all"]):
-            nothing = [] if self.of(settings[0]) is not None else [Problem(KEY, "none is given: --target VALUE.")]
+        if alone:
+            nothing = (
+                [] if found or self.of(settings[0]) is not None else [Problem(KEY, "none is given: --target VALUE.")]
+            )
             return [*found, *nothing]
         missing = [each for each in settings if self.of(each) is None]
         return [*found, *(Problem(KEY, f"none is given for '{each}': --target '{each}:VALUE'.") for each in missing)]

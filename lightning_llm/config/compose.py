@@ -6,30 +6,25 @@ typo on the command line, behind `+` or inside a file arrives at the same check 
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 
-import yaml
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import MissingConfigException
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_llm.config.branching import GroupTree, apply_overrides, branch_tree, read_branching
 from lightning_llm.config.cluster_choice import give_way_to_cluster
+from lightning_llm.config.composed_tree import CONFIG_MODULE, compose_tree_of, not_composed
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer, shipped_composer
 from lightning_llm.config.epochs import fill_steps
 from lightning_llm.config.file_sources import register_sources
 from lightning_llm.config.from_weights import fill_from_weights, with_shape_of_weights
-from lightning_llm.config.named_casts import fill_named_casts
 from lightning_llm.config.overrides import choices_of, forget_options, parse_overrides, read_overrides, unknown_option
-from lightning_llm.config.recipes import folder_problems, group_names
+from lightning_llm.config.recipes import folder_problems
 from lightning_llm.config.redact import redact_uri
-from lightning_llm.config.resolve import first_line, read_tree
+from lightning_llm.config.resolve import read_tree
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
@@ -38,10 +33,8 @@ from lightning_llm.config.sweep_keys import of_search, sweep_config, sweep_keys,
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.config.yaml_source import search_override
-from lightning_llm.errors import ConfigError, Problem, did_you_mean
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.terminal.waiting import Waiting
-
-CONFIG_MODULE = "lightning_llm.conf"
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Config:
@@ -88,9 +81,9 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         if problems := [problem for each in parsed if (problem := unknown_option(each, composer.search))]:
             raise ConfigError(problems)
         try:
-            return _tree(with_shape_of_weights(parsed), composer)
+            return compose_tree_of(with_shape_of_weights(parsed), composer)
         except COMPOSITION_ERRORS as error:
-            raise _not_composed(error) from error
+            raise not_composed(error) from error
 
 
 def compose_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[list[str], Config]]:
@@ -270,16 +263,16 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
     typed = {each.key_or_group for each in parsed}
     try:
         if branching is not None:
-            tree = branch_tree(branching, sound_overrides, _tree([], composer)[0], _group_of(composer))
+            tree = branch_tree(branching, sound_overrides, compose_tree_of([], composer)[0], _group_of(composer))
             fill_steps(tree, typed, of_file=True)
             return _reading(read_tree(tree, stand_ins=unknown), known, problems, unknown)
-        tree, _ = _tree(sound_overrides, composer)
+        tree, _ = compose_tree_of(sound_overrides, composer)
         try:
             fill_from_weights(tree, [each.key_or_group for each in parsed])
         except ConfigError as error:
             problems += error.problems
             others = [each for each in sound_overrides if each.key_or_group.partition(".")[0] != "model"]
-            tree, unknown["model"] = _tree(others, composer)[0], error.problems[0]
+            tree, unknown["model"] = compose_tree_of(others, composer)[0], error.problems[0]
         try:
             fill_steps(tree, typed)
         except ConfigError as error:
@@ -288,7 +281,7 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
-        raise ConfigError([*problems, *_not_composed(error).problems]) from error
+        raise ConfigError([*problems, *not_composed(error).problems]) from error
 
 
 def _reading(reading: Reading, known: Sequence[Problem], problems: list[Problem], unknown: Iterable[str]) -> Reading:
@@ -300,52 +293,4 @@ def _reading(reading: Reading, known: Sequence[Problem], problems: list[Problem]
 
 def _group_of(composer: Composer) -> GroupTree:
     """Return what composes a group's file for a tree that is there already."""
-    return lambda word, group: _tree(parse_overrides([word]), composer)[0][group]
-
-
-def _tree(parsed: Sequence[Override], composer: Composer) -> tuple[DictConfig, dict[str, str]]:
-    """Return what Hydra composes, less its own node, and the file chosen for each group."""
-    tree, choices, _ = composer.compose(parsed)
-    with open_dict(tree):
-        tree.pop("sweep", None)  # read by compose_sweep
-        _leave_out_observers(tree, parsed)
-        give_way_to_cluster(tree, {each.key_or_group for each in parsed})
-    fill_named_casts(tree, composer)
-    return tree, choices
-
-
-def _not_composed(error: Exception) -> ConfigError:
-    return ConfigError(Problem(getattr(error, "full_key", None) or "composition", _why_not_composed(error)))
-
-
-def _why_not_composed(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "files of the defaults lists name each other in a circle."
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if (meant := group.rpartition("/")[2]) != group and meant in group_names():
-            return f"a defaults list has `{meant}: {name}`. From a recipe, write `- override /{meant}: {name}`."
-        return f"a defaults list names {group}={name}; there is no '{name}'.{did_you_mean(name, error.options or ())}"
-    if isinstance(error, OmegaConfBaseException):
-        return f"{first_line(error)}."
-    return " ".join(str(error or error.__cause__).split())
-
-
-def _leave_out_observers(tree: DictConfig, parsed: Sequence[Override]) -> None:
-    """Drop what a recipe's file sets of a default observer where the chosen callbacks have none (callbacks=none).
-
-    What was typed stays, for the check to refuse: it would not be done. So do arguments of observers that have to be
-    chosen (profile), which a file that sets them forgot to do.
-    """
-    typed = {".".join(each.key_or_group.split(".")[:2]) for each in parsed}
-    for name in list(tree.get("callbacks") or {}):
-        node = tree.callbacks[name]
-        without_class = isinstance(node, DictConfig) and "_target_" not in node
-        if without_class and name in _default_observers() and f"callbacks.{name}" not in typed:
-            del tree.callbacks[name]
-
-
-@cache
-def _default_observers() -> frozenset[str]:
-    file = files(CONFIG_MODULE) / "callbacks" / "default.yaml"
-    return frozenset(yaml.safe_load(file.read_text(encoding="utf-8")))
+    return lambda word, group: compose_tree_of(parse_overrides([word]), composer)[0][group]

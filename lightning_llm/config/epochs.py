@@ -1,5 +1,6 @@
 """`data.epochs` of `data.max_tokens` -> `trainer.max_steps`, while a config is composed."""
 
+import math
 from collections.abc import Collection
 from functools import cache
 from importlib.resources import files
@@ -9,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_llm.config.schema.base import LARGEST_INT, MOST_TOKENS
 from lightning_llm.errors import ConfigError, Problem
 
 KEY, STEPS = "data.epochs", "trainer.max_steps"
@@ -44,12 +46,24 @@ def fill_steps(tree: DictConfig, typed: Collection[str], *, of_file: bool = Fals
 
 
 def _steps(tree: DictConfig) -> int | None:
-    """Return the steps that the epochs make; None where none are given, or what they are of is no number."""
+    """Return the steps that the epochs make; None where none are given, or what they are of is no number.
+
+    Raises:
+        ConfigError: there would be more than a run can count.
+    """
     epochs, *length = (_value(tree, key) for key in (KEY, *LENGTH))
-    numbers = [value for value in (epochs, *length) if isinstance(value, int | float) and not isinstance(value, bool)]
-    if len(numbers) < 4 or min(numbers) <= 0 or max(numbers) == float("inf"):
+    sound = [_is_positive(value) for value in (epochs, *length)]
+    if not all(sound) or not all(int(value) == value and value <= MOST_TOKENS for value in length):
         return None  # checked with all other keys
-    return steps_of(numbers[0], *(int(value) for value in numbers[1:]))
+    tokens, of_sequence, of_step = map(int, length)
+    if epochs * tokens > float(LARGEST_INT) * of_sequence * of_step:
+        text = f"is {epochs:g}, which makes more than {LARGEST_INT:,} steps of {LENGTH[0]}={tokens}. Lower it."
+        raise ConfigError(Problem(KEY, text))
+    return steps_of(epochs, tokens, of_sequence, of_step)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _value(tree: DictConfig, key: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_llm.config.schema.base import MOST_TOKENS
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import Problem
 
@@ -18,6 +19,8 @@ RATE, BATCH, STEPS = ("optim", "learning_rate"), ("data", "global_batch_size"), 
 LAW = "lightning_llm.plan.step_law"
 """Counts parameters and ranks. Named and not imported, as the registries' packages are: it stands above this one."""
 STAND_INS = {RATE: 1e-3, STEPS: 1}
+LARGEST_FACTOR = 1e6
+"""Of the law's rate or batch; the smallest is one over it. What is beyond is a slip, and may have no exponential."""
 FACTOR = re.compile(r"step_law(?:\s*\*\s*(?P<factor>.*))?", re.IGNORECASE)
 TOKENS = re.compile(r"(?P<tokens>[\d.]+(?:e[+-]?\d+)?)\s*tokens", re.IGNORECASE)
 
@@ -76,18 +79,22 @@ def _number(word: str, path: tuple[str, str]) -> tuple[float | None, Problem | N
         match = TOKENS.fullmatch(word.strip())
         if match is None:
             return None, None
-        text, least = match["tokens"], "tokens, such as 20e9tokens"
+        text, which = match["tokens"], f"above 0 of tokens, {MOST_TOKENS:g} at most: 20e9tokens"
     else:
         match = FACTOR.fullmatch(word.strip())
         if match is None:
             return None, None
-        text, least = match["factor"] or "1", "step_law, or step_law*0.5"
+        text, which = (
+            match["factor"] or "1",
+            f"from {1 / LARGEST_FACTOR:g} to {LARGEST_FACTOR:g} of step_law: step_law*0.5",
+        )
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        return None, Problem(key, f"is '{word}', must be a number above 0 of {least}.")
+    least, most = (0, MOST_TOKENS) if path == STEPS else (1 / LARGEST_FACTOR, LARGEST_FACTOR)
+    if not (number > 0 and least <= number <= most):
+        return None, Problem(key, f"is '{word}', must be a number {which}.")
     return number, None
 
 

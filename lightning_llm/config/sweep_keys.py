@@ -33,7 +33,10 @@ def sweep_config(tree: DictConfig) -> SweepConfig:
     try:
         return SweepConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError([_problem(details) for details in error.errors()]) from error
+        details = error.errors()
+        wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts the sound items alone
+        told = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
+        raise ConfigError([_problem(each) for each in told]) from error
 
 
 def _problem(details: Any) -> Problem:
@@ -43,8 +46,11 @@ def _problem(details: Any) -> Problem:
         return Problem(key, f"unknown key.{did_you_mean(location[-1], list(SweepConfig.model_fields))}")
     if details["type"] == "value_error":
         return Problem(key, f"{details['msg'].removeprefix('Value error, ')}.")
+    if details["type"] == "too_short":
+        return Problem(key, "is empty. Give one value at least, or leave it out.")
     if details["type"] in ("tuple_type", "model_type") or "also" in location:
-        shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else "a list: [3, 4, 5]"
+        example = "[0.25, 0.5]" if "rungs" in location else "[3, 4, 5]"
+        shape = "a list of lines like 'precision=bf16 seed=0,1'" if "also" in location else f"a list: {example}"
         return Problem(key, f"must be {shape if location else 'a mapping of keys'}.")
     return Problem(key, f"is {details['input']!r}, must be {details['msg'].removeprefix('Input should be ')}.")
 

@@ -84,14 +84,14 @@ def notes(plan: Plan, *, to_train: bool) -> list[str]:
             "note   the password in logger.tracking_uri is written nowhere: to go on later, give that key again, or "
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         )
-    if schedule.name != "constant" and schedule.warmup_steps >= (schedule.total_steps or steps):
+    if schedule.warmup_steps >= steps:
         found.append(
             f"note   schedule.warmup_steps={schedule.warmup_steps} is no shorter than trainer.max_steps={steps}: the "
             "learning rate is still rising when the run ends"
         )
     if (reduction := reduction_note(config, plan.degrees)) is not None:
         found.append(reduction)
-    found += law_notes(config.step_law, schedule.name)
+    found += law_notes(config.step_law)
     if (judged := _hardware_note(plan, to_train)) is not None:
         found.append(judged)
     return [*found, *known_bad(plan, os.environ), *(disk_notes(config) if to_train else ())]

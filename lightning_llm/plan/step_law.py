@@ -73,6 +73,18 @@ class StepLaw:
         (fewest, most), (short, long) = FITTED_PARAMETERS, FITTED_TOKENS
         return fewest <= self.parameters <= most and short <= self.tokens <= long
 
+    @property
+    def unlike(self) -> list[str]:
+        """What else it was fitted on that this run does otherwise."""
+        found = []
+        if self.sequence_length != FITTED_SEQUENCE_LENGTH:
+            found.append(f"sequences of {FITTED_SEQUENCE_LENGTH:,} tokens (here {self.sequence_length:,})")
+        if self.optimizer != "adamw":
+            found.append(f"AdamW (here {self.optimizer})")
+        if self.final_rate != FITTED_FINAL_RATE:
+            found.append("a rate that falls to 1e-5 (schedule.final_learning_rate=1e-5)")
+        return found
+
     def as_data(self) -> dict[str, Any]:
         """Return what `plan --json` has under "step_law"."""
         return {
@@ -87,6 +99,7 @@ class StepLaw:
             "inside_fitted_range": self.inside,
             "fitted_parameters": list(FITTED_PARAMETERS),
             "fitted_tokens": list(FITTED_TOKENS),
+            "fitted_otherwise": self.unlike,
         }
 
 
@@ -119,7 +132,7 @@ def settle(
     if words.rate is not None:
         rate = float(f"{words.rate * law_learning_rate(parameters, tokens):.{DIGITS - 1}e}")
         values["optim"]["learning_rate"] = rate
-    final = config.schedule.final_learning_rate
+    final = None if config.schedule.name == "constant" else config.schedule.final_learning_rate
     law = StepLaw(
         parameters, tokens, length, multiple, sequences, words.rate, words.batch, rate, batch_tokens,
         config.optim.name, final,
@@ -147,22 +160,23 @@ def law_row(law: dict[str, Any]) -> tuple[str, str]:
             f"{law['batch_sequences']:,} sequences (a multiple of {law['rounded_to_sequences']:,})"
         )
     where = "inside" if law["inside_fitted_range"] else "outside"
-    return "step law", f"{'; '.join(parts)}; {where} the fitted range"
+    but = ", other settings are not as fitted (notes)" if law["fitted_otherwise"] else ""
+    return "step law", f"{'; '.join(parts)}; N and D {where} the fitted range{but}"
 
 
 def _times(factor: float) -> str:
     return "" if factor == 1 else f" ({factor:g} x the law's)"
 
 
-def law_notes(law: StepLaw | None, schedule: str) -> list[str]:
-    """Return what is otherwise than where the law was fitted, one line each; `schedule`: its name."""
+def law_notes(law: StepLaw | None) -> list[str]:
+    """Return what is otherwise than where the law was fitted, one line each."""
     if law is None:
         return []
     found = []
     low, high = (f"{each / 1e6:,.0f}M" for each in FITTED_PARAMETERS)
     if not law.inside:
         found.append(
-            f"note   Step Law is fitted from {low} to {high} parameters and 4B to 100B tokens; N = "
+            f"note   Step Law is fitted on N from {low} to {high} and D from 4B to 100B tokens; N = "
             f"{law.parameters:,} and D = {law.tokens:,} are extrapolation: try rates beside it, too "
             "(optim.learning_rate=step_law*0.5,step_law,step_law*2)"
         )
@@ -173,13 +187,6 @@ def law_notes(law: StepLaw | None, schedule: str) -> list[str]:
                 f"note   rounding makes the batch {ratio:.2g} x Step Law's: a smaller data.micro_batch_size would "
                 "come nearer"
             )
-    unlike = []
-    if law.sequence_length != FITTED_SEQUENCE_LENGTH:
-        unlike.append(f"sequences of {FITTED_SEQUENCE_LENGTH:,} tokens (here {law.sequence_length:,})")
-    if law.optimizer != "adamw":
-        unlike.append(f"AdamW (here {law.optimizer})")
-    if law.final_rate != FITTED_FINAL_RATE or schedule == "constant":
-        unlike.append("a rate that falls to 1e-5 (schedule.final_learning_rate=1e-5)")
-    if unlike:
-        found.append(f"note   Step Law is fitted on {', '.join(unlike)}")
+    if law.unlike:
+        found.append(f"note   Step Law is fitted on {', '.join(law.unlike)}")
     return found

@@ -35,7 +35,7 @@ def measure(
     high = model.high()
     model.calibrate(delayed)
     count = keys if model.random else 1
-    progress("each layer by itself")
+    progress("each layer by itself, after the casts that it is the first to use are compiled")
     local = local_sums(model, count)
     whole = {name: Collector(each) for name, each in reference.gradients.items()}
     errors, losses = [], []

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_llm.config.compose import compose_config
+from lightning_llm.config.output_path import folder_problems
 from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.errors import ConfigError, Problem, gathered
@@ -55,6 +57,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[Subject, dict[str, Config],
         for key in ("batches", "keys")
         if (value := getattr(arguments, key)) < 1
     ]
+    if arguments.output:
+        problems += folder_problems(Path(arguments.output).expanduser())
     subject = device = None
     with gathered(problems):
         device = device_of(arguments.device)
@@ -131,8 +135,11 @@ def _measure(
         "recipes": {},
     }
     reference: Pass | None = None
+    count = f"{len(configs)} recipe{'' if len(configs) == 1 else 's'}"
+    _say(f"{count} on {facts['device']}; casts not compiled here before are compiled first, some minutes at worst")
     for number, (name, config) in enumerate(configs.items(), start=1):
-        progress = _progress(f"{name} ({number} of {len(configs)})")
+        title, began = f"{name} ({number} of {len(configs)})", time.monotonic()
+        progress = _progress(title)
         model = ProbedModel(shape, weights, config.precision, batches, device, config.seed)
         if reference is None:
             progress("fp32 pass")
@@ -141,6 +148,7 @@ def _measure(
         delayed = delayed_state(subject) if same else None
         facts["recipes"][name] = measure(model, reference, delayed, arguments.keys, everything, progress)
         progress("")
+        _say(f"{title}: measured in {time.monotonic() - began:.0f} s")
     facts["ranking"] = ranking(facts["recipes"])
     return facts, {name: config.precision for name, config in configs.items()}
 
@@ -152,6 +160,10 @@ def _data_facts(batches: list[TokenBatch], source: str) -> dict[str, Any]:
 
 def _progress(title: str) -> Callable[[str], None]:
     return lambda text: show_progress(f"{title}: {text}" if text else "")
+
+
+def _say(text: str) -> None:
+    print(f"probe  {text}", file=sys.stderr, flush=True)
 
 
 def _write(facts: dict[str, Any], recipes: dict[str, PrecisionConfig], num_layers: int, folder: Path) -> None:

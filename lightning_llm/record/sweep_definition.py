@@ -2,13 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.identity import (
     RUN_LOCATION,
     below,
@@ -20,23 +19,14 @@ from lightning_llm.config.identity import (
 )
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
-from lightning_llm.config.workspace import default_outputs
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import write_json
+from lightning_llm.record.sweep_file import DESIGN, FILE, SEARCH, read_sweep_file
 
-FILE = "sweep.json"
-LOCKS = ".claims"
-"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
 UNHASHED = ("callbacks.",)
 """Of which `training_hash` leaves some out."""
-DESIGN = "sequential"
-"""The key, in `FILE`, of the looks that were declared before the first run (`lightning_llm.compare.design`)."""
-SEARCH = "search"
-"""The key, in `FILE`, of what a search was told to look for."""
-BEGINNING = (LOCKS, f"{FILE}.partial")
-"""What is there before `FILE` is, while another start writes it."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +63,12 @@ class Typed:
     @property
     def only_from(self) -> str | None:
         """The folder that a command with these overrides must be typed in, None where any will do."""
-        paths = (is_data_path(key) or key == "branch_from" for key in map(_key_of, self.overrides))
+        paths = (is_data_path(key) or key == "branch_from" for key in map(key_of, self.overrides))
         return str(self.folder) if any(paths) else None
 
     def without_seeds_and_place(self) -> dict[str, Any]:
         """Return it as `sweep.json` keeps it, less what `command_with_seeds` gives anew."""
-        words = [redact_uri(word) for word in self.overrides if _key_of(word) not in GIVEN_ANEW]
+        words = [redact_uri(word) for word in self.overrides if key_of(word) not in GIVEN_ANEW]
         in_folder = {} if self.only_from is None else {"folder": self.only_from}
         return {
             "overrides": words,
@@ -110,7 +100,7 @@ class Sweep:
         found: dict[str, dict[str, None]] = {}
         for job in self.jobs:
             for word in job.words:
-                found.setdefault(_key_of(word), {})[word.partition("=")[2]] = None
+                found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
         return {key: list(values) for key, values in found.items()}
 
 
@@ -141,7 +131,7 @@ def define(
     folder = above / (name or f"{recipe}-{digest}")
     if not folder.exists() and (above / f"{recipe}-{former_digest}" / FILE).exists():
         folder, digest = above / f"{recipe}-{former_digest}", former_digest
-    known = _read(folder)
+    known = read_sweep_file(folder)
     declared = _as_declared(known, declared, folder)
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
     keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
@@ -187,7 +177,7 @@ def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, fold
 
 def write(sweep: Sweep) -> dict[str, Any]:
     """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
-    before = _read(sweep.folder)
+    before = read_sweep_file(sweep.folder)
     known = {each["key"]: each for each in before.get("jobs", [])}
     known |= {job.key: _described(job) for job in sweep.jobs}
     typed = _merged(before.get("typed", []), sweep.typed)
@@ -204,53 +194,6 @@ def write(sweep: Sweep) -> dict[str, Any]:
     }
     write_json(sweep.folder / FILE, about)
     return about
-
-
-def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
-    """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
-
-    A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
-    `sweep.json` says nothing of how it was composed (written by an earlier version).
-
-    Raises:
-        ConfigError: `folder` holds no sweep.
-    """
-    return _command_adding(folder, seeds, {})
-
-
-def command_with_values(folder: Path, key: str, values: Iterable[float], seeds: Iterable[int]) -> str:
-    """Return the command that adds jobs of other `values` of `key` to the sweep in `folder`, at its `seeds`.
-
-    As `command_with_seeds`.
-    """
-    return _command_adding(folder, seeds, {key: ",".join(f"{value:g}" for value in values)})
-
-
-def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, str]) -> str:
-    in_folder = [f"{key}={value}" for key, value in choices.items()]
-    in_folder += [f"seed={','.join(map(str, sorted(set(seeds))))}", *_folder_overrides(folder)]
-    return " && ".join(
-        sweep_command(
-            [*(word for word in each["overrides"] if _key_of(word) not in choices), *in_folder],
-            each["config_dir"],
-            each.get("folder"),
-        )
-        for each in _read(folder).get("typed", [])
-    )
-
-
-def command_to_go_on(sweep: Sweep) -> str:
-    """Return the command that starts what is left of `sweep`, wherever it is typed."""
-    typed = sweep.typed or Typed()
-    words = [redact_uri(word) for word in typed.overrides if _key_of(word) not in ("run.name", "run.root", "run.dir")]
-    config_dir = typed.config_dir and typed.config_dir.absolute()
-    return sweep_command([*words, *_folder_overrides(sweep.folder)], config_dir, typed.only_from)
-
-
-def _folder_overrides(folder: Path) -> list[str]:
-    """Return the overrides that lead to the folder of a sweep from anywhere."""
-    root = folder.absolute().parent.parent
-    return [f"run.name={folder.name}", *([] if str(root) == default_outputs() else [f"run.root={root}"])]
 
 
 def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
@@ -276,15 +219,6 @@ def kind_of(config: Config) -> str:
     return sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read_declared(folder: Path) -> dict[str, Any]:
-    """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
-    try:
-        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
-        return {}
-    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and known.get(key)}
-
-
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
     """Return the sweep with its MLflow parent run, which every job names in its tags."""
     tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
@@ -306,7 +240,7 @@ def _keys(
     gets "-1", ...
     """
     unhashed = [
-        {word for word in words if not in_hash(_key_of(word)) or below(_key_of(word), partly)} for words, _ in jobs
+        {word for word in words if not in_hash(key_of(word)) or below(key_of(word), partly)} for words, _ in jobs
     ]
     shared = set.intersection(*unhashed)
     seen: Counter[str] = Counter()
@@ -318,35 +252,10 @@ def _keys(
     return keys
 
 
-def _key_of(word: str) -> str:
+def key_of(word: str) -> str:
+    """Return the key of an override."""
     return word.lstrip("+").partition("=")[0]
 
 
 def _numbered_folders(folder: Path) -> list[int]:
     return [int(each.name) for each in folder.iterdir() if each.name.isdecimal()] if folder.is_dir() else []
-
-
-def checked_sweep(about: Any) -> dict[str, Any]:
-    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
-    jobs = about.get("jobs", []) if isinstance(about, dict) else None
-    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
-        raise ValueError("it is damaged: no list of jobs")
-    numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
-        raise ValueError("it is damaged: jobs without a number of their own")
-    if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
-        raise ValueError("it is damaged: jobs without a key of their own")
-    words = [job.get("words") for job in jobs]
-    if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
-        raise ValueError("it is damaged: jobs without words")
-    return dict(about)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
-        return {}
-    try:
-        return checked_sweep(json.loads((folder / FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
-        raise ConfigError(Problem("run.name", text)) from error

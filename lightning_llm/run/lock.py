@@ -5,7 +5,28 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.sweep_definition import LOCKS
+from lightning_llm.record.sweep_file import LOCKS
+
+LOOKED_AT_SECONDS = 1.0
+"""In which whoever looks whether the lock is taken, by taking it, has let go again."""
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run's folder: it trains there, or is about to."""
+    file = _lock_file(folder)
+    if not file.exists():
+        return False
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except (Timeout, OSError):
+        return True
+    lock.release()
+    return False
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.parent / LOCKS / f"{folder.name}.run"
 
 
 def lock_run(folder: Path) -> FileLock:
@@ -16,10 +37,10 @@ def lock_run(folder: Path) -> FileLock:
     Raises:
         ConfigError: another process holds it, or it cannot be made.
     """
-    lock = FileLock(folder.parent / LOCKS / f"{folder.name}.run")
+    lock = FileLock(_lock_file(folder))
     try:
         (folder.parent / LOCKS).mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=LOOKED_AT_SECONDS)
     except Timeout as error:
         text = f"{folder} is being trained right now, by another process. Wait, or stop it."
         raise ConfigError(Problem("run.dir", text)) from error

@@ -6,7 +6,6 @@ twice.
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,17 +24,16 @@ from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run, read_run
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import DESIGN, FILE, Job, Sweep, Typed, define, kind_of, tracked, write
-from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, kind_of, tracked, write
+from lightning_llm.record.sweep_file import DESIGN, FILE
+from lightning_llm.run.relay import signals_passed_on
+from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
 Definition = Callable[[], Sweep]
-
-
-AWAITED_EVERY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,33 +60,19 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
             stage = next_stage(whole, design)
             _print_look(stage, design)
             todo = left_to_do(stage.jobs)
-            if not todo and not _awaited(stage.jobs, relay):
+            if not todo and not await_elsewhere(stage.jobs, relay, "the next look needs it"):
                 break
             if not todo:
                 continue
             whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
             begun = _with_started(whole, stage.jobs)
             outcomes += start(_same(whole, todo), relay)
-            if relay.received or any(state_of(job.folder) not in SETTLED for job in todo):
+            if relay.received or any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
                 break
     begun = begun or _with_started(whole, ())
     code = close(replace(whole, jobs=begun), outcomes, relay.received)
     print(f"       the verdict: {command('compare', str(whole.folder))}")
     return code
-
-
-def _awaited(jobs: Iterable[Job], relay: Relay) -> bool:
-    """Wait for those of `jobs` that another start runs, left behind by one that was killed, say; whether any did.
-
-    False, too, where a signal comes meanwhile.
-    """
-    elsewhere = [job for job in jobs if state_of(job.folder) == "running"]
-    if not elsewhere:
-        return False
-    print(f"sweep  waits for {len(elsewhere)} jobs that run elsewhere, which the next look needs", flush=True)
-    while not relay.received and any(state_of(job.folder) == "running" for job in elsewhere):
-        time.sleep(AWAITED_EVERY_SECONDS)
-    return not relay.received
 
 
 def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:

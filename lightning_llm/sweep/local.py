@@ -16,8 +16,12 @@ from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.relay import Relay
 from lightning_llm.sweep.devices import VISIBLE, DevicePool, cuda_devices
+from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, locked
 from lightning_llm.sweep.progress import Progress
+
+REFUSED = 2
+"""Exit code of a job whose config or folder is no good: another process trains there, say."""
 
 
 def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress) -> None:
@@ -35,11 +39,19 @@ def run_here(jobs: Sequence[Job], at_once: int, relay: Relay, progress: Progress
         with locked(job) as mine:
             if not mine or state_of(job.folder) in SETTLED:  # another start of this sweep was faster
                 return
+            if runs_elsewhere(job):
+                with printing:
+                    progress.left_alone(job)
+                return
             with printing:
                 progress.starting(job)
             began = time.monotonic()
             with devices.lent(job.config.trainer.devices if _may_use_cuda(job) else 0) as mine_alone:
                 code = _run(job, at_once, relay, mine_alone)
+            if code == REFUSED and runs_elsewhere(job):  # a process that was about to begin was faster
+                with printing:
+                    progress.left_alone(job)
+                return
         with printing:
             progress.ended(Outcome(job, code, time.monotonic() - began))
 

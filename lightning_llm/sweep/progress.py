@@ -1,21 +1,43 @@
 """Progress of a sweep, line by line."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.stopping import STOPPING, exit_code
 from lightning_llm.sweep.job_locks import Outcome
+
+STOPPED = {exit_code(number) for number in STOPPING}
+"""Exit codes of a job that was told to save and stop."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a search, whose jobs are stopped on purpose: at a rung to go on later, or for good.
+
+    `stopped`: how a job came out that the search has stopped, None where it was not the search. Of a search that knows
+    how far it has to go: `step_of` a job, the steps that it has made, and `steps_left` of all jobs of the search.
+    """
+
+    stopped: Callable[[Job], str | None]
+    step_of: Callable[[Job], int] | None = None
+    steps_left: Callable[[], int] | None = None
 
 
 class Progress:
     """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order they ended.
 
-    `queued`: jobs start, here, when they are submitted, and how many of them run is not known.
+    `queued`: jobs start, here, when they are submitted, and how many of them run is not known. `leg`: of a search.
     """
 
-    def __init__(self, jobs: int, *, queued: bool = False):
+    def __init__(self, jobs: int, *, queued: bool = False, leg: Leg | None = None):
         self.jobs = jobs
         self.queued = queued
+        self.leg = leg
+        self._from: dict[int, int] = {}  # job number -> steps made before this start
+        self._steps = 0  # made by the jobs that have ended
         self._began = time.monotonic()
         self.outcomes: list[Outcome] = []
         self._started = 0
@@ -27,18 +49,39 @@ class Progress:
         self._started += 1
         self._running[job.number] = time.monotonic()
         self._side_by_side = max(self._side_by_side, len(self._running))
+        if self.leg and self.leg.step_of:
+            self._from[job.number] = self.leg.step_of(job)
         print(f"job    {self._started}/{self.jobs} {job.name}", flush=True)
+
+    def left_alone(self, job: Job) -> None:
+        """Say that `job` runs in a process of another start, which may have been killed."""
+        self._running.pop(job.number, None)
+        self.jobs -= 1
+        print(f"job    {job.name}: runs in a process that another start left behind, left alone", flush=True)
 
     def ended(self, outcome: Outcome) -> None:
         """Take in how a job came out, and say how long the others will take."""
         self.outcomes.append(outcome)
         self._running.pop(outcome.job.number, None)
-        done, left = len(self.outcomes), self._seconds_left()
+        if self.leg and self.leg.step_of:
+            self._steps += self.leg.step_of(outcome.job) - self._from[outcome.job.number]
         how = "finished" if outcome.code == 0 else f"exit code {outcome.code}"
         if outcome.code and state_of(outcome.job.folder) == "diverged":
             how = "diverged"
-        rest = f" | {done}/{self.jobs} ended, about {duration(left)} left" if done < self.jobs else ""
+        elif outcome.code in STOPPED and self.leg and (stopped := self.leg.stopped(outcome.job)):
+            how = stopped
+        rest = self._rest(len(self.outcomes))
         print(f"job    {outcome.job.name}: {how} after {duration(outcome.seconds)}{rest}", flush=True)
+
+    def _rest(self, done: int) -> str:
+        """Return how much is left to do, in words."""
+        if self.leg and self.leg.steps_left:
+            steps = self.leg.steps_left()
+            if not steps or self._steps <= 0:
+                return ""
+            seconds = sum(outcome.seconds for outcome in self.outcomes) / self._steps * steps / self._side_by_side
+            return f" | {done}/{self.jobs} ended, at most about {duration(seconds)} left of the search"
+        return f" | {done}/{self.jobs} ended, about {duration(self._seconds_left())} left" if done < self.jobs else ""
 
     def _seconds_left(self) -> float:
         """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""

@@ -18,15 +18,16 @@ from lightning_llm.record.mlflow.sync import catch_up
 from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, command_to_go_on, define, tracked, write
+from lightning_llm.record.sweep_commands import command_to_go_on
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.trunk import settled
-from lightning_llm.stopping import STOPPING, exit_code
+from lightning_llm.sweep.elsewhere import runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here
-from lightning_llm.sweep.progress import Progress
+from lightning_llm.sweep.progress import STOPPED, Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.terminal.waiting import Waiting
 
@@ -34,8 +35,7 @@ NOT_CHECKED = {"seed", "resume", "run"}
 """Jobs that differ in these alone are checked once: each gets a folder of its own in the sweep's, and no rule reads the
 others."""
 
-
-STOPPED = {exit_code(number) for number in STOPPING}
+PLACES = {"run.name", "run.root", "run.dir"}
 
 
 def sweep(arguments: argparse.Namespace) -> int:
@@ -71,7 +71,9 @@ def left_to_do(jobs: Iterable[Job]) -> list[Job]:
     """Return the jobs that are neither settled nor running elsewhere, and print what the others are."""
     todo = []
     for job in jobs:
-        if (state := settled_state(job.folder)) in (*SETTLED, "running"):
+        state = settled_state(job.folder)
+        state = "running" if runs_elsewhere(job) else state
+        if state in (*SETTLED, "running"):
             again = f", a result (to run it again, remove {job.folder})" if state == "diverged" else ""
             print(f"job    {job.name}: {state}, left as it is{again}")
         else:
@@ -85,14 +87,14 @@ def opened(definition: Callable[[], Sweep]) -> Sweep:
         return _open(definition())
 
 
-def start(jobs: Sequence[Job], relay: Relay) -> list[Outcome]:
-    """Run `jobs`, one at least, where their launcher has them run; return how they came out."""
+def start(jobs: Sequence[Job], relay: Relay, leg: Leg | None = None) -> list[Outcome]:
+    """Run `jobs`, one at least, where their launcher has them run; return how they came out. `leg`: of a search."""
     launcher = jobs[0].config.launcher
     here = launcher.name == "local"  # what Slurm's and Ray's machines are is not known on this one
     plans = [Resolution(job.config, to_train=here).plan() for job in jobs]
     for line in dict.fromkeys(line for plan in plans for line in notes(plan, to_train=True)):
         print(line, flush=True)
-    progress = Progress(len(jobs), queued=launcher.name == "slurm")
+    progress = Progress(len(jobs), queued=launcher.name == "slurm", leg=leg)
     with in_sweep(launcher):
         if launcher.name == "slurm":
             run_on_slurm(jobs, relay, progress)
@@ -121,6 +123,9 @@ def checked_jobs(
         found = Resolution(config, to_train=to_train)
         problems.update(dict.fromkeys(problems_beyond(found, jobs=len(read))))
     problems.update(dict.fromkeys(gather([lambda: _launcher_problems(configs, to_train)])))
+    varied = {word.partition("=")[0] for words, _ in read for word in words}
+    for key in sorted(varied & PLACES):
+        problems[Problem(key, "is one for all jobs of a sweep: its folder, in which each job has its own.")] = None
     if problems:
         raise ConfigError(problems)
     jobs = [(arguments, plan_of(reading.checked()).config) for arguments, reading in read]
@@ -184,7 +189,8 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     ]
     here = {each.job.number for each in outcomes}
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
-    running = "running" in states.values()
+    elsewhere_now = [job for job in whole.jobs if runs_elsewhere(job)]
+    running = bool(elsewhere_now)
     if whole.jobs[0].config.logger.name == "mlflow":
         sound = (
             not failed
@@ -200,6 +206,7 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
             print(text, file=sys.stderr)
     lost = f", {diverged} diverged" if diverged else ""
     lost += f", {len(ended)} ended by the search" if ended else ""
+    lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
     if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
         tracked = mlflow_facts(outcomes[0].job.folder)

@@ -49,7 +49,7 @@ def config(arguments: argparse.Namespace) -> int:
             print(f"# {' '.join(law_row(law.as_data()))}")
         text = json.dumps(found.model_dump(mode="json"), indent=1) if arguments.json else config_text(found).rstrip()
         print(text, flush=True)
-    for line in law_notes(found.step_law, found.schedule.name):
+    for line in law_notes(found.step_law):
         print(line, file=sys.stderr)
     if problems := problems_beyond(Resolution(found)):
         raise ConfigError(problems)

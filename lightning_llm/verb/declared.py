@@ -3,7 +3,7 @@
 A verb's module is named and not imported: it is when the verb is called.
 """
 
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,18 @@ from typing import Any
 
 from lightning_llm.plan.accounting import ACCOUNTINGS, OURS
 from lightning_llm.verb import completion
-from lightning_llm.verb.arguments import add_composition, add_config_dir, add_device, add_multirun, add_weights_output
+from lightning_llm.verb.arguments import add_composition, add_config_dir, add_device, add_multirun
 from lightning_llm.verb.golden_options import golden_actions
 from lightning_llm.verb.ladder_options import add_ladder_options
 from lightning_llm.verb.search_options import add_search_options
+from lightning_llm.verb.weights_options import (
+    add_evaluate_options,
+    add_export_options,
+    add_generate_options,
+    add_import_options,
+    add_probe_options,
+)
 
-WEIGHTS = "a run's folder, a checkpoint, an imported or a Hugging Face folder"
 OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
 EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
@@ -90,52 +96,6 @@ def _prepare(parser: ArgumentParser) -> None:
     add("--output", type=Path, metavar="FILE", help="where to write scores (scores.parquet)")
 
 
-def _import(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("source", metavar="FOLDER_OR_NAME", help="a Hugging Face folder, or a model's name on the hub")
-    add("--revision", metavar="REVISION", help="of a name on the hub: a commit, branch or tag (the newest)")
-    add_weights_output(parser)
-
-
-def _export(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("path", metavar="PATH", help="a run's folder (its newest checkpoint), a checkpoint, an imported folder")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the tensors (fp32, as runs keep them)")
-    add_weights_output(parser)
-
-
-def _probe(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help=WEIGHTS)
-    add("overrides", nargs="*", help="precision=NAME[,NAME...]|all, precision.KEY=..., data=...")
-    add("--text", type=Path, metavar="FILE", help="documents for a Hugging Face folder: .txt, .jsonl")
-    add("--batches", type=int, default=2, metavar="N", help="micro-batches to look at (2)")
-    add("--keys", type=int, default=4, metavar="N", help="draws of random numbers to compare (4)")
-    add("--output", type=Path, metavar="DIR", help="where to write (outputs/probe/NAME)")
-    add_device(parser)
-
-
-def _evaluate(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("path", nargs="?", type=Path, metavar="PATH", help=WEIGHTS)
-    add("overrides", nargs="*", help="ranks to share it: parallel=NAME, parallel.KEY=VALUE, trainer.devices=N")
-    add("--tasks", action="append", default=[], metavar="TASK", help="of lm-eval, or a .yaml of your own; also A,B")
-    add("--tasks-only", action="store_true", help="no validation losses")
-    add("--data", action="append", default=[], metavar="KEY=VALUE", help="other data: jsonl=FILE, or a key below data")
-    add("--limit", type=int, metavar="N", help="the first N samples of each task")
-    add("--average", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of these weights, and PATH's")
-    add("--ensemble", nargs="+", type=Path, default=[], metavar="PATH", help="the mean of what these and PATH predict")
-    merged = (
-        "what sets of parts of the data would give, by the mean of a sweep's models of one part each (ablate/merge)"
-    )
-    add("--merge", type=Path, metavar="SWEEP", help=merged)
-    add("--batch-size", type=int, default=8, metavar="N", help="requests of a task at once (8)")
-    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="in tasks (the run's precision.compute_dtype)")
-    add_device(parser)
-    add("--output", type=Path, metavar="FILE", help="where to write instead of the run's evaluation/")
-    add("--result", type=Path, help=SUPPRESS)  # where ranks leave what was measured for what started them
-
-
 def _health(parser: ArgumentParser) -> None:
     add_composition(parser)
     add_config_dir(parser)
@@ -146,22 +106,6 @@ def _health(parser: ArgumentParser) -> None:
     add("--slower-than", type=float, default=0.1, metavar="SHARE", help=share)
     add("--short", action="store_true", help="what trainer.health=true looks at: neither pairs of ranks nor the disk")
     add("--output", type=Path, metavar="DIR", help="for cluster/measured.yaml and links.yaml (run.root/health)")
-
-
-def _generate(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add("path", type=Path, metavar="PATH", help=WEIGHTS)
-    add("--prompt", metavar="TEXT", help='the text to go on with; "" begins a document')
-    add("--chat", action="store_true", help="go on with each line of the input, and what was said before")
-    add("--max-new-tokens", type=int, metavar="N", help="at most (200, or what the context has room for)")
-    add("--temperature", type=float, default=0.8, metavar="T", help="divides the logits; 0: the likeliest token (0.8)")
-    add("--top-k", type=int, default=50, metavar="K", help="draw among the K likeliest tokens; 0: all (50)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="of these, the fewest of together P (1: all)")
-    add("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--end-of-document", metavar="TOKEN", help="ends a document (what the weights' files say, or a usual name)")
-    add("--compute-dtype", choices=("fp32", "bf16", "fp16"), help="of activations (the run's precision.compute_dtype)")
-    add_device(parser)
 
 
 def _compare(parser: ArgumentParser) -> None:
@@ -260,28 +204,30 @@ VERBS = {
     "import": Verb(
         "lightning_llm.verb.import_weights:import_weights",
         "make a folder that model.init_from takes of a Hugging Face model",
-        _import,
+        add_import_options,
     ),
     "export": Verb(
-        "lightning_llm.verb.export:export", "make a folder that transformers loads of a run, with a model card", _export
+        "lightning_llm.verb.export:export",
+        "make a folder that transformers loads of a run, with a model card",
+        add_export_options,
     ),
     "probe": Verb(
         "lightning_llm.probe.verb:probe",
         "what precision recipes do to the gradients of a checkpoint",
-        _probe,
+        add_probe_options,
         prints_data=True,
         explains_overrides=True,
     ),
     "evaluate": Verb(
         "lightning_llm.verb.evaluate:evaluate",
         "validation losses and lm-eval tasks of weights that are there",
-        _evaluate,
+        add_evaluate_options,
         prints_data=True,
     ),
     "generate": Verb(
         "lightning_llm.verb.generate:generate",
         "text from a run, a checkpoint or a Hugging Face folder",
-        _generate,
+        add_generate_options,
         prints_data=True,
     ),
     "health": Verb(

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_llm.errors import ConfigError, Problem, RanksFailedError
+from lightning_llm.config.output_path import file_problems
+from lightning_llm.errors import ConfigError, Problem, RanksFailedError, gathered
 from lightning_llm.evaluate.evaluation import Evaluation, evaluate_models
 from lightning_llm.evaluate.request import Request, checked_request
 from lightning_llm.evaluate.spread import LAYOUT_WORD
@@ -67,7 +68,12 @@ def evaluated(path: Path | None, *, output: Path | None = None, **asked: Any) ->
             "its ranks by itself (layout). Call it in one process, or start lightning-llm evaluate PATH parallel=NAME."
         )
         raise ConfigError(Problem("process", text))
-    request = checked_request(path, **asked)
+    problems = file_problems(output.expanduser()) if output else []
+    request = None
+    with gathered(problems):
+        request = checked_request(path, **asked)
+    if problems or request is None:
+        raise ConfigError(problems)
     if request.degrees.world == 1:
         return evaluate_models(request, output)
     trainer, world = request.subjects[0].config.trainer, request.degrees.world

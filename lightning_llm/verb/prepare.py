@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from lightning_llm.config.commands import command
+from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.config.output_path import file_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
@@ -38,6 +42,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     reading = read_words(words, arguments.config, arguments.config_dir)
     problems = list(reading.problems)
     scorers = chosen_scorers(given, problems) if arguments.score is not None else {}
+    problems += _output_problems(arguments)
     config = reading.config
     if config is not None:
         problems += gather(data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: 1))
@@ -45,7 +50,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     if problems or config is None:
         raise ConfigError(list(dict.fromkeys(problems)))
     if arguments.score is not None:
-        return _score(config, scorers, arguments)
+        return _score(config, scorers, words, arguments)
     data = config.data
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=True)
     facts = {
@@ -80,7 +85,9 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
         if not equals:
             problems.append(Problem("--score", f"'{word}' is no MEASURE=SCORER, such as quality=length_entropy."))
             continue
-        kinds.setdefault(measure, {})[option or "kind"] = yaml.safe_load(value)
+        if (option or "kind") in kinds.setdefault(measure, {}):
+            problems.append(Problem("--score", f"{key} is given twice. Give it once."))
+        kinds[measure][option or "kind"] = _value_of(value)
     if not kinds and not problems:
         known = ", ".join(f"{SCORERS[name].measures}={name}" for name in SCORERS)
         problems.append(Problem("--score", f"names no scorer: {known}."))
@@ -91,8 +98,10 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
         fitting = [name for name in SCORERS if SCORERS[name].measures == measure]
         name = values.get("kind")
         if name not in fitting:
-            hint = did_you_mean(str(name), fitting)
-            text = f"{measure}={name}: there is no such scorer of {measure}.{hint} There are: {', '.join(fitting)}."
+            known = did_you_mean(str(name), fitting)
+            text = f"{measure}={name}: there is no such scorer of {measure}.{known}"
+            if name is None:
+                text = f"{measure} has keys and no scorer: {measure}={fitting[0]}, say."
             problems.append(Problem("--score", text))
             continue
         try:
@@ -106,14 +115,35 @@ def chosen_scorers(given: Sequence[str], problems: list[Problem]) -> dict[Measur
     return scorers
 
 
+def _value_of(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # no number, then, and no name of a scorer
+        return text
+
+
+def _output_problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return why scores could not be written where they are to be, before hours are spent on them."""
+    if arguments.score is None:
+        text = "is where --score writes, and tokens go to data.cache_dir. Leave it out, or score."
+        return [] if arguments.output is None else [Problem("--output", text)]
+    return file_problems(_file_of(arguments))
+
+
+def _file_of(arguments: argparse.Namespace) -> Path:
+    return Path((arguments.output or SCORES).expanduser().absolute())
+
+
 def _of_tokens(config: Config) -> list[Problem]:
     names = [name for name, source in config.data.sources.items() if source.tokenised and source.role is None]
     text = "holds tokens, and scorers read text. Leave it out."
     return [Problem(f"data.sources.{name}", text) for name in names]
 
 
-def _score(config: Config, scorers: Mapping[Measure, ScorerConfig], arguments: argparse.Namespace) -> int:
-    file = (arguments.output or SCORES).expanduser().absolute()
+def _score(
+    config: Config, scorers: Mapping[Measure, ScorerConfig], words: Sequence[str], arguments: argparse.Namespace
+) -> int:
+    file = _file_of(arguments)
     by_measure = {str(measure): scorer for measure, scorer in scorers.items()}
     columns = score_documents(config.data, by_measure, file, lambda text: print(text, file=sys.stderr, flush=True))
     facts = {name: _summary(columns, name) for name in dict.fromkeys(columns["source"])}
@@ -127,8 +157,18 @@ def _score(config: Config, scorers: Mapping[Measure, ScorerConfig], arguments: a
         cells = f"{its['documents']:,}", f"{its['bytes']:,}", f"{its['quality']:.3f}", f"{its['diversity']:.3f}"
         table.add_row(name, *cells, str(its["clusters"]))
     Console().print(table)
-    print(f"written {file}\nnext    lightning-llm train data=samplemix data.mixture.scores={file}")
+    print(f"written {file}\nnext    {_command_to_train(config, words, arguments, file)}")
     return 0
+
+
+def _command_to_train(config: Config, words: Sequence[str], arguments: argparse.Namespace, scores: Path) -> str:
+    """Return the command that trains on the documents that were scored, by their scores."""
+    if config.data.name == "python":  # whose sources are those of the shipped mix
+        return f"lightning-llm train data=samplemix data.mixture.scores={scores}"
+    frozen = [] if arguments.config is None else ["--config", str(arguments.config)]
+    file = str(scores) if re.fullmatch(r"[\w./-]+", str(scores)) else f"'{scores}'"  # as Hydra reads it
+    mixture = f"data.mixture={{kind: samplemix, scores: {file}}}"
+    return command("train", *config_dir_arguments(), *frozen, *words, mixture)
 
 
 def _summary(columns: Mapping[str, Any], name: str) -> dict[str, Any]:

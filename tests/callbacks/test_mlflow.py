@@ -88,15 +88,18 @@ def test_processes_that_start_at_once_on_a_fresh_database_are_all_recorded(tmp_p
 
 
 def check_that_training_went_on(config: Config, module: TinyModule, caplog: pytest.LogCaptureFixture) -> str:
-    """Check losses and status, and that there is one warning; return it."""
+    """Check losses and status, and that there is one warning on the way, which is returned, and one at the end."""
     told = summary(config)
     assert (told["status"], told["step"]) == ("finished", 6)
     assert told["mlflow"]["synced"] is False
     assert told["mlflow"]["problem"]
     lines = Path(config.run.dir, "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines if '"loss"' in line] == module.true_losses
-    (warning,) = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
-    return warning
+    *on_the_way, last = [record.getMessage() for record in caplog.records if "MLflow" in record.getMessage()]
+    assert "lacks something of this run" in last
+    assert last.endswith(f"sync {Path(config.run.dir).absolute()}")
+    assert len(on_the_way) <= 1
+    return " ".join([*on_the_way, last])
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,10 @@ from pathlib import Path
 import pytest
 from run_folders import make_sweep
 
-from lightning_llm.compare.report import pictures, write
-
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
-    """Leave the drawing out, seconds each time: test_report.py draws in a process of its own, test_pictures.py paints
-    on axes that are not saved."""
-    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
-    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
-    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
+def always_undrawn(undrawn):
+    """test_report.py draws in a process of its own, test_pictures.py paints on axes that are not saved."""
 
 
 @pytest.fixture(scope="module")

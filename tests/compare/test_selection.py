@@ -9,7 +9,7 @@ import pytest
 from run_folders import curve, main, make_run, verdicts
 
 from lightning_llm.compare.tuned import plateau
-from lightning_llm.record.sweep_definition import command_with_values
+from lightning_llm.record.sweep_commands import command_with_values
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 RATES = ["1e-3", "2e-3", "4e-3", "8e-3"]

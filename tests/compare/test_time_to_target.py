@@ -10,7 +10,7 @@ from run_folders import STEP_TOKENS, main, make_run, refusal, verdicts
 
 from lightning_llm.compare.censored import of_times
 from lightning_llm.compare.profiles import median_times, profiles, ratios, scores
-from lightning_llm.compare.target import Reached
+from lightning_llm.compare.target import Reached, read_targets
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 WORKLOADS = {"a": (4.4, 3.9), "b": (3.0, 2.6), "c": (2.5, 2.3)}
@@ -135,6 +135,12 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
 )
 def test_what_cannot_be_scored_is_said(race, capsys, words, text):
     assert text in refusal(capsys, race, *words.split(), "--baseline", "optim=adamw")
+
+
+def test_where_there_is_one_setting_it_has_no_name():
+    (problem,) = read_targets(["model=foo:3"]).check([""])
+    assert problem.text == "'model=foo:3' names a setting, and these runs are of one, which needs no name: --target 3."
+    assert read_targets(["3"]).check([""]) == []
 
 
 def reached(tokens: float, ended: float = 100.0) -> Reached:

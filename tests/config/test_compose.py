@@ -13,6 +13,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config, compose_sweep, load_config, read_file
 from lightning_llm.config.file import write_config
 from lightning_llm.config.recipes import recipe_files
+from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.errors import ConfigError
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.plan.check import check_config
@@ -59,8 +60,14 @@ def needed(recipe: str, folder: Path) -> list[str]:
         write_config(compose_config(["recipe=data_constrained"]), folder / "config.yaml")  # a teacher
         return [f"distil.teachers=[{folder}]"]
     if recipe in ("sweep/samplemix", "sweep/curriculum"):
-        return [f"data.mixture.scores={file}"]
+        return [f"data.mixture.scores={scores_in(folder)}"]
     return [*model, *(f"data.sources.{name}.path={file}" for name in sources)]
+
+
+def scores_in(folder: Path) -> Path:
+    """Write a table without a row: what lies in it is held against the documents once data are opened."""
+    write_scores(folder / "scores.parquet", {name: [] for name in COLUMNS}, {})
+    return folder / "scores.parquet"
 
 
 SWEEPS = [name for name, _ in recipe_files() if name.startswith(("sweep/", "ablate/"))]

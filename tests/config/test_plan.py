@@ -271,3 +271,14 @@ def test_a_plan_with_room_says_what_is_faster_and_fits_too(words, overrides, cap
     assert main([words[0], *words[2:]]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hardware ")]
     assert f" GiB to spare; {overrides[0]} fits, too, at " in row
+
+
+@pytest.mark.parametrize("more", [[], ["schedule=constant"], ["schedule.total_steps=1000"]])
+def test_a_warm_up_longer_than_the_run_is_said_whatever_the_schedule(more):
+    def said(warmup: int) -> bool:
+        words = ["recipe=quickstart", "trainer.max_steps=60", *more, f"schedule.warmup_steps={warmup}"]
+        return any(
+            "still rising when the run ends" in line for line in notes(plan_of(compose_config(words)), to_train=False)
+        )
+
+    assert [said(100), said(60), said(59)] == [True, True, False]

@@ -97,3 +97,23 @@ def test_what_cannot_be_is_refused(two_files, cache):
     assert "data.sources.b.weight: is 0, and data.max_tokens is shared out" in "\n".join(
         map(str, check_data(config, 300, 1))
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.max_tokens=nan"], "data.max_tokens: is nan, must be a whole number of tokens, such as 200000000"),
+        (["data.max_tokens=-inf"], "data.max_tokens: is -inf, must be a whole number"),
+        (["data.max_tokens=200M"], "data.max_tokens: is '200M', must be a whole number"),
+        (["data.max_tokens=-3"], "data.max_tokens: is -3, must be greater than 0"),
+        (["data.max_tokens=1e300"], "data.max_tokens: is 1e+300, must be less than"),
+        (["data.epochs=nan"], "data.epochs: is nan, must be a finite number"),
+        (["data.epochs=1e30"], "data.epochs: is 1e+30, which makes more than 2,147,483,647 steps"),
+        (["data.sequence_length=nan"], "data.sequence_length: is nan, must be a valid integer"),
+    ],
+)
+def test_what_is_no_length_of_a_run_is_one_line(words, said):
+    with pytest.raises(ConfigError) as refused:
+        compose_config(["recipe=data_constrained", *words])
+    (problem,) = refused.value.problems
+    assert said in str(problem)

@@ -1,6 +1,10 @@
 """SampleMix: weights and copies against closed forms, counts against chance, streams token by token, refusals."""
 
+import tracemalloc
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpus_files import data_config, words, write_jsonl
 from run_metrics import curve
@@ -13,7 +17,7 @@ from lightning_llm.data.corpus_report import source_reports
 from lightning_llm.data.mixture.copies import document_draws, hashed_words, in_rounds, realised_copies, sampling_weights
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.score.length_entropy_spec import LengthEntropy
-from lightning_llm.data.score.table import read_scores, write_scores
+from lightning_llm.data.score.table import read_scores, scores_problems, write_scores
 from lightning_llm.data.score.tfidf_kmeans_spec import TfidfKMeans
 from lightning_llm.data.source import Source, content_key
 from lightning_llm.errors import ConfigError
@@ -61,6 +65,22 @@ def test_copies_meet_their_expectation_and_are_never_off_by_one():
 def test_copies_lie_in_rounds():
     assert in_rounds(np.array([2, 0, 1, 3])).tolist() == [0, 2, 3, 0, 3, 3]
     assert in_rounds(np.zeros(3, int)).tolist() == []
+    copies = np.random.default_rng(0).poisson(1.5, 400)
+    copies[7] = 30
+    plain = [number for made in range(30) for number in np.flatnonzero(copies > made)]
+    assert in_rounds(copies).tolist() == plain
+
+
+def test_rounds_take_time_and_memory_by_copies_and_not_by_rounds_times_documents():
+    copies = np.ones(50_000, int)
+    copies[[3, 9]] = 2_000_000, 1_000_000
+    tracemalloc.start()
+    order = in_rounds(copies)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(order) == copies.sum()
+    assert order[50_000:50_004].tolist() == [3, 9, 3, 9]
+    assert peak < 10 * order.nbytes
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +180,88 @@ def test_refusals(two_files, cache, scored, tmp_path):
     assert "data.mixture.scores: /nowhere.parquet is no file" in said(mixed(cache, two_files, "/nowhere.parquet"))
     weighed = data_config(cache, two_files, mixture={"kind": "samplemix", "scores": str(scored)})
     assert "data.sources.a.weight: is 3, and documents are drawn by their scores" in said(weighed)
+    assert "data.mixture.ratio: is 1e+09, at most 1000" in said(mixed(cache, two_files, scored, ratio=1e9))
     bounded = mixed(cache, two_files, scored).model_copy(update={"max_tokens": 320})
     assert "data.max_tokens: is a part of what lies in order, and data.mixture.kind=samplemix chooses" in said(bounded)
     grown = {
         **two_files,
         "b": {**two_files["b"], "path": str(write_jsonl(tmp_path / "b.jsonl", [words(i, 30) for i in range(9)]))},
     }
-    with pytest.raises(ConfigError, match=r"has no scores of \d of \d documents of source 'b'"):
+    with pytest.raises(ConfigError, match=r"no scores of \d of \d documents of source 'b', first of training document"):
         open_corpus(mixed(cache, grown, scored), 0, 300)
     other = tmp_path / "other.parquet"
     other.write_text("no table")
     with pytest.raises(ConfigError, match="cannot be read"):
         open_corpus(mixed(cache, two_files, other), 0, 300)
+
+
+def test_what_is_wrong_with_a_table_is_said_by_column_and_row(scored, tmp_path):
+    whole = pq.read_table(scored)
+
+    def said(**columns) -> str:
+        table = whole
+        for name, values in columns.items():
+            table = table.set_column(table.column_names.index(name), name, pa.array(values))
+        pq.write_table(table, tmp_path / "t.parquet")
+        return "\n".join(map(str, scores_problems("k", tmp_path / "t.parquet")))
+
+    def but(name, **rows):
+        values = whole[name].to_pylist()
+        for row, value in rows.items():
+            values[int(row[1:])] = value
+        return values
+
+    assert said() == ""
+    assert said(quality=whole["quality"].cast("float32"), cluster=whole["cluster"].cast("int64")) == ""
+    assert "column key holds string, and has to hold whole numbers from 0 on (uint64)" in said(
+        key=list(map(str, whole["key"].to_pylist()))
+    )
+    assert "column key has to hold whole numbers" in said(key=[-1, *range(len(whole) - 1)])
+    assert "column source holds int64, and has to hold text" in said(source=list(range(len(whole))))
+    both = said(source=but("source", r4=None), quality=but("quality", r5=None, r9=None))
+    assert "column source is null in 1 of 65 rows, first in row 4" in both
+    assert "column quality is null in 2 of 65 rows, first in row 5" in both
+    assert "column quality is not a finite number in 1 of 65 rows, first in row 6 (nan)" in said(
+        quality=but("quality", r6=float("nan"))
+    )
+    assert "column diversity is outside [0, 1] in 2 of 65 rows, first in row 1 (1.5)" in said(
+        diversity=but("diversity", r1=1.5, r3=-2.0)
+    )
+    key = whole["key"][2].as_py()
+    assert "1 document has two rows (one source and key) that differ, first rows 2 and 5" in said(
+        key=pa.array(but("key", r5=key), pa.uint64())
+    )
+
+
+def test_scoring_nothing_is_refused(tmp_path, capsys):
+    for text, said in (("", "have no document with a text"), ("!?!", "cannot score these 1 documents: empty vocab")):
+        file = write_jsonl(tmp_path / "d.jsonl", [text])
+        words = ["data=jsonl", f"data.sources.jsonl.path={file}", "--output", str(tmp_path / "s.parquet")]
+        assert main(["prepare", *words, "--score", "diversity=tfidf_kmeans"]) == 2
+        assert said in capsys.readouterr().err
+    file = write_jsonl(tmp_path / "d.jsonl", ["a text"])
+    for asked, said in (
+        (["--score", "quality=length_entropy", "--output", str(tmp_path)], "is a folder. Name a file in it"),
+        (["--score", "quality=length_entropy", "--output", f"{file}/s"], "cannot be written (Not a directory)"),
+        (["--output", str(tmp_path / "s.parquet")], "--output: is where --score writes"),
+        (["--score", "quality=length_entropy", "quality=length_entropy"], "quality is given twice"),
+        (["--score", "diversity.clusters=3"], "diversity has keys and no scorer"),
+    ):
+        assert main(["prepare", "data=jsonl", f"data.sources.jsonl.path={file}", *asked]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_diversity_holds_no_dense_matrix():
+    words = [f"w{i}" for i in range(4000)]
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(words, 12)) for _ in range(3000)]
+    scorer = TfidfKMeans(clusters=2)
+    scorer.score(texts[:50])  # imports are not of the documents
+    tracemalloc.start()
+    scorer.score(texts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3000 * 4000 * 8 / 3
 
 
 def test_scorers_find_what_they_are_said_to():

@@ -159,10 +159,12 @@ def test_an_ensemble_is_the_mean_of_what_its_members_predict(trained, capsys):
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path, capsys):
     wrong = ["--limit=0", "--batch-size=0", "--average", "a", "--ensemble", "b", "--data=jsonl", "--tasks-only"]
+    wrong += ["--output", str(tmp_path)]
     assert main(["evaluate", *wrong]) == 2
     said = capsys.readouterr().err
     for part in ("--limit: is 0", "--batch-size: is 0", "--ensemble: goes without --average", "'jsonl' is no KEY=VALUE",
-                 "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist"):  # fmt: skip
+                 "--tasks-only: leaves nothing to do", "a: does not exist", "b: does not exist",
+                 "is a folder. Name a file in it"):  # fmt: skip
         assert part in said, part
     assert main(["evaluate"]) == 2
     assert "PATH: is missing" in capsys.readouterr().err

@@ -14,7 +14,6 @@ import run_folders
 from run_folders import STEP_TOKENS, make_run, refusal, verdicts
 
 from lightning_llm.__main__ import main
-from lightning_llm.compare.report import pictures, write
 
 SIZES = {"ladder_240k": 237_888, "ladder_690k": 688_768, "ladder_1m": 1_115_264}
 STEPS = (4, 8, 16)
@@ -120,14 +119,7 @@ def test_a_ladder_needs_rungs(ladder, capsys):
     assert "1 model size (238K), at least 3 are needed" in refusal(capsys, *some, "--ladder")
 
 
-@pytest.fixture
-def undrawn_here(monkeypatch):
-    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
-    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
-    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
-
-
-@pytest.mark.usefixtures("undrawn_here")
+@pytest.mark.usefixtures("undrawn")
 def test_a_margin_in_tokens_is_what_the_baseline_loses_with_so_few(ladder, capsys, tmp_path):
     runs = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_690k")]
     runs = [folder for folder in runs if "bf16" in folder.name or "-8-" in folder.name]
@@ -147,7 +139,7 @@ def test_a_margin_in_tokens_is_what_the_baseline_loses_with_so_few(ladder, capsy
         assert "% more tokens [" in row["line"]
 
 
-@pytest.mark.usefixtures("undrawn_here")
+@pytest.mark.usefixtures("undrawn")
 def test_a_margin_in_tokens_names_the_runs_that_it_needs(ladder, capsys, tmp_path):
     alone = [
         folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_690k") and "-8-" in folder.name

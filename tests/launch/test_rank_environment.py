@@ -11,8 +11,10 @@ import torch.distributed.launcher.api
 from torch.distributed.elastic.multiprocessing.api import ProcessFailure
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
+from lightning_llm.run import refused_rank
 from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
 from lightning_llm.run.launch import first_failure, launch_ranks
 from lightning_llm.run.local_ranks import crowd_note, ended_by_failure, start_ranks
@@ -86,6 +88,33 @@ def test_what_another_rank_than_the_first_finds_wrong_is_said(tmp_path, capsys):
         )
         assert ended_by_failure(error, tmp_path, 600.0) == Ended(2)
         assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "more", "waits", "says"),
+    [
+        (0, 0, {"TORCHELASTIC_RUN_ID": "r"}, False, "error: 1 problem with the config"),
+        (1, 1, {"TORCHELASTIC_RUN_ID": "r"}, True, "error: rank 1 on "),  # ended meanwhile, where rank 0 finds it, too
+        (1, 1, {}, False, ""),  # srun's, not the first of its machine
+        (1, 0, {}, True, "error: rank 1 on "),
+        (1, 1, {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_ERROR_FILE": "FILE"}, False, ""),  # the launcher says it
+    ],
+)
+def test_a_wrong_config_is_said_by_rank_0_before_another_rank_has_torchrun_end_all(
+    rank, local_rank, more, waits, says, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / "error.json").write_text("{}")
+    more = {name: str(tmp_path / "error.json") if value == "FILE" else value for name, value in more.items()}
+    variables = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**variables, **more}.items():
+        monkeypatch.setenv(name, str(value))
+    waited = []
+    monkeypatch.setattr(refused_rank.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    assert main(["train", "recipe=quickstart", "model.num_layers=abc"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(says) if says else not told
+    assert ("model.num_layers: is 'abc'" in told) == bool(says)
+    assert waited == ([(refused_rank.SECONDS + local_rank, "")] if waits else [])
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 1), ("stopped", 143)])

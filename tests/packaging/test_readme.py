@@ -11,6 +11,7 @@ from weight_folders import write_huggingface
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.config.compose import compose_config, compose_sweep
 from lightning_llm.config.recipes import recipe_files
+from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.data.tokenizer import write_bytes_tokenizer
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config
@@ -94,7 +95,7 @@ def lay_named_inputs(command: str, folder: Path) -> None:
             compose_config(["model=llama_tiny", "model.num_layers=1", "model.max_sequence_length=2048"]).model,
         )
     for name in re.findall(r"\bdata\.mixture\.scores=(\S+)", command):
-        (folder / name).write_text("read when data are opened")
+        write_scores(folder / name, {name: [] for name in COLUMNS}, {})
     for name in re.findall(r"\.path=(\w+\.jsonl)\b", command):
         (folder / name).write_text('{"text": "mine"}\n')
     for name in re.findall(r"\bdata\.sources\.megatron\.path=(\S+)", command):

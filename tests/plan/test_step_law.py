@@ -17,6 +17,7 @@ from lightning_llm.plan.step_law import (
     law_batch_tokens,
     law_learning_rate,
     law_notes,
+    law_row,
 )
 
 BOTH = ["optim.learning_rate=step_law", "data.global_batch_size=step_law"]
@@ -69,17 +70,28 @@ def test_the_batch_is_a_multiple_of_ranks_by_micro_batch():
     config = compose_config([*LARGE, *BOTH, *ranks])
     assert config.data.global_batch_size == 256  # 216 by the law, of 128 a piece
     assert config.step_law.rounded_to == 128
-    assert "rounding makes the batch 1.2 x Step Law's" in "\n".join(law_notes(config.step_law, "cosine"))
+    assert "rounding makes the batch 1.2 x Step Law's" in "\n".join(law_notes(config.step_law))
 
 
 def test_where_it_was_not_fitted_is_said(capsys):
-    assert law_notes(compose_config([*LARGE, *BOTH, "trainer.max_steps=20e9tokens"]).step_law, "cosine") == []
+    assert law_notes(compose_config([*LARGE, *BOTH, "trainer.max_steps=20e9tokens"]).step_law) == []
     assert main(["plan", "recipe=quickstart", *BOTH, "optim=muon"]) == 0
     said = capsys.readouterr().out
     assert "N = 1,769,472 without embeddings, D = 491,520 tokens; learning rate 0.003552; batch 1,042 tokens" in said
-    assert "rounded to 4 sequences (a multiple of 2); outside the fitted range" in said
+    assert "(a multiple of 2); N and D outside the fitted range, other settings are not as fitted (notes)" in said
     assert "N = 1,769,472 and D = 491,520 are extrapolation" in said
     assert "fitted on sequences of 2,048 tokens (here 256), AdamW (here muon), a rate that falls to 1e-5" in said
+
+
+def test_the_row_is_at_one_with_the_notes():
+    for more, row in (
+        ([], "N and D inside the fitted range"),
+        (["schedule.final_learning_rate=2e-5"], "N and D inside the fitted range, other settings are not as fitted"),
+        (["schedule=constant"], "N and D inside the fitted range, other settings are not as fitted"),
+    ):
+        law = compose_config([*LARGE[:3], *(more or LARGE[3:]), *BOTH, "trainer.max_steps=20e9tokens"]).step_law
+        assert row in law_row(law.as_data())[1]
+        assert ("are not as fitted" in row) == bool(law_notes(law))
 
 
 def test_a_grid_is_centred_by_it():
@@ -92,8 +104,9 @@ def test_a_grid_is_centred_by_it():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["optim.learning_rate=step_law*0"], "is 'step_law*0', must be a number above 0"),
-        (["data.global_batch_size=step_law*x"], "is 'step_law*x', must be a number above 0"),
+        (["optim.learning_rate=step_law*0"], "is 'step_law*0', must be a number from"),
+        (["optim.learning_rate=step_law*1e7"], "is 'step_law*1e7', must be a number from 1e-06 to 1e+06 of step_law"),
+        (["data.global_batch_size=step_law*x"], "is 'step_law*x', must be a number from"),
         (["trainer.max_steps=0tokens"], "is '0tokens', must be a number above 0 of tokens"),
         (["optim.learning_rate=steplaw"], "is 'steplaw', must be a valid number"),
         (["optim=muon", "optim.adjust_learning_rate=original", *BOTH], "or optim.adjust_learning_rate=match_rms_adamw"),

@@ -41,7 +41,10 @@ def probe(capsys, *words):
     """Return the exit code and the printed JSON."""
     capsys.readouterr()
     code = main(["probe", *map(str, words), "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert "casts not compiled here before are compiled first" in told.err
+    assert told.err.count(": measured in ") == len(json.loads(told.out)["recipes"])
+    return code, json.loads(told.out)
 
 
 def files(folder):
@@ -132,6 +135,9 @@ def test_everything_that_is_wrong_is_said_at_once(run_folder, tmp_path, capsys):
         assert part in said
     assert main(["probe", str(run_folder), "precision=mxfp4_sr,bf16,mxfp9"]) == 2
     said = capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["probe", str(run_folder), "precision=mxfp8", "--output", str(tmp_path / "file" / "o")]) == 2
+    assert "cannot be written (Not a directory)" in capsys.readouterr().err
     for part in ("64 does not divide model.hidden_size = 32", "'bf16' quantises nothing", "'mxfp9'"):
         assert part in said
     assert not (tmp_path / "o").exists()

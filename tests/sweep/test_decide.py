@@ -45,15 +45,6 @@ def verdicts(capsys: pytest.CaptureFixture[str], *more: str, expect: int = 0) ->
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_llm.compare.report import pictures, write
-
-    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
-    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
-    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys):
     started = make_jobs(monkeypatch, loss).started

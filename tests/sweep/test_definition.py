@@ -13,7 +13,8 @@ from lightning_llm.config.compose import compose_config, compose_sweep, typed_va
 from lightning_llm.config.identity import config_hash, training_hash
 from lightning_llm.errors import ConfigError
 from lightning_llm.record import sweep_definition as definition
-from lightning_llm.record.sweep_definition import Sweep, Typed, command_to_go_on, command_with_seeds, define, write
+from lightning_llm.record.sweep_commands import command_to_go_on, command_with_seeds
+from lightning_llm.record.sweep_definition import Sweep, Typed, define, write
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.

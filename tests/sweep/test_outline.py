@@ -81,6 +81,31 @@ def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
     assert "2/4 ended, about 3m20s left" in capsys.readouterr().out
 
 
+def test_of_a_search_the_steps_that_are_left_tell_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Three jobs of 100 steps, a step a second, are paused after 20 of them: 60 of 300 s are gone."""
+    jobs, clock = sweep_of(tmp_path, "seed=0,1,2").jobs, [0.0]
+    made = dict.fromkeys(range(3), 5)  # before this start
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    leg = progress.Leg(
+        lambda job: "paused at rung 1," if job.number < 2 else None,
+        lambda job: made[job.number],
+        lambda: sum(100 - steps for steps in made.values()),
+    )
+    told = progress.Progress(3, leg=leg)
+    said = []
+    for number in range(3):
+        told.starting(jobs[number])
+        clock[0] += 15.0
+        made[number] += 15
+        told.ended(Outcome(jobs[number], 143, 15.0))
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert "paused at rung 1, after 15s | 1/3 ended, at most about 4m30s left of the search" in said[0]
+    assert "at most about 4m15s left of the search" in said[1]
+    assert "exit code 143 after 15s | 3/3 ended, at most about 4m00s left" in said[2]  # not the search's doing
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     """As of `plan -m ... | head`: the pipe is closed before anything is printed."""
     command = [sys.executable, "-m", "lightning_llm", "recipes"]

@@ -119,6 +119,7 @@ def test_a_job_that_diverges_is_a_result_and_is_not_run_again(tmp_path, small_ru
         ("data.micro_batch_size=2,3", "data.global_batch_size"),
         ("precision=fp32,fp33", "precision"),
         ("seed=interval(0,3)", "seed"),
+        ("run.name=a,b seed=0,1", "run.name"),
         ("logger=none,mlflow logger.tracking_uri=ftp://x", "logger.tracking_uri"),
     ],
 )

@@ -49,12 +49,7 @@ def trials_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_llm.compare.report import pictures, write
-
-    monkeypatch.setattr(pictures.Picture, "svg", "<svg/>")
-    monkeypatch.setattr(pictures.Picture, "pdf", b"%PDF")
-    monkeypatch.setattr(write, "pdf", lambda *_: b"%PDF")
+def often_looked_at(undrawn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SECONDS", 0.05)
 
 
@@ -127,6 +122,8 @@ def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdic
     told = capsys.readouterr().out
     assert "pruned at step" in told
     assert f"{len(pruned)} ended by the search" in told
+    assert told.count(": pruned after") == len(pruned)
+    assert "exit code" not in told
     assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["verdicts"]) == len(whole)
@@ -173,12 +170,46 @@ def test_hydras_sweep_syntax_is_the_space():
         (["seed=0,1"], "sweep.search: has nothing to search"),
         (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate: is -1.0"),
         ([LR, "sweep.trials=0"], "sweep.trials: is 0"),
+        (["optim.learning_rate=tag(lin,interval(1e-4,1e-3))"], "of tags there is log alone, and not lin"),
+        (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval begins above 0"),
+        (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it says how a run is kept"),
+        (["trainer.max_steps=choice(20,40)"], "trainer.max_steps: cannot be searched: trials are held"),
+        (["sweep.search=halving", "sweep.rungs=[]", "seed=0,1"], "sweep.rungs: is empty"),
+        (["sweep.search=halving", "sweep.rungs=0.5", "seed=0,1"], "sweep.rungs: must be a list: [0.25, 0.5]"),
+        (
+            ["sweep.search=halving", "trainer.validate_every_steps=10,20", "seed=0,1"],
+            "trainer.validate_every_steps: is one for all recipes",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_before_anything_starts(more, said, tmp_path, capsys):
     assert main(["train", *words(tmp_path, "sweep.search=optuna", *more)]) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    assert main(["train", *optuna_words(tmp_path, "sweep.trials=1")]) == 0
+    halving = [*words(tmp_path, "sweep.search=halving", "precision=fp32,bf16", "seed=0,1")]
+    other_space = [word if word != LR else LR.replace("1e-1", "1e-2") for word in optuna_words(tmp_path)]
+    for asked, said in (
+        (other_space, "search.space.optim.learning_rate was tag"),
+        (optuna_words(tmp_path, "trainer.max_steps=20"), "search.all_other_keys was"),  # gaps of other runs
+        (halving, "search.search was optuna, is halving"),
+    ):
+        capsys.readouterr()
+        assert main(["train", *asked]) == 2
+        assert said in capsys.readouterr().err
+    assert len(kind.started) == 2
+    apart = [word.replace("run.name=searched", "run.name=halved") for word in halving]
+    make_jobs(monkeypatch, recipe_loss)
+    assert main(["train", *apart]) == 0
+    assert (
+        main(["train", *(word.replace("run.name=searched", "run.name=halved") for word in optuna_words(tmp_path))]) == 2
+    )
+    assert "search.search was halving, is optuna" in capsys.readouterr().err
+    assert not (tmp_path / "default" / "halved" / "search.db").exists()
 
 
 def test_without_optuna_the_extra_is_named(tmp_path, monkeypatch, capsys):
@@ -216,6 +247,9 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     assert main(["train", *asked]) == 0
     told = capsys.readouterr().out
     assert "ended  precision=fp8_current" in told
+    assert told.count("paused at rung 1 of 2, step 10, after") == 12
+    assert "exit code" not in told
+    assert "left of the search" in told
     states = {each["recipe"]: each["state"] for each in trials_of(tmp_path)}
     assert states == {
         "precision=fp32": "whole", "precision=bf16": "whole",

@@ -48,9 +48,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _whole(value: Any) -> Any:
-    """Return 200e6 as the number of tokens that it is written for."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return 200e6 as the number of tokens that it is written for. Raises ValueError for what is no whole number."""
+    if isinstance(value, str) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(f"is {value!r}, must be a whole number of tokens, such as 200000000 or 200e6.")
+    return int(value) if isinstance(value, float) else value
 
 
-TokenCount = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=2**53)]
+MOST_TOKENS = 2**53
+TokenCount = Annotated[int, BeforeValidator(_whole), Field(gt=0, le=MOST_TOKENS)]
 """A number of tokens, which may be written as 200e6."""

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.data.score.table import scores_of
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.keyed_hash import name_word
 
 SHOWN_CLUSTERS = 64
+MOST_COPIES = 2**28
+"""Documents in a training stream: its order and their places are some 32 bytes each, 8 GiB, on every rank."""
 
 
 def sampling_weights(quality: np.ndarray, diversity: np.ndarray, alpha: float, tau: float) -> np.ndarray:
@@ -58,8 +61,13 @@ def in_rounds(copies: np.ndarray) -> np.ndarray:
 
     So copies of a document lie as far apart as they can, and no window has two but of a tiny corpus.
     """
-    rounds = [np.flatnonzero(copies > made) for made in range(int(copies.max(initial=0)))]
-    return np.concatenate(rounds) if rounds else np.empty(0, np.int64)
+    left = np.flatnonzero(copies)
+    rounds, made = [np.empty(0, np.int64)], 0
+    for level in np.unique(copies[left]):  # the same documents stand in each round up to it: as long as what is made
+        left = left[copies[left] > made]
+        rounds.append(np.tile(left, int(level) - made))
+        made = int(level)
+    return np.concatenate(rounds)
 
 
 class ScoredCopies:
@@ -71,12 +79,22 @@ class ScoredCopies:
         self._facts: dict[str, dict[str, Any]] = {}
 
     def orders(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """See `Chooser`."""
+        """See `Chooser`.
+
+        Raises:
+            ConfigError: scores are missing or wrong, or there would be more copies than an order can hold.
+        """
         scored = scores_of(Path(self.config.scores), keys, ("quality", "diversity", "cluster"))
         quality = np.concatenate([scored[name]["quality"] for name in keys])
         diversity = np.concatenate([scored[name]["diversity"] for name in keys])
         weights = sampling_weights(quality, diversity, self.config.alpha, self.config.tau)
         expected = self.config.ratio * len(weights) * weights  # [documents of all sources]
+        if (total := expected.sum()) > MOST_COPIES:
+            text = (
+                f"asks for {total:,.0f} documents in the training stream, whose order is held in memory: at most "
+                f"{MOST_COPIES:,}. Lower it: the stream is gone through again, as epochs, where it ends before the run."
+            )
+            raise ConfigError(Problem("data.mixture.ratio", text))
         orders, at = {}, 0
         for name, its in keys.items():
             own = expected[at : at + len(its)]

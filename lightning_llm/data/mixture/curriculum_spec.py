@@ -46,9 +46,9 @@ class Curriculum(StaticMixture):
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
         yield from super().problems(key, weights)
-        if not Path(self.scores).is_file():
-            text = f"{self.scores} is no file. Make it of the same data: lightning-llm prepare ... --score ..."
-            yield Problem(f"{key}.scores", text)
+        from lightning_llm.data.score.table import scores_problems
+
+        yield from scores_problems(f"{key}.scores", Path(self.scores))
 
     def identity(self) -> Any:
         from lightning_llm.data.score.table import scores_digest

@@ -11,6 +11,8 @@ from lightning_llm.config.schema.data import MIXTURES, MixtureConfig
 from lightning_llm.errors import ConfigError, Problem
 
 LEAST_TEMPERATURE = 1e-3
+LARGEST_RATIO = 1000.0
+"""At which copies are whole numbers to a tenth of a percent: what more would tell documents apart by is lost in it."""
 
 
 @MIXTURES.register
@@ -31,12 +33,18 @@ class SampleMix(MixtureConfig):
     tau: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1e6)] = Field(
         0.2, description="temperature of the softmax: the smaller, the more copies of the best"
     )
-    ratio: PositiveFloat = Field(1.0, description="documents in the training stream, over those there are")
+    ratio: PositiveFloat = Field(1.0, description="documents in the training stream over those there are; at most 1000")
 
     def problems(self, key: str, weights: Mapping[str, float]) -> Iterator[Problem]:
-        if not Path(self.scores).is_file():
-            text = f"{self.scores} is no file. Make it of the same data: lightning-llm prepare ... --score ..."
-            yield Problem(f"{key}.scores", text)
+        if self.ratio > LARGEST_RATIO:
+            text = (
+                f"is {self.ratio:g}, at most {LARGEST_RATIO:g}: the stream is gone through again, as epochs, where it "
+                "ends before the run, and a longer one only takes memory. Lower it."
+            )
+            yield Problem(f"{key}.ratio", text)
+        from lightning_llm.data.score.table import scores_problems
+
+        yield from scores_problems(f"{key}.scores", Path(self.scores))
         for name, weight in weights.items():
             if weight not in (0, 1):
                 text = f"is {weight:g}, and documents are drawn by their scores. Leave it out (1), or 0 for none of it."

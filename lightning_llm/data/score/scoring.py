@@ -10,6 +10,7 @@ from lightning_llm.config.schema.data import DataConfig
 from lightning_llm.config.schema.score import ScorerConfig
 from lightning_llm.data.score.table import write_scores
 from lightning_llm.data.source import Source
+from lightning_llm.errors import ConfigError, Problem
 
 
 def score_documents(
@@ -29,6 +30,8 @@ def score_documents(
                 keys.append(document.key)
                 texts.append(document.text)
                 sizes.append(document.text_bytes)
+    if not texts:
+        raise ConfigError(Problem("data.sources", "have no document with a text in it, so there is nothing to score."))
     columns: dict[str, Any] = {
         "source": names,
         "key": np.array(keys, np.uint64),
@@ -39,7 +42,11 @@ def score_documents(
     }
     for measure, scorer in scorers.items():
         say(f"{measure} of {len(texts):,} documents by {scorer.kind}")
-        values, clusters = scorer.score(texts)
+        try:
+            values, clusters = scorer.score(texts)
+        except ValueError as error:
+            text = f"cannot score these {len(texts):,} documents: {str(error).rstrip('.')}."
+            raise ConfigError(Problem(f"--score {measure}={scorer.kind}", text)) from error
         columns[measure] = np.asarray(values, np.float64)
         if clusters is not None:
             columns["cluster"] = np.asarray(clusters, np.int32)

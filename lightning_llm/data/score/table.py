@@ -5,7 +5,7 @@ Columns: `source`, `key` (uint64, `Document.key`), `text_bytes`, `quality` and `
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_llm.data.score.columns import typed_column, wrong_values
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.integrity import digest_of_file
 
@@ -34,14 +35,14 @@ class Scores:
 
     columns: dict[str, np.ndarray]
 
-    def of_keys(self, keys: np.ndarray, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], int]:
-        """Return the columns `names` of the documents of uint64 `keys` [documents], and how many have no row."""
+    def of_keys(self, keys: np.ndarray, names: tuple[str, ...]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Return the columns `names` of the documents of uint64 `keys` [documents], and which documents have no row."""
         order = np.argsort(self.columns["key"], kind="stable")
         known = self.columns["key"][order]
         at = np.searchsorted(known, keys)
         found = (at < len(known)) & (known[np.minimum(at, len(known) - 1)] == keys) if len(known) else keys != keys
         rows = order[at[found]]
-        return {name: self.columns[name][rows] for name in names}, int((~found).sum())
+        return {name: self.columns[name][rows] for name in names}, np.flatnonzero(~found)
 
 
 def write_scores(file: Path, columns: Mapping[str, Any], scorers: Mapping[str, Any]) -> None:
@@ -62,7 +63,7 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
     """Return the scores in `file` by source.
 
     Raises:
-        ConfigError: with `key`, the file is no such table.
+        ConfigError: with `key`, the file is no such table: what is wrong in which column, in how many rows, the first.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -70,15 +71,19 @@ def read_scores(file: Path, key: str) -> dict[str, Scores]:
     try:
         table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(Problem(key, f"{file} cannot be read: {str(error).splitlines()[0]}.")) from error
+        raise ConfigError(Problem(key, f"{file} cannot be read: {str(error).splitlines()[0].rstrip('.')}.")) from error
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         text = f"{file} has no column {', '.join(missing)}. Make it by: lightning-llm prepare --score ..."
         raise ConfigError(Problem(key, text))
-    columns = {name: table.column(name).to_numpy() for name in COLUMNS}
-    for name in ("quality", "diversity"):
-        values = columns[name]
-        if not (np.isfinite(values).all() and ((values >= 0) & (values <= 1)).all()):
-            raise ConfigError(Problem(key, f"{file} has {name} outside [0, 1]. Bring the scores to that scale."))
+    columns: dict[str, np.ndarray] = {}
+    wrong = []
+    for name, kind in COLUMNS.items():
+        try:
+            columns[name] = typed_column(table.column(name), kind)
+        except ValueError as error:
+            wrong.append(f"column {name} {error}")
+    if wrong := wrong or list(wrong_values(columns)):
+        raise ConfigError([Problem(key, f"{file}: {each}. Mend the table, or score again.") for each in wrong])
     sources = columns.pop("source")
     return {
         str(name): Scores({column: values[sources == name] for column, values in columns.items()})
@@ -96,19 +101,45 @@ def scores_of(file: Path, keys: Mapping[str, np.ndarray], columns: tuple[str, ..
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, its in keys.items():
         if name not in known:
-            text = f"{file} has no scores of source {name!r}; it has those of {', '.join(known)}. Score this data."
+            text = f"{file} has no scores of source {name!r}; it has {_sources(known)}. Score this data."
             problems.append(Problem(KEY, text))
             continue
-        found[name], missing = known[name].of_keys(its, columns)
-        if missing:
+        found[name], lacking = known[name].of_keys(its, columns)
+        if len(lacking):
             text = (
-                f"{file} has no scores of {missing:,} of {len(its):,} documents of source {name!r}: they have changed "
-                "since. Score this data again: lightning-llm prepare ... --score ..."
+                f"{file} has no scores of {len(lacking):,} of {len(its):,} documents of source {name!r}, first of "
+                f"training document {lacking[0]} (key {its[lacking[0]]}): they have changed since. Score this data "
+                "again: lightning-llm prepare ... --score ..."
             )
             problems.append(Problem(KEY, text))
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def _sources(known: Mapping[str, Scores]) -> str:
+    return f"those of {', '.join(known)}" if known else "no rows at all"
+
+
+def scores_problems(key: str, file: Path) -> Iterator[Problem]:
+    """Yield, with the config's `key`, what keeps `file` from being read as a table of scores.
+
+    It is read once until it changes, so a rule that is asked on the way to each run costs one reading.
+    """
+    if not file.is_file():
+        yield Problem(key, f"{file} is no file. Make it of the same data: lightning-llm prepare ... --score ...")
+        return
+    stat = file.stat()
+    yield from _problems(key, file, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _problems(key: str, file: Path, size: int, time: int) -> tuple[Problem, ...]:
+    try:
+        read_scores(file, key)
+    except ConfigError as error:
+        return tuple(error.problems)
+    return ()
 
 
 def scores_digest(file: str) -> str | None:

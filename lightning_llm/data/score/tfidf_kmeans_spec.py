@@ -45,15 +45,11 @@ class TfidfKMeans(ScorerConfig):
         count = min(self.clusters, len(texts))
         fitted = KMeans(count, random_state=self.seed, n_init=4).fit(counts)
         labels, centroids = fitted.labels_, fitted.cluster_centers_
-        own = np.linalg.norm  # rows are of unit length: |x - c|^2 = 1 - 2 x.c + |c|^2
-        products = counts.multiply(centroids[labels]).sum(1)
         squares = np.asarray(counts.multiply(counts).sum(1)).ravel()
-        distances = np.sqrt(
-            np.maximum(0, squares - 2 * np.asarray(products).ravel() + own(centroids[labels], axis=1) ** 2)
-        )
-        compactness = np.array(
-            [distances[labels == each].mean() if (labels == each).any() else 0 for each in range(count)]
-        )
-        between = own(centroids[:, None] - centroids[None], axis=-1)  # [clusters, clusters]
-        separation = between.sum(1) / max(1, count - 1)
+        compactness, separation = np.zeros(count), np.zeros(count)
+        for each in range(count):  # |x - c|^2 = |x|^2 - 2 x.c + |c|^2: rows stay sparse, cluster by cluster
+            centroid, members = centroids[each], np.flatnonzero(labels == each)
+            squared = squares[members] - 2 * (counts[members] @ centroid) + centroid @ centroid
+            compactness[each] = np.sqrt(np.maximum(0, squared)).mean() if len(members) else 0
+            separation[each] = np.linalg.norm(centroids - centroid, axis=1).sum() / max(1, count - 1)
         return to_unit((compactness * separation)[labels]), labels.astype(np.int32)

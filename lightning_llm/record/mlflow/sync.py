@@ -24,7 +24,7 @@ from lightning_llm.record.mlflow.sweep import TIMEOUT_SECONDS, parent_job, updat
 from lightning_llm.record.mlflow.tracker import tracking_uri, writer_job
 from lightning_llm.record.mlflow.writer import RUN_ID_FILE, RunWriter
 from lightning_llm.record.state import SETTLED, mlflow_facts, state_of
-from lightning_llm.record.sweep_definition import FILE
+from lightning_llm.record.sweep_file import FILE
 
 
 def sync(arguments: argparse.Namespace) -> int:

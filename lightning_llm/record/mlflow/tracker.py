@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.config.commands import sync_command
 from lightning_llm.config.identity import config_hash, flatten
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
@@ -188,7 +189,8 @@ class MLflowTracker:
 
     def close(self, status: Status, detail: str, figures: Mapping[str, Any]) -> None:
         """Tell the writer how the run ended and wait until it is done, at most `close_seconds`."""
-        if self._process is None or self._process.stdout is None:
+        if self._process is None or self._process.stdout is None:  # it could not be started
+            self._say_lacking()
             return
         deadline = time.monotonic() + self.close_seconds
         self._send({"status": status, "detail": detail, "figures": dict(figures)})
@@ -199,8 +201,10 @@ class MLflowTracker:
                 self._receive()
         self._receive()
         if self._ended is None:
-            self._warn(f"its writer did not finish within {self.close_seconds:g} s")
+            if self._process.poll() is None:
+                self._problem = f"its writer did not finish within {self.close_seconds:g} s"
             self._process.kill()
+            self._say_lacking()
         self._process.stdin.close()  # type: ignore[union-attr]
         self._process.wait()
         self._process.stdout.close()
@@ -252,6 +256,15 @@ class MLflowTracker:
                 self._warn(event["text"])
             elif event["event"] == "closed":
                 self._ended = event
+
+    def _say_lacking(self) -> None:
+        """Say, as the run ends, that MLflow lacks something of it, where it all is, and how MLflow gets it."""
+        log.warning(
+            "MLflow at %s lacks something of this run (%s). The run's folder has everything; to hand it in: %s",
+            redact_uri(self.uri),
+            self._problem,
+            sync_command(self.run_dir),
+        )
 
     def _warn(self, problem: str) -> None:
         """Say once what is wrong and what to do; keep the latest problem for the summary."""

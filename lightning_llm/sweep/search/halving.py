@@ -26,10 +26,13 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of
+from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
+from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
+from lightning_llm.sweep.progress import Leg
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
@@ -103,8 +106,9 @@ def planned_halving(asked: Asked) -> Halving:
         text = f"halving needs {FEWEST_SEEDS} seeds or more of each recipe, to know the noise: seed=0,1,2."
         problems.append(Problem("seed", text))
     last, every = first.trainer.max_steps, first.trainer.validate_every_steps
-    if len({config.trainer.max_steps for config in kinds.values()}) > 1:
-        problems.append(Problem("trainer.max_steps", "is one for all recipes of a halving, and these differ in it."))
+    for key in ("max_steps", "validate_every_steps"):  # they are compared at equal steps
+        if len({getattr(config.trainer, key) for config in kinds.values()}) > 1:
+            problems.append(Problem(f"trainer.{key}", "is one for all recipes of a halving, and these differ in it."))
     rungs = tuple(dict.fromkeys(math.ceil(share * last / every) * every for share in keys.rungs)) if every else ()
     if not rungs or rungs[-1] >= last:
         text = f"is {every}, and of {last} steps there has to be a validation between a rung's and the last."
@@ -140,7 +144,7 @@ def halve(asked: Asked) -> int:
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
         for rung, step in enumerate((*halving.rungs, None)):
-            if not _run_to(halving, step, relay, outcomes):
+            if not _run_to(halving, rung, step, relay, outcomes):
                 break
             if step is not None:
                 drop_at(halving, rung, step)
@@ -151,8 +155,8 @@ def halve(asked: Asked) -> int:
     return code
 
 
-def _run_to(halving: Halving, step: int | None, relay: Relay, outcomes: list[Outcome]) -> bool:
-    """Run what is alive to a rung, or (None) to its end; return whether all came there."""
+def _run_to(halving: Halving, rung: int, step: int | None, relay: Relay, outcomes: list[Outcome]) -> bool:
+    """Run what is alive to a rung, or (`step` None) to its end; return whether all came there."""
 
     def is_there(job: Job) -> bool:
         run = run_in(job.folder)
@@ -162,15 +166,33 @@ def _run_to(halving: Halving, step: int | None, relay: Relay, outcomes: list[Out
             and max(run.validations.get(halving.keys.metric, {}), default=0) >= step
         )
 
+    def paused(job: Job) -> str | None:
+        return f"paused at rung {rung + 1} of {len(halving.rungs)}, step {step}," if is_there(job) else None
+
     def short(job: Job) -> bool:
         return state_of(job.folder) not in SETTLED and not is_there(job)
 
-    jobs = [job for jobs in halving.alive.values() for job in jobs if short(job)]
-    if jobs and (todo := left_to_do(jobs)):
-        with watched(todo, is_there, relay):
-            ended = start(todo, relay)
-        outcomes += [replace(each, code=0) if is_there(each.job) and not relay.received else each for each in ended]
-    return not relay.received and not any(short(job) for jobs in halving.alive.values() for job in jobs)
+    leg = Leg(paused, _step_of, lambda: steps_left(halving))
+    while jobs := [job for jobs in halving.alive.values() for job in jobs if short(job)]:
+        if todo := left_to_do(jobs):
+            with watched(todo, is_there, relay):
+                ended = start(todo, relay, leg)
+            outcomes += [replace(each, code=0) if is_there(each.job) and not relay.received else each for each in ended]
+        if relay.received or any(short(job) and not runs_elsewhere(job) for job in todo):
+            return False
+        await_elsewhere(jobs, relay, "it is held against the others", is_there)
+    return not relay.received
+
+
+def _step_of(job: Job) -> int:
+    run = run_in(job.folder)
+    return 0 if run is None else run.last_step
+
+
+def steps_left(halving: Halving) -> int:
+    """Return the steps that all recipes that go on have to make yet, if no further one is ended."""
+    jobs = [job for jobs in halving.alive.values() for job in jobs if state_of(job.folder) not in SETTLED]
+    return sum(max(0, job.config.trainer.max_steps - _step_of(job)) for job in jobs)
 
 
 def drop_at(halving: Halving, rung: int, step: int) -> None:

@@ -5,34 +5,37 @@ taken up again, and values are drawn with a seed that counts the trials: the sea
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from lightning_llm.config.commands import command
+from lightning_llm.config.identity import training_hash
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import SEARCH, Job, Sweep, define, kind_of, tracked, write
+from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, tracked, write
+from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
+from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
+from lightning_llm.sweep.progress import Leg
 from lightning_llm.sweep.run import close, left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
+from lightning_llm.sweep.search.study import open_study, sampler_after
 from lightning_llm.sweep.search.watch import watched
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from optuna import Study
-    from optuna.samplers import BaseSampler
 
-STORAGE = "search.db"
-STUDY = "search"
 PRUNED_AFTER = 0.25
 """Share of the steps before which no trial is pruned: what a schedule's warm-up does says little of its end."""
 
@@ -98,7 +101,8 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     said = {key: (each.input_line or "").partition("=")[2] for key, each in space.items() if key in distributions}
     about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
              "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
-             "seeds": [config.seed for _, config in baseline]}  # fmt: skip
+             "seeds": [config.seed for _, config in baseline],
+             "all_other_keys": training_hash(baseline[0][1])}  # fmt: skip
     first = define(baseline, name, typed, {SEARCH: about})
     if not first.folder.exists():  # else they were checked then
         _check_corners(asked, distributions)
@@ -131,6 +135,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
     search.first = opened(lambda: search.whole() if search.trials else search.first)
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
+        await_elsewhere(search.jobs_of(search.baseline), relay, "trials are held against it")
         if todo := left_to_do(search.jobs_of(search.baseline)):
             outcomes += start(todo, relay)
         lost = [job.folder for job in search.jobs_of(search.baseline) if state_of(job.folder) != "finished"]
@@ -153,17 +158,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
 
 def _study(search: Search) -> "Study":
     """Return Optuna's study in the sweep's folder, and compose the jobs of its trials again."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    file = search.first.folder / STORAGE
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{file}", study_name=STUDY, direction="minimize", load_if_exists=True
-        )
-    except Exception as error:  # SQLAlchemy's and Optuna's own, of a file that is damaged
-        text = f"cannot be opened ({type(error).__name__}). Move it away: the search begins anew, beside the runs made."
-        raise ConfigError(Problem(str(file), text)) from error
+    study = open_study(search.first.folder)
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
     for trial in study.trials:
@@ -190,16 +185,6 @@ def _tell_failed(study: "Study", number: int) -> None:
     study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
 
-def _sampler(keys: SweepConfig, trials: int) -> "BaseSampler":
-    """Return the sampler, its random numbers those of this many trials before: the same after any stop."""
-    from optuna.samplers import GPSampler, RandomSampler, TPESampler
-
-    seed = (keys.search_seed + trials) % 2**32
-    if keys.sampler == "random":
-        return RandomSampler(seed=seed)
-    return GPSampler(seed=seed) if keys.sampler == "gp" else TPESampler(seed=seed, constant_liar=True)
-
-
 def _next_batch(study: "Study", search: Search) -> list[int]:
     """Return the trials to run next: those that were under way, and new ones as long as there are to be more."""
     at_once = search.baseline[0][1].launcher.at_once
@@ -207,7 +192,7 @@ def _next_batch(study: "Study", search: Search) -> list[int]:
         running = [each.number for each in study.trials if each.state.name == "RUNNING"]
         if len(running) >= at_once or len(study.trials) >= search.keys.trials:
             return running[:at_once]
-        study.sampler = _sampler(search.keys, len(study.trials))
+        study.sampler = sampler_after(search.keys, len(study.trials))
         trial = study.ask(dict(search.distributions))
         _compose(study, search, trial.number, trial.params)
 
@@ -220,9 +205,10 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
     for place in range(len(search.baseline)):
         jobs = {number: search.jobs_of(search.trials[number])[place] for number in batch if number not in pruned}
         over = _median_rule(study, search, place + 1, jobs, pruned)
-        if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in (*SETTLED, "running")]:
+        await_elsewhere(jobs.values(), relay, "its trial is told by it")
+        if todo := [job for job in _once(jobs.values()) if state_of(job.folder) not in SETTLED]:
             with watched(todo, over, relay):
-                outcomes += start(todo, relay)
+                outcomes += start(todo, relay, Leg(partial(_pruned, over)))
         for job in jobs.values() if place + 1 < len(search.baseline) else ():
             over(job)  # what ended before it was looked at gets no further seed
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):
@@ -231,6 +217,10 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
         _tell(study, search, number, pruned.get(number))
     _write(study, search)
     return True
+
+
+def _pruned(over: Callable[[Job], bool], job: Job) -> str | None:
+    return "pruned" if over(job) else None
 
 
 def _once(jobs: Any) -> list[Job]:

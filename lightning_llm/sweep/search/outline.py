@@ -7,7 +7,8 @@ from typing import Any
 from lightning_llm.config.compose import read_space
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.record.search_results import FILE
-from lightning_llm.record.sweep_definition import SEARCH, Sweep
+from lightning_llm.record.sweep_definition import Sweep
+from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.sweep.search.run import Asked
 
 

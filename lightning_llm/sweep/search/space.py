@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
+from lightning_llm.config.identity import in_hash
 from lightning_llm.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
+EQUAL_STEPS = ("trainer.max_steps", "trainer.validate_every_steps", "data.epochs")
 SEED = "seed"
 """The key whose values are repeated in each trial, and not searched."""
 
@@ -35,6 +37,9 @@ def distributions_of(space: Mapping[str, Override]) -> dict[str, "BaseDistributi
     for key, each in space.items():
         if key == SEED:
             continue
+        if reason := _not_searched(key):
+            problems.append(Problem(key, f"cannot be searched: {reason}. Give one value."))
+            continue
         try:
             found[key] = _distribution(each)
         except ValueError as error:
@@ -48,12 +53,25 @@ def distributions_of(space: Mapping[str, Override]) -> dict[str, "BaseDistributi
     return found
 
 
+def _not_searched(key: str) -> str:
+    """Return why no trial may differ from the baseline in `key`; "" where it may."""
+    if key.startswith("sweep."):
+        return "it is of the search itself"
+    if key in EQUAL_STEPS:
+        return "trials are held against the baseline at equal steps"
+    return "" if in_hash(key) else "it says how a run is kept or started, and not what is learned"
+
+
 def _distribution(each: Override) -> "BaseDistribution":
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value = each.value()
     if isinstance(value, IntervalSweep):
         low, high, log = value.start, value.end, "log" in value.tags
+        if unknown := value.tags - {"log"}:
+            raise ValueError(f"of tags there is log alone, and not {', '.join(sorted(unknown))}")
+        if log and low is not None and low <= 0:
+            raise ValueError(f"a logarithmic interval begins above 0, and this one at {low:g}")
         if low is None or high is None or not low < high:
             raise ValueError(f"the interval from {low} to {high} is empty")
         if isinstance(low, int) and isinstance(high, int):
@@ -64,7 +82,9 @@ def _distribution(each: Override) -> "BaseDistribution":
         if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step > 0 and stop > start:
             last = start + (stop - start - 1) // step * step
             return IntDistribution(start, last, step=step)
-    return CategoricalDistribution(list(each.sweep_string_iterator()))
+    if not (values := list(each.sweep_string_iterator())):
+        raise ValueError("it has no value")
+    return CategoricalDistribution(values)
 
 
 def words_of(params: Mapping[str, Any]) -> list[str]:

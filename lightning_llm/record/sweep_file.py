@@ -1,0 +1,57 @@
+"""The file of a sweep, `sweep.json`, and its folder's names; what the file says, checked. Imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_llm.errors import ConfigError, Problem
+
+FILE = "sweep.json"
+LOCKS = ".claims"
+"""The folder, beside `FILE`, of locks that starts of the sweep and its runs hold."""
+DESIGN = "sequential"
+"""The key, in `FILE`, of the looks that were declared before the first run (`lightning_llm.compare.design`)."""
+SEARCH = "search"
+"""The key, in `FILE`, of what a search was told to look for."""
+BEGINNING = (LOCKS, f"{FILE}.partial")
+"""What is there before `FILE` is, while another start writes it."""
+
+
+def checked_sweep(about: Any) -> dict[str, Any]:
+    """Return the content of `sweep.json`. Raises ValueError where it is not what `write` wrote."""
+    jobs = about.get("jobs", []) if isinstance(about, dict) else None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError("it is damaged: no list of jobs")
+    numbers, keys = [job.get("number") for job in jobs], [job.get("key") for job in jobs]
+    if not all(type(number) is int and number >= 0 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError("it is damaged: jobs without a number of their own")
+    if not all(isinstance(key, str) for key in keys) or len(set(keys)) < len(keys):
+        raise ValueError("it is damaged: jobs without a key of their own")
+    words = [job.get("words") for job in jobs]
+    if not all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in words):
+        raise ValueError("it is damaged: jobs without words")
+    return dict(about)
+
+
+def read_sweep_file(folder: Path) -> dict[str, Any]:
+    """Return the checked content of `sweep.json` in `folder`, {} where no sweep has begun there.
+
+    Raises:
+        ConfigError: the folder holds something that is no sweep.
+    """
+    if not folder.exists() or (folder.is_dir() and all(path.name in BEGINNING for path in folder.iterdir())):
+        return {}
+    try:
+        return checked_sweep(json.loads((folder / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"{folder} holds something that is no sweep ({FILE}: {error}). Give another run.name, or move it away."
+        raise ConfigError(Problem("run.name", text)) from error
+
+
+def read_declared(folder: Path) -> dict[str, Any]:
+    """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
+    try:
+        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
+        return {}
+    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and known.get(key)}

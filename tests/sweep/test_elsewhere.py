@@ -1,0 +1,162 @@
+"""Jobs that the process of a killed start still trains: neither run twice nor counted as failed, and awaited."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from filelock import FileLock
+from made_jobs import MadeJob, make_jobs
+
+from lightning_llm.__main__ import main
+from lightning_llm.config.compose import compose_sweep
+from lightning_llm.record.sweep_definition import Job, define
+from lightning_llm.record.sweep_file import LOCKS
+from lightning_llm.run.lock import lock_run
+from lightning_llm.sweep import elsewhere
+from lightning_llm.sweep.search import watch
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return [
+        "-m", "model=llama_tiny", "data=python", "precision=bf16,fp8_current", "seed=0,1", "trainer.max_steps=20",
+        "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
+        f"run.root={folder}", "run.name=killed", *more,
+    ]  # fmt: skip
+
+
+def loss(config: dict[str, Any], step: int) -> float:
+    return 4 - step / 20 + 0.1 * config["seed"] + (0.5 if config["precision"]["name"] != "bf16" else 0.0)
+
+
+@pytest.fixture(autouse=True)
+def often_looked_at(undrawn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SECONDS", 0.05)
+
+
+@pytest.fixture
+def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., type[MadeJob]]:
+    """Make the process of job 0, as a killed start leaves it: it holds the run's lock, and ends when it is awaited."""
+
+    def left_behind(*more: str) -> type[MadeJob]:
+        kind = make_jobs(monkeypatch, loss)
+        job = first_job(tmp_path, *more)
+        lock = lock_run(job.folder)
+
+        def sleep(seconds: float) -> None:
+            if not lock.is_locked:
+                return
+            file = tmp_path / "orphan.yaml"
+            file.write_text(yaml.safe_dump(job.config.model_dump(mode="json")))
+            kind(["--config", str(file)]).wait()
+            kind.started.pop()
+            lock.release()
+
+        monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+        return kind
+
+    return left_behind
+
+
+def first_job(folder: Path, *more: str) -> Job:
+    words_of_sweep = [word for word in words(folder, *more)[1:] if not word.startswith("sweep.")]
+    return define(compose_sweep(words_of_sweep), "killed").jobs[0]
+
+
+def where(configs: list[dict[str, Any]]) -> list[str]:
+    return sorted(Path(config["run"]["dir"]).name for config in configs)
+
+
+def test_a_sweep_leaves_it_alone_and_says_so(tmp_path, orphan, capsys):
+    kind = orphan()
+    assert main(["train", *words(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert where(kind.started) == ["1", "2", "3"]
+    assert "job    0 precision=bf16 seed=0: running, left as it is" in told
+    assert "3 of 4 jobs finished, 1 running elsewhere" in told
+
+
+def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    job, held = first_job(tmp_path), []
+    ends = kind.wait
+
+    def wait(self: MadeJob) -> int:
+        if Path(self.config["run"]["dir"]) != job.folder:
+            return ends(self)
+        if not held:
+            held.append(FileLock(job.folder.parent / LOCKS / "0.run", thread_local=False))
+            held[0].acquire()  # as the other process does
+        return 2
+
+    monkeypatch.setattr(kind, "wait", wait)
+    assert main(["train", *words(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "0 precision=bf16 seed=0: runs in a process that another start left behind, left alone" in told.out
+    assert "3 of 4 jobs finished, 1 running elsewhere" in told.out
+    assert "exit code" not in told.out + told.err
+    held[0].release()
+    assert main(["train", *words(tmp_path)]) == 1  # refused, and nobody trains there: a failure
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("sweep.until=decided", "sweep.looks=[2]", "sweep.max_seeds=2"),
+        ("sweep.search=halving", "sweep.rungs=[0.5]"),
+    ],
+)
+def test_what_has_to_judge_by_it_waits_for_it(more, tmp_path, orphan, capsys):
+    kind = orphan()
+    assert main(["train", *words(tmp_path, *more)]) == 0
+    told = capsys.readouterr().out
+    assert "waits for job 0, which another start runs or has left behind" in told
+    assert where(kind.started) == ["1", "2", "3"]
+    assert where(kind.ended).count("0") == 1
+    if "sweep.until=decided" in more:
+        assert "look   " in told
+        assert "4 of 4 jobs finished" in told
+    about = json.loads((tmp_path / "default" / "killed" / "sweep.json").read_text())
+    assert len(about["jobs"]) == 4
+
+
+def test_a_wait_ends_with_a_signal(tmp_path, monkeypatch):
+    job = first_job(tmp_path)
+    lock = lock_run(job.folder)
+    relay = elsewhere.Relay()
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=lambda seconds: relay(15, None)))
+    assert not elsewhere.await_elsewhere([job], relay, "for a test")
+    lock.release()
+    assert not elsewhere.await_elsewhere([job], elsewhere.Relay(), "for a test")
+
+
+def test_what_compare_says_of_a_job_that_never_began_begins_it(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+
+    class KilledError(BaseException):
+        """The end of the sweep's process."""
+
+    def dies(config: dict[str, Any]) -> bool:
+        if len(kind.ended) == 3:
+            raise KilledError
+        return False
+
+    kind.dies = staticmethod(dies)
+    with pytest.raises(KilledError):
+        main(["train", *words(tmp_path)])
+    folder = tmp_path / "default" / "killed"
+    shutil.rmtree(folder / "3")  # the fourth had not come so far
+    assert main(["compare", str(folder)]) == 2
+    told = capsys.readouterr().err
+    (line,) = (line for line in told.splitlines() if "never begun" in line)
+    program, *command = shlex.split(line.partition("Left out; ")[2].removesuffix(" begins it."))
+    assert program.endswith("lightning-llm")
+    begun = make_jobs(monkeypatch, loss)
+    assert main(command) == 0
+    assert where(begun.started) == ["3"]
+    assert main(["compare", str(folder)]) == 0
