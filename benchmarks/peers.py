@@ -88,14 +88,15 @@ class _OneByOne(pl.Callback):
         trainer.should_stop = not self.turns.done()
 
 
-def train(turns: Turns, shape: Shape, name: str) -> None:
+def train(turns: Turns, shape: Shape, name: str, compiled: bool = False) -> None:
     """Take steps of `lightning-llm train` with default callbacks and MLflow."""
     quiet_lightning()
-    rank = prepare_rank(check_config(config(f"precision={name}", shape=shape)))
+    words = [f"precision={name}", f"trainer.compile={str(compiled).lower()}"]
+    rank = prepare_rank(check_config(config(*words, shape=shape)))
     fit(replace(rank, callbacks={**rank.callbacks, "turns": _OneByOne(turns)}), Start())
 
 
-def train_by_transformers(turns: Turns, shape: Shape, name: str) -> None:
+def train_by_transformers(turns: Turns, shape: Shape, name: str, compiled: bool = False) -> None:
     """Take steps of transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -104,6 +105,7 @@ def train_by_transformers(turns: Turns, shape: Shape, name: str) -> None:
     arguments = TrainingArguments(
         tempfile.mkdtemp(), per_device_train_batch_size=shape.batch, bf16=name == "bf16", use_cpu=True, report_to=[],
         max_steps=4000, logging_steps=10, save_strategy="no", optim="adamw_torch_fused", disable_tqdm=True,
+        torch_compile=compiled,
     )  # fmt: skip
 
     class OneByOne(TrainerCallback):
@@ -119,12 +121,12 @@ def train_by_transformers(turns: Turns, shape: Shape, name: str) -> None:
     Trainer(hugging_face(shape), arguments, train_dataset=data, callbacks=[OneByOne()]).train()
 
 
-def train_by_hand(turns: Turns, peer: str, shape: Shape, name: str) -> None:
-    """Take steps of a peer's model in the plain loop, in eager mode."""
+def train_by_hand(turns: Turns, peer: str, shape: Shape, name: str, compiled: bool = False) -> None:
+    """Take steps of a peer's model in the plain loop."""
     model = MODELS[peer](shape)
     if isinstance(model, str):
         raise ValueError(model)
-    step = peer_step(model, shape, False, DTYPES[name])
+    step = peer_step(model, shape, compiled, DTYPES[name])
     while turns.done():
         step()
 
@@ -160,17 +162,21 @@ def _trainers(shape: Shape, name: str) -> Iterator[Row]:
     from transformers.utils import is_accelerate_available
 
     there = [peer for peer, made in MODELS.items() if not isinstance(made(shape), str)]
-    others: dict[str, tuple[Any, ...]] = {
-        f"{peer} in its process": (train_by_hand, peer, shape, name) for peer in there
-    }
-    if is_accelerate_available():
-        others["transformers' Trainer"] = (train_by_transformers, shape, name)
-    else:
+    has_trainer = is_accelerate_available()
+    if not has_trainer:
         why = "not measured: accelerate is not installed (pip install -e '.[bench]')"
         yield f"transformers' Trainer, {name}, tokens/s", None, why
-    best = minima({"train": (train, shape, name), **others}, ROUNDS, STEPS)
-    for each, seconds in best.items():
-        yield f"{each}, {name}, tokens/s", shape.tokens / seconds, ""
-    if "transformers' Trainer" in best:
-        yield f"train over transformers' Trainer, {name}", best["transformers' Trainer"] / best["train"], TRAINER_TARGET
-    yield f"train over the fastest of all, {name}", min(best[each] for each in others) / best["train"], EAGER_TARGET
+    for how, target in (("eager", EAGER_TARGET), ("compiled", COMPILED_TARGET)):
+        compiled, ending = how == "compiled", f"{name}, {how}" if how == "compiled" else name
+        others: dict[str, tuple[Any, ...]] = {
+            f"{peer} in its process": (train_by_hand, peer, shape, name, compiled) for peer in there
+        }
+        if has_trainer:
+            others["transformers' Trainer"] = (train_by_transformers, shape, name, compiled)
+        best = minima({"train": (train, shape, name, compiled), **others}, ROUNDS, STEPS)
+        for each, seconds in best.items():
+            yield f"{each}, {ending}, tokens/s", shape.tokens / seconds, ""
+        if has_trainer:
+            over = best["transformers' Trainer"] / best["train"]
+            yield f"train over transformers' Trainer, {ending}", over, COMPILED_TARGET if compiled else TRAINER_TARGET
+        yield f"train over the fastest of all, {ending}", min(best[each] for each in others) / best["train"], target

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 
+SHARING_SEQUENCES = 4
+"""From so many sequences of the same positions on, tables are spread over heads: below it that costs what it saves."""
+
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Return the K/2 angular frequencies in radians per position, fp32: `theta^(-2i/K)`, scaled as the config says."""
@@ -97,18 +100,23 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = x.to(cosine.dtype)  # [B, T, H, K]
-    first, second = wide.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
-    if not torch.compiler.is_compiling():  # a compiler joins the halves by itself
-        out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)
-        lower, upper = out.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
-        torch.mul(first, cosine, out=lower).addcmul_(second, -sine)
-        torch.mul(second, cosine, out=upper).addcmul_(first, sine)
-        return out.to(x.dtype)  # [B, T, H, K]
-    turned = (
-        torch.addcmul(first * cosine, second, -sine),  # [B, T, H, K/2]
-        torch.addcmul(second * cosine, first, sine),  # [B, T, H, K/2]
-    )
-    return torch.cat(turned, dim=-1).to(x.dtype)  # [B, T, H, K]
+    if torch.compiler.is_compiling():  # a compiler joins the halves by itself
+        first, second = wide.chunk(2, dim=-1)  # 2 x [B, T, H, K/2]
+        turned = (
+            torch.addcmul(first * cosine, second, -sine),  # [B, T, H, K/2]
+            torch.addcmul(second * cosine, first, sine),  # [B, T, H, K/2]
+        )
+        return torch.cat(turned, dim=-1).to(x.dtype)  # [B, T, H, K]
+    # An inner loop runs over what lies alike in all operands: K/2 numbers, or with whole tables a whole sequence.
+    heads = x.shape[2] if cosine.ndim == 3 and len(x) >= SHARING_SEQUENCES else 1
+    sine = sine.expand(*sine.shape[:-2], heads, -1).contiguous()  # [.., T, heads, K/2]
+    cosines = cosine[..., None, :].expand(*cosine.shape[:-2], heads, 2, -1).contiguous()  # [.., T, heads, 2, K/2]
+    out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)  # [B, T, H, K]
+    halves, turned_halves = wide.unflatten(-1, (2, -1)), out.unflatten(-1, (2, -1))  # 2 x [B, T, H, 2, K/2]
+    torch.mul(halves, cosines, out=turned_halves)
+    turned_halves[..., 0, :].addcmul_(halves[..., 1, :], -sine)
+    turned_halves[..., 1, :].addcmul_(halves[..., 0, :], sine)
+    return out.to(x.dtype)
 
 
 def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

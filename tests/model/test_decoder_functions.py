@@ -7,6 +7,7 @@ from model_shapes import LLAMA3_SCALING, llama
 
 from lightning_llm.model import loss as loss_module
 from lightning_llm.model.loss import next_token_loss_sum
+from lightning_llm.model.norm.rmsnorm import rms_norm
 from lightning_llm.model.norm.rmsnorm_zero_centered import RMSNormZeroCentered
 from lightning_llm.model.rope import apply_rope, rope_tables
 
@@ -30,6 +31,30 @@ def test_rope_gradient():
     cosine, sine = (table.double() for table in rope_tables(config, torch.arange(6).expand(2, 6)))
     x = torch.randn(2, 6, 2, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: apply_rope(t, cosine, sine), (x,))
+
+
+@pytest.mark.parametrize("positions", [torch.arange(12), torch.arange(12).expand(5, 12)], ids=["shared", "own"])
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_rope_has_the_same_bits_however_tables_are_spread(positions, sequences):
+    tables = rope_tables(llama(head_dim=24), positions[:sequences] if positions.ndim == 2 else positions)
+    x = torch.randn(sequences, 12, 3, 24, generator=generator())
+    rows = [apply_rope(x[b : b + 1], *(t[b : b + 1] if t.ndim == 4 else t for t in tables)) for b in range(sequences)]
+    assert torch.equal(apply_rope(x, *tables), torch.cat(rows))
+    exact = torch.complex(*(half.double() for half in x.chunk(2, -1))) * torch.complex(*(t.double() for t in tables))
+    torch.testing.assert_close(apply_rope(x, *tables), torch.cat([exact.real, exact.imag], -1).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_has_the_bits_of_torchs(dtype):
+    """Within a residual stream: in fp32 torch adds the terms of a gradient one by one to what is there."""
+    x = torch.randn(3, 33, 96, generator=generator()).to(dtype)
+    weight, grad = torch.rand(96, generator=generator(1)).to(dtype), torch.randn(x.shape, generator=generator(2))
+    found = []
+    for norm in (lambda t, w: rms_norm(t, w, 1e-5), lambda t, w: F.rms_norm(t, (96,), w, 1e-5)):
+        inputs = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = inputs[0] + norm(*inputs)
+        found.append((out, *torch.autograd.grad(out, inputs, grad.to(dtype))))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 def test_a_zero_centered_norm_rounds_once():

@@ -108,7 +108,7 @@ class AttentionSpec(Mixer):
     def memory_passes(self, model: ModelConfig, width: int, compiled: bool) -> list[MemoryPass]:
         """Return rotary positions of queries and keys.
 
-        `rope._rotate` casts to fp32, multiplies and adds halves into one tensor (6 operators), and casts back.
+        `rope._rotate` casts to fp32, multiplies all and adds halves into one tensor (3 operators), casts back.
         """
         if model.position != "rope":
             return []

@@ -19,4 +19,45 @@ class RMSNorm(nn.Module):
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return what `forward` does, with this weight; there is no bias."""
-        return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.eps)
+        return rms_norm(x, weight.to(x.dtype), self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x / sqrt(mean(x^2) + eps) * weight` `[..., D]` in the dtype of `x` `[..., D]`, as `F.rms_norm` does.
+
+    On a CPU torch has no kernel for it but a dozen operators, and as many backward; here are those that count.
+    """
+    by_operators = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if by_operators and not torch.compiler.is_compiling():
+        normed: Tensor = _RMSNorm.apply(x, x if x.dtype == torch.float32 else None, weight, eps)
+        return normed
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Torch's operators in torch's order, so with its bits; the input is kept, and what is made of it is made again.
+
+    The gradient of `x` has two terms, that of the product and that of the root. In fp32 torch adds them one by one to
+    what else `x` has; so `again` is `x`, and takes the second. In other dtypes both are summed before they are rounded.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, again: Tensor | None, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+        wide = x.float()  # [..., D]
+        root = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, root, weight)
+        ctx.one_by_one = again is not None
+        return (wide * root).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:  # type: ignore[no-untyped-def]
+        x, root, weight = ctx.saved_tensors
+        wide, grad = x.float(), grad_output.float()  # 2 x [..., D]
+        grad_weight = (wide * root).mul_(grad).sum_to_size(weight.shape).to(weight.dtype)  # [D]
+        grad_normed = grad * weight  # [..., D]
+        grad_root = (grad_normed * wide).sum(-1, keepdim=True)  # [..., 1]
+        grad_square = root.pow(3).mul_(-0.5).mul_(grad_root).div_(x.shape[-1])  # [..., 1] of each squared element
+        of_product, of_root = grad_normed.mul_(root), wide * grad_square.mul_(2)  # 2 x [..., D]
+        if ctx.one_by_one:
+            return of_product, of_root, grad_weight, None
+        return of_product.add_(of_root).to(x.dtype), None, grad_weight, None

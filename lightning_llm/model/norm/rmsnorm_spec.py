@@ -29,12 +29,6 @@ class RMSNorm(Norm):
 
 
 def saved_by_rms_norm(size: int, forward: ForwardPass, width: int) -> list[SavedTensor]:
-    """Return what torch's RMSNorm keeps of a vector of `size` elements of `width` bytes.
-
-    CUDA's kernel keeps the input and the root of its mean square; on a CPU operations keep both fp32 products.
-    """
-    wide = max(width, 4)
-    root = SavedTensor("inverse root mean square", 1, wide, "outside")
-    if forward.on_gpu:
-        return [SavedTensor("input", size, width, "outside"), root]
-    return [SavedTensor("input", size, wide, "outside"), root, SavedTensor("normed", size, wide, "outside")]
+    """Return what is kept of a vector of `size` elements of `width` bytes: it, and its inverse root mean square."""
+    root = SavedTensor("inverse root mean square", 1, max(width, 4), "outside")
+    return [SavedTensor("input", size, width, "outside"), root]

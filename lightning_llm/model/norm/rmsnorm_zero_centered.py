@@ -1,10 +1,9 @@
 """RMSNorm by 1 + weight ("zero-centered gamma" in Megatron-LM and Transformer Engine)."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_llm.model.norm.rmsnorm import RMSNorm
+from lightning_llm.model.norm.rmsnorm import RMSNorm, rms_norm
 
 
 class RMSNormZeroCentered(RMSNorm):
@@ -20,4 +19,4 @@ class RMSNormZeroCentered(RMSNorm):
         In fp32, rounded once, as in Gemma: in bf16 1 + weight would step by 2^-7, and small weights be none.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), (self.size,), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)
+        return rms_norm(x.to(wide), 1 + weight.to(x.dtype).to(wide), self.eps).to(x.dtype)
