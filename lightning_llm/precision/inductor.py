@@ -164,8 +164,16 @@ def _cast_function(cast: CastConfig, shape: BlockShape, backend: Backend, wide: 
 
     # Bound by defaults of a function that is called: Dynamo (torch 2.13) compiles their numbers in. Those of a closure
     # are variables of a kernel, and to shift by one (`noise_bits`) takes as long as all the rest.
-    def whole(*given: Any, cast: CastConfig = cast, shape: BlockShape = shape) -> CastBlocks:
-        return quantize.cast_blocks(given[0], cast, shape, *given[1:], wide)
+    def whole(
+        blocks: Tensor,
+        amax: Tensor | None,
+        delayed: Tensor | None,
+        key: Tensor | None,
+        origin: Origin,
+        cast: CastConfig = cast,
+        shape: BlockShape = shape,
+    ) -> CastBlocks:
+        return quantize.cast_blocks(blocks, cast, shape, amax, delayed, key, origin, wide)
 
     def cast_blocks(
         blocks: Tensor, amax: Tensor | None, delayed: Tensor | None, key: Tensor | None, origin: Origin
