@@ -20,6 +20,7 @@ from lightning_llm.data.corpus_report import phase_reports, source_reports
 from lightning_llm.data.mixture.phases import Phases
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.data.opening import open_corpus
+from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.errors import ConfigError
 
 VOCABULARY = 300
@@ -27,10 +28,8 @@ TWO_PHASES = {
     "kind": "phases",
     "phases": {"main": {"weights": {"b": 0}}, "anneal": {"start": 0.75, "weights": {"a": 1, "b": 4}}},
 }
-SCORED = {"scores": __file__}
-"""Any file: what is in it is read when a corpus is opened."""
-KEYS = {"phases": TWO_PHASES, "samplemix": SCORED, "curriculum": SCORED}
-"""What a kind needs beside its name."""
+KEYS = {"phases": TWO_PHASES}
+"""What a kind needs beside its name; a table of scores where it asks for one."""
 
 weight = st.one_of(st.just(0.0), st.floats(0.05, 10))
 weights_of_three = st.lists(weight, min_size=3, max_size=3).filter(any)
@@ -67,7 +66,12 @@ def test_phases_are_their_shares_one_after_the_other(drawn: list[tuple[int, list
 def test_every_mixture_counts_what_it_draws(kind: str, tmp_path: Path, two_files: dict[str, Any]) -> None:
     if MIXTURES[kind].shares_by_tokens:
         two_files = {name: {**source, "weight": 1.0} for name, source in two_files.items()}
-    config = data_config(tmp_path, two_files, mixture={"kind": kind} | KEYS.get(kind, {}))
+    keys = {"kind": kind} | KEYS.get(kind, {})
+    if "scores" in MIXTURES[kind].model_fields:
+        columns = {name: [1] for name in COLUMNS} | {"source": ["a"]}  # documents are looked for by who opens a corpus
+        write_scores(tmp_path / "scores.parquet", columns, {})
+        keys["scores"] = str(tmp_path / "scores.parquet")
+    config = data_config(tmp_path, two_files, mixture=keys)
     assert check_data(config, VOCABULARY, 1) == []
     assert DataConfig.model_validate(config.model_dump()) == config
     mixture = config.chosen_mixture.build(config.trained_weights, step_samples=8, max_steps=40)
