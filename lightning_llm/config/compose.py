@@ -29,7 +29,7 @@ from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.migrations import migrate
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.config.sweep_keys import of_search, sweep_config, sweep_keys, with_seeds
+from lightning_llm.config.sweep_keys import choices_of_products, of_search, sweep_config, sweep_keys, with_seeds
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.config.yaml_source import search_override
@@ -105,14 +105,14 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> list
     """Return what `compose_sweep` does, with the sound part of each job beside its problems.
 
     Raises:
-        ConfigError: where nothing is left to go on with.
+        ConfigError: where nothing is left to go on with, or they are too many.
     """
     with _hydra(config_dir) as composer:
         typed, problems = read_overrides(overrides)
         groups = of_search(with_seeds(_groups(typed, composer), typed, keys := sweep_keys(typed, composer)), keys)
         jobs: list[tuple[list[str], Reading]] = []
         waiting = Waiting("composing the sweep's jobs")
-        choices = (product(*(choices_of(each, composer.search) for each in parsed)) for parsed in groups)
+        choices = (product(*each) for each in choices_of_products(groups, composer.search))
         for arguments in (arguments for product_of_one in choices for arguments in product_of_one):
             waiting.tell(len(jobs))
             chosen = [redact_uri(word) for word in arguments if word not in overrides]

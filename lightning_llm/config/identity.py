@@ -82,7 +82,12 @@ def in_hash(key: str) -> bool:
 
 
 def config_hash(config: Config) -> str:
-    """Return 16 hex digits over everything in the config that is not `NOT_IDENTITY`.
+    """Return 16 hex digits over `hashed_values`."""
+    return sha256(json.dumps(hashed_values(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def hashed_values(config: Config) -> dict[str, Any]:
+    """Return everything in the config that is not `NOT_IDENTITY`, by dotted key.
 
     What is null is left out, so that an optional key that is added later changes no hash; so is what runs did before
     there was a key for it, and a key goes by its first name.
@@ -90,14 +95,18 @@ def config_hash(config: Config) -> str:
     flat = flatten(config.model_dump())
     flat = {key: ONCE_WRITTEN.get(key) if value is None else value for key, value in flat.items() if in_hash(key)}
     flat = {key: value for key, value in flat.items() if ADDED.get(key) != value}
-    flat = {first_name(key): value for key, value in flat.items() if value is not None}
-    return sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:16]
+    return {first_name(key): value for key, value in flat.items() if value is not None}
 
 
 def training_hash(config: Config) -> str:
     """Return the `config_hash` of `config` without its observers: the same where the same is learned."""
+    return config_hash(without_observers(config))
+
+
+def without_observers(config: Config) -> Config:
+    """Return `config` with those callbacks alone that may act on training."""
     acting = {name: node for name, node in config.callbacks.items() if node and not is_observer(node)}
-    return config_hash(config.model_copy(update={"callbacks": acting}))
+    return config.model_copy(update={"callbacks": acting})
 
 
 def is_observer(callback: Mapping[str, Any]) -> bool:

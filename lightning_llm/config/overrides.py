@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import islice
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -26,6 +27,9 @@ HERE_INSTEAD = {
     "hydra.job.chdir": "absolute paths: no run depends on the working directory",
 }
 """What does here what a setting of Hydra's does elsewhere."""
+
+MOST_JOBS = 10_000
+"""Of one sweep: composing them takes a minute or more, and nobody means as many."""
 
 SEVERAL_PATHS = "branch_from"
 """The key whose paths (a/step=4,b/step=4) are several values, though Hydra's grammar wants each in quotes."""
@@ -194,6 +198,8 @@ def forced(parsed: Override, search: list[str]) -> str:
 def choices_of(parsed: Override, search: list[str]) -> list[str]:
     """Return `a=1,2` as ["a=1", "a=2"], any other override alone; a glob chooses among a group's names.
 
+    Of more than `MOST_JOBS` values one more than that, which is one too many.
+
     Raises:
         ConfigError: an interval, or values that turn out to be none.
     """
@@ -203,7 +209,7 @@ def choices_of(parsed: Override, search: list[str]) -> list[str]:
     if isinstance(value, Glob):
         names = value.filter(group_options(key, search))
     elif parsed.is_discrete_sweep():
-        names = list(parsed.sweep_string_iterator())
+        names = list(islice(parsed.sweep_string_iterator(), MOST_JOBS + 1))
     else:
         raise ConfigError(Problem(key, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
     if not names:

@@ -1,6 +1,8 @@
 """`sweep`, as it is composed: its keys, checked, and the seeds that declared looks need."""
 
+import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -8,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
-from lightning_llm.config.overrides import parse_overrides
+from lightning_llm.config.overrides import MOST_JOBS, choices_of, parse_overrides
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
@@ -62,11 +64,14 @@ def with_seeds(groups: list[list[Override]], typed: Sequence[Override], keys: Sw
     file says. Lines of `sweep.also` keep their own: A/A runs may be fewer.
 
     Raises:
-        ConfigError: fewer are typed than that.
+        ConfigError: fewer are typed than that, or the looks need more than one sweep may have jobs.
     """
     if keys.until is None:
         return groups
     needed = keys.looks_within_budget[-1]
+    if needed > MOST_JOBS:
+        text = f"the last look is after {needed:,} seeds, and one sweep has {MOST_JOBS:,} jobs at most. Give fewer."
+        raise ConfigError(Problem("sweep.max_seeds" if keys.max_seeds else "sweep.looks", text))
     are_typed = any(each.key_or_group == "seed" and each.is_sweep_override() for each in typed)
     return [_with_seeds(group, needed, are_typed, is_line=place > 0) for place, group in enumerate(groups)]
 
@@ -77,7 +82,8 @@ def _with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line:
     if several and is_line:
         return group
     if several and are_typed:
-        count = len(list(several[-1].sweep_string_iterator())) if several[-1].is_discrete_sweep() else 0
+        values = several[-1].sweep_string_iterator() if several[-1].is_discrete_sweep() else ()
+        count = len(list(islice(values, needed)))
         if count < needed:
             text = (
                 f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "
@@ -103,3 +109,25 @@ def of_search(groups: list[list[Override]], keys: SweepConfig) -> list[list[Over
     if len(groups) > 1:
         raise ConfigError(Problem("sweep.also", "has further jobs, and a search chooses its own. Leave it out."))
     return [[each for each in groups[0] if each.key_or_group == "seed" or not each.is_sweep_override()]]
+
+
+def choices_of_products(groups: list[list[Override]], search: list[str]) -> list[list[list[str]]]:
+    """Return the choices of each override of each product.
+
+    Raises:
+        ConfigError: they make more jobs than `MOST_JOBS`; composing them would take minutes, and their start more.
+    """
+    choices = [[choices_of(each, search) for each in group] for group in groups]
+    jobs = sum(math.prod(map(len, each)) for each in choices)
+    if jobs <= MOST_JOBS:
+        return choices
+    several = {
+        parsed.key_or_group: len(words)
+        for group, each in zip(groups, choices, strict=True)
+        for parsed, words in zip(group, each, strict=True)
+        if len(words) > 1
+    }
+    most = f"more than {MOST_JOBS:,}"
+    counts = ", ".join(f"{key} {most if count > MOST_JOBS else f'{count:,}'}" for key, count in several.items())
+    text = f"would have {most} jobs, and no sweep has as many (values: {counts}). Give fewer, or several sweeps."
+    raise ConfigError(Problem("sweep", text))

@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
+from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
-from lightning_llm.record.provenance import has_ended, is_of_this_machine
+from lightning_llm.record.provenance import has_ended, is_of_this_machine, send_signal
 
 FOLDER = "ranks"
 NAMED_RANKS = 8
@@ -116,6 +117,12 @@ def beats(run_dir: Path) -> list[Beat]:
     last = max((seen for seen, _ in found), default=0.0)
     made = [Beat(**about, age_seconds=last - seen) for seen, about in found]
     return sorted(made, key=lambda each: -each.age_seconds)
+
+
+def signal_ranks(run_dir: Path, number: int) -> bool:
+    """Send a signal to those processes of this machine that train in `run_dir`; return whether there are any."""
+    sent = [send_signal(each.process, number) for each in beats(run_dir)]  # an earlier start's have ended
+    return any(sent) or send_signal(str(summary_of(run_dir).get("process", "")), number)
 
 
 def silent_ranks(run_dir: Path, timeout_seconds: float) -> list[Beat]:

@@ -21,7 +21,7 @@ from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import write_json
-from lightning_llm.record.sweep_file import DESIGN, FILE, SEARCH, read_sweep_file
+from lightning_llm.record.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, read_sweep_file
 
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
@@ -163,15 +163,23 @@ def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, fold
     if declared is None or not known:
         return before or dict(declared or {})
     ours, theirs = (json.loads(json.dumps(_terms_alone(each))) for each in (declared, before))
+    if OTHER_KEYS not in theirs.get(SEARCH, {OTHER_KEYS: ""}):  # an earlier version's, which did not note it
+        ours.get(SEARCH, {}).pop(OTHER_KEYS, None)
     if ours == theirs:
         return before
     if not before:
         text = f"{folder} was begun without: it has to be declared before the first run. Give another run.name."
     else:
-        flat = flatten(ours), flatten(theirs)
-        keys = sorted(key for key in flat[0].keys() | flat[1].keys() if flat[0].get(key) != flat[1].get(key))
-        was = "; ".join(f"{key} was {flat[1].get(key)}, is {flat[0].get(key)}" for key in keys)
-        text = f"{folder} was begun with others declared ({was}). Give these again, or another run.name."
+        is_now, was = (flatten(each) for each in (ours, theirs))
+        values = [each.get(SEARCH, {}).get("derived", {}).get(OTHER_KEYS) for each in (declared, before)]
+        if None not in values:  # said key by key, and not as their hash
+            is_now, was = (
+                {key: value for key, value in {**each, **own}.items() if key != f"{SEARCH}.{OTHER_KEYS}"}
+                for each, own in zip((is_now, was), json.loads(json.dumps(values)), strict=True)
+            )
+        keys = sorted(key for key in is_now.keys() | was.keys() if is_now.get(key) != was.get(key))
+        others = "; ".join(f"{key} was {was.get(key)}, is {is_now.get(key)}" for key in keys)
+        text = f"{folder} was begun with others declared ({others}). Give these again, or another run.name."
     raise ConfigError(Problem("sweep", text))
 
 

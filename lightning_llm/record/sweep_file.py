@@ -13,6 +13,8 @@ DESIGN = "sequential"
 """The key, in `FILE`, of the looks that were declared before the first run (`lightning_llm.compare.design`)."""
 SEARCH = "search"
 """The key, in `FILE`, of what a search was told to look for."""
+OTHER_KEYS = "all_other_keys"
+"""The key, there, of the hash of what its trials share; the values that it is of are below "derived"."""
 BEGINNING = (LOCKS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 

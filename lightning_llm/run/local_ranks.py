@@ -14,8 +14,7 @@ from lightning_llm.config.file import in_memory
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import CallbackFailedError
 from lightning_llm.record.files import mark_failed, summary_of
-from lightning_llm.record.provenance import send_signal
-from lightning_llm.record.rank_liveness import beats, clear_beats, say_silent, says_silent, silent_ranks
+from lightning_llm.record.rank_liveness import clear_beats, say_silent, says_silent, signal_ranks, silent_ranks
 from lightning_llm.run.launch import failure_line, first_failure, found_unhealthy, launch_ranks, message_of, say_refused
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
@@ -86,9 +85,7 @@ def passed_on(folder: Path) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        ranks = {each.process for each in beats(folder)} or {str(summary_of(folder).get("process", ""))}
-        sent = [send_signal(each, number) for each in ranks]
-        if not any(sent):
+        if not signal_ranks(folder, number):
             raise SignalException(f"{signal.Signals(number).name} before the first step", signal.Signals(number))
 
     before = signal.signal(signal.SIGUSR1, pass_on)

@@ -1,5 +1,7 @@
 """The lock of a run's folder: one process at a time trains there. Imports no torch."""
 
+import fcntl
+import os
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -8,19 +10,40 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.sweep_file import LOCKS
 
 LOOKED_AT_SECONDS = 1.0
-"""In which whoever looks whether the lock is taken, by taking it, has let go again."""
+"""In which those who look whether the lock is taken have let go again."""
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds the lock of a run's folder: it trains there, or is about to."""
+    """Return whether a process holds the lock of a run's folder: it trains there, or is about to.
+
+    Several may look at once: each shares the lock for an instant. False, too, where the lock cannot be opened, which
+    `lock_run` says as the run starts.
+    """
     file = _lock_file(folder)
-    if not file.exists():
+    try:
+        looked_at = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
         return False
+    try:
+        fcntl.flock(looked_at, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # EAGAIN, of some file systems EACCES
+        return True
+    except OSError:
+        return _is_held_without_flock(file)
+    finally:
+        os.close(looked_at)
+    return False
+
+
+def _is_held_without_flock(file: Path) -> bool:
+    """Return whether the lock is held on a file system that has no flock, where FileLock does otherwise."""
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
-    except (Timeout, OSError):
+    except Timeout:
         return True
+    except OSError:
+        return False
     lock.release()
     return False
 

@@ -34,7 +34,7 @@ def await_elsewhere(
     elsewhere = [job for job in jobs if waited_for(job)]
     if not elsewhere:
         return False
-    numbers = ", ".join(str(job.number) for job in elsewhere)
+    numbers = ", ".join(dict.fromkeys(str(job.number) for job in elsewhere))  # trials may share one
     print(f"sweep  waits for job {numbers}, which another start runs or has left behind: {why}", flush=True)
     while not relay.received and any(waited_for(job) for job in elsewhere):
         time.sleep(AWAITED_EVERY_SECONDS)

@@ -54,8 +54,10 @@ class Progress:
         print(f"job    {self._started}/{self.jobs} {job.name}", flush=True)
 
     def left_alone(self, job: Job) -> None:
-        """Say that `job` runs in a process of another start, which may have been killed."""
-        self._running.pop(job.number, None)
+        """Say that `job` runs in a process of another start, which may have been killed; it may have been started."""
+        if self._running.pop(job.number, None) is not None:
+            self._started -= 1
+            self._from.pop(job.number, None)
         self.jobs -= 1
         print(f"job    {job.name}: runs in a process that another start left behind, left alone", flush=True)
 

@@ -188,8 +188,9 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
         and not ((stopped_by or each.job.number in ended) and each.code in STOPPED)
     ]
     here = {each.job.number for each in outcomes}
-    elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in here]
     elsewhere_now = [job for job in whole.jobs if runs_elsewhere(job)]
+    not_lost = here | {job.number for job in elsewhere_now}  # its summary may be of an earlier attempt
+    elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in not_lost]
     running = bool(elsewhere_now)
     if whole.jobs[0].config.logger.name == "mlflow":
         sound = (

@@ -251,6 +251,17 @@ def test_scoring_nothing_is_refused(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_fault_of_a_scorer_is_not_put_on_the_documents(tmp_path, monkeypatch):
+    def score(self: LengthEntropy, texts: list[str]) -> None:
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr(LengthEntropy, "score", score)
+    file = write_jsonl(tmp_path / "d.jsonl", ["a text"])
+    words = ["data=jsonl", f"data.sources.jsonl.path={file}", "--output", str(tmp_path / "s.parquet")]
+    with pytest.raises(ValueError, match="broadcast"):
+        main(["prepare", *words, "--score", "quality=length_entropy"])
+
+
 def test_diversity_holds_no_dense_matrix():
     words = [f"w{i}" for i in range(4000)]
     generator = np.random.default_rng(0)

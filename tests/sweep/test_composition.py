@@ -103,3 +103,27 @@ def test_files_of_a_config_dir_are_read_each_time(tmp_path: Path) -> None:
     for seed in (1, 2):
         (tmp_path / "recipe" / "mine.yaml").write_text(f"seed: {seed}\n")
         assert compose_config(["recipe=mine"], tmp_path).seed == seed
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=range(0,100000)"], "values: seed more than 10,000"),
+        (["seed=range(0,1000000000000)", "precision=bf16,fp32"], "values: seed more than 10,000, precision 2"),
+        (["seed=range(0,101)", "trainer.max_steps=range(1,101)"], "values: seed 101, trainer.max_steps 100"),
+    ],
+)
+def test_more_jobs_than_anybody_means_are_refused_before_any_is_composed(
+    words: list[str], said: str, made: list[list[str]]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_sweep(words)
+    assert "sweep: would have more than 10,000 jobs" in str(error.value)
+    assert said in str(error.value)
+    assert len(made) <= 2
+
+
+def test_more_seeds_than_that_are_refused_where_looks_ask_for_them() -> None:
+    words = ["precision=bf16,fp8_current", "sweep.until=decided", "sweep.max_seeds=1000000000"]
+    with pytest.raises(ConfigError, match=r"sweep\.max_seeds: the last look is after 1,000,000,000 seeds"):
+        compose_sweep(words)

@@ -1,13 +1,17 @@
 """Jobs that the process of a killed start still trains: neither run twice nor counted as failed, and awaited."""
 
 import json
+import platform
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from filelock import FileLock
@@ -15,7 +19,7 @@ from made_jobs import MadeJob, make_jobs
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_sweep
-from lightning_llm.record.sweep_definition import Job, define
+from lightning_llm.record.sweep_definition import Job, define, write
 from lightning_llm.record.sweep_file import LOCKS
 from lightning_llm.run.lock import lock_run
 from lightning_llm.sweep import elsewhere
@@ -81,6 +85,35 @@ def test_a_sweep_leaves_it_alone_and_says_so(tmp_path, orphan, capsys):
     assert "3 of 4 jobs finished, 1 running elsewhere" in told
 
 
+def test_what_an_earlier_attempt_left_does_not_make_it_a_failed_one(tmp_path, orphan, capsys):
+    orphan()
+    folder = first_job(tmp_path).folder
+    write(define(compose_sweep(words(tmp_path)[1:]), "killed"))
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"status": "failed", "detail": "of an earlier attempt"}))
+    assert main(["train", *words(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "3 of 4 jobs finished, 1 running elsewhere" in told.out
+    assert "failed in another start" not in told.err
+
+
+def test_a_halving_stops_what_it_ends_and_another_start_trains(tmp_path, monkeypatch, capsys):
+    """Both jobs of a recipe are ended at the rung: one is a process of this machine, the other of a distant one."""
+    make_jobs(monkeypatch, loss)
+    asked = words(tmp_path, "sweep.search=halving", "sweep.rungs=[0.5]")
+    assert main(["train", *asked]) == 0
+    folders = [tmp_path / "default" / "killed" / number for number in ("2", "3")]
+    process = subprocess.Popen(["sleep", "60"])
+    started = psutil.Process(process.pid).create_time()
+    for folder, mark in zip(folders, (f"{platform.node()} {process.pid} {started:.0f}", "distant 7 0"), strict=True):
+        (folder / "summary.json").write_text(json.dumps({"status": "running", "process": mark}))
+    assert main(["train", *asked]) == 0
+    assert process.wait(60) == -signal.SIGTERM
+    told = capsys.readouterr()
+    assert "ended  job 2, which another start runs or has left behind: told to stop" in told.out
+    assert f"job 3 is ended, and process 7 of the machine distant trains it on, in {folders[1]}" in told.err
+
+
 def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
     job, held = first_job(tmp_path), []
@@ -109,9 +142,12 @@ def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypat
     [
         ("sweep.until=decided", "sweep.looks=[2]", "sweep.max_seeds=2"),
         ("sweep.search=halving", "sweep.rungs=[0.5]"),
+        ("sweep.search=optuna", "sweep.trials=1", "sweep.sampler=random"),
     ],
 )
 def test_what_has_to_judge_by_it_waits_for_it(more, tmp_path, orphan, capsys):
+    if "sweep.search=optuna" in more:
+        pytest.importorskip("optuna")
     kind = orphan()
     assert main(["train", *words(tmp_path, *more)]) == 0
     told = capsys.readouterr().out
@@ -123,6 +159,14 @@ def test_what_has_to_judge_by_it_waits_for_it(more, tmp_path, orphan, capsys):
         assert "4 of 4 jobs finished" in told
     about = json.loads((tmp_path / "default" / "killed" / "sweep.json").read_text())
     assert len(about["jobs"]) == 4
+
+
+def test_a_wait_names_a_job_of_two_trials_once(tmp_path, monkeypatch, capsys):
+    job = first_job(tmp_path)
+    lock = lock_run(job.folder)
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=lambda seconds: lock.release()))
+    assert elsewhere.await_elsewhere([job, job], elsewhere.Relay(), "for a test")
+    assert "waits for job 0, which" in capsys.readouterr().out
 
 
 def test_a_wait_ends_with_a_signal(tmp_path, monkeypatch):

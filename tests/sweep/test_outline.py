@@ -67,6 +67,17 @@ def test_the_time_left_counts_the_jobs_beside_each_other(
     assert said == ["5m05s", "4m55s", "3m25s", "3m15s"]
 
 
+def test_a_job_that_turns_out_to_run_elsewhere_is_not_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    jobs = sweep_of(tmp_path, "seed=0,1,2").jobs
+    told = progress.Progress(3)
+    told.left_alone(jobs[0])  # seen before it was started
+    told.starting(jobs[1])
+    told.left_alone(jobs[1])  # its process was refused
+    capsys.readouterr()
+    told.starting(jobs[2])
+    assert capsys.readouterr().out.startswith("job    1/1 2 seed=2")
+
+
 def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -195,7 +195,7 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     other_space = [word if word != LR else LR.replace("1e-1", "1e-2") for word in optuna_words(tmp_path)]
     for asked, said in (
         (other_space, "search.space.optim.learning_rate was tag"),
-        (optuna_words(tmp_path, "trainer.max_steps=20"), "search.all_other_keys was"),  # gaps of other runs
+        (optuna_words(tmp_path, "trainer.max_steps=20"), "(trainer.max_steps was 40, is 20)"),  # gaps of other runs
         (halving, "search.search was optuna, is halving"),
     ):
         capsys.readouterr()
@@ -210,6 +210,22 @@ def test_another_search_does_not_go_on_in_the_folder_of_one(tmp_path, monkeypatc
     )
     assert "search.search was halving, is optuna" in capsys.readouterr().err
     assert not (tmp_path / "default" / "halved" / "search.db").exists()
+
+
+def test_a_search_that_did_not_note_what_its_trials_share_goes_on(tmp_path, monkeypatch, capsys):
+    make_jobs(monkeypatch, loss)
+    assert main(["train", *optuna_words(tmp_path, "sweep.trials=1")]) == 0
+    file = tmp_path / "default" / "searched" / "sweep.json"
+    about = json.loads(file.read_text())
+    del about["search"]["derived"]  # as where the hash alone was noted
+    file.write_text(json.dumps(about))
+    assert main(["plan", *optuna_words(tmp_path, "trainer.max_steps=20")]) == 2
+    assert "search.all_other_keys was" in capsys.readouterr().err
+    del about["search"]["all_other_keys"]
+    file.write_text(json.dumps(about))
+    kind = make_jobs(monkeypatch, loss)
+    assert main(["train", *optuna_words(tmp_path, "sweep.trials=2")]) == 0
+    assert (len(kind.started), len(trials_of(tmp_path))) == (1, 2)
 
 
 def test_without_optuna_the_extra_is_named(tmp_path, monkeypatch, capsys):

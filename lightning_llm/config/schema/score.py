@@ -15,6 +15,10 @@ from lightning_llm.registry import Registry
 Measure = Literal["quality", "diversity"]
 
 
+class UnscorableError(Exception):
+    """The documents at hand have no such score; why, in a few words."""
+
+
 class ScorerConfig(Group):
     """What every scorer has, and what it must do."""
 
@@ -31,6 +35,9 @@ class ScorerConfig(Group):
         """Return float64 [documents] in [0, 1], and of a measure by clusters int32 [documents], each one's; else None.
 
         A function of the texts alone.
+
+        Raises:
+            UnscorableError: these texts cannot be scored; whatever else it raises is taken for its own fault.
         """
         raise NotImplementedError
 

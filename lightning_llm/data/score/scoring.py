@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_llm.config.schema.data import DataConfig
-from lightning_llm.config.schema.score import ScorerConfig
+from lightning_llm.config.schema.score import ScorerConfig, UnscorableError
 from lightning_llm.data.score.table import write_scores
 from lightning_llm.data.source import Source
 from lightning_llm.errors import ConfigError, Problem
@@ -19,7 +19,7 @@ def score_documents(
     """Score the documents of all sources that are trained on together, and write the table `file`; return its columns.
 
     All texts are in memory at once. `scorers` by measure; one that nobody scores is 0 throughout. `config` has passed
-    `check_data`. Raises ConfigError for what cannot be read.
+    `check_data`. Raises ConfigError for what cannot be read or scored.
     """
     names: list[str] = []
     keys, texts, sizes = [], [], []
@@ -44,7 +44,7 @@ def score_documents(
         say(f"{measure} of {len(texts):,} documents by {scorer.kind}")
         try:
             values, clusters = scorer.score(texts)
-        except ValueError as error:
+        except UnscorableError as error:
             text = f"cannot score these {len(texts):,} documents: {str(error).rstrip('.')}."
             raise ConfigError(Problem(f"--score {measure}={scorer.kind}", text)) from error
         columns[measure] = np.asarray(values, np.float64)

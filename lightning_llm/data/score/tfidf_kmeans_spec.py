@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lightning_llm.config.schema.base import NonNegativeInt, PositiveInt
-from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig
+from lightning_llm.config.schema.score import SCORERS, Measure, ScorerConfig, UnscorableError
 from lightning_llm.errors import Problem
 
 CHARACTERS = 20_000
@@ -41,7 +41,10 @@ class TfidfKMeans(ScorerConfig):
         from lightning_llm.data.score.scale import to_unit
 
         words = TfidfVectorizer(max_features=self.features, sublinear_tf=True, token_pattern=r"\w+")
-        counts = words.fit_transform(text[:CHARACTERS] for text in texts)  # [documents, features], sparse
+        try:
+            counts = words.fit_transform(text[:CHARACTERS] for text in texts)  # [documents, features], sparse
+        except ValueError as error:  # there is no word in them
+            raise UnscorableError(str(error)) from error
         count = min(self.clusters, len(texts))
         fitted = KMeans(count, random_state=self.seed, n_init=4).fit(counts)
         labels, centroids = fitted.labels_, fitted.cluster_centers_

@@ -11,6 +11,8 @@ bounds with the recipe itself as the control, whichever of the others then is th
 """
 
 import math
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -22,6 +24,9 @@ from lightning_llm.compare.losses import tail_of
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.liveness import whose
+from lightning_llm.record.rank_liveness import signal_ranks
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
@@ -202,9 +207,23 @@ def drop_at(halving: Halving, rung: int, step: int) -> None:
         dropped = Dropped(names[place], step, names[best], gap, low, high)
         halving.dropped[names[place]] = dropped
         print(f"ended  {dropped.words}", flush=True)
+        stop_elsewhere(halving.recipes[names[place]])
     print(
         f"sweep  rung {rung + 1} of {len(halving.rungs)}, step {step}: {len(halving.alive)} recipes go on", flush=True
     )
+
+
+def stop_elsewhere(jobs: Sequence[Job]) -> None:
+    """Have those of `jobs` that another start runs or has left behind save and stop, or say where to do that."""
+    for job in jobs:
+        if not runs_elsewhere(job):
+            continue
+        if signal_ranks(job.folder, signal.SIGTERM):
+            print(f"ended  job {job.number}, which another start runs or has left behind: told to stop", flush=True)
+        else:
+            mark = str(summary_of(job.folder).get("process", "")) if state_of(job.folder) == "running" else ""
+            text = f"note   job {job.number} is ended, and {whose(mark)} trains it on, in {job.folder}: stop it there"
+            print(text, file=sys.stderr, flush=True)
 
 
 def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:

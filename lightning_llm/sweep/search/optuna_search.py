@@ -11,14 +11,14 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from lightning_llm.config.identity import training_hash
+from lightning_llm.config.identity import hashed_values, training_hash, without_observers
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, tracked, write
-from lightning_llm.record.sweep_file import SEARCH
+from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
@@ -101,7 +101,8 @@ def planned_search(asked: Asked, space: "Mapping[str, Override]") -> Search:
     about = {"search": "optuna", "space": said, "sampler": keys.sampler, "search_seed": keys.search_seed,
              "pruning": keys.pruning, "startup_trials": keys.startup_trials, "metric": keys.metric, "tail": keys.tail,
              "seeds": [config.seed for _, config in baseline],
-             "all_other_keys": training_hash(baseline[0][1])}  # fmt: skip
+             OTHER_KEYS: training_hash(baseline[0][1]),
+             "derived": {OTHER_KEYS: hashed_values(without_observers(baseline[0][1]))}}  # fmt: skip
     first = define(baseline, name, typed, {SEARCH: about})
     if not first.folder.exists():  # else they were checked then
         _check_corners(asked, distributions)

@@ -30,7 +30,7 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
     from lightning_llm.sweep.search.optuna_search import planned_search
 
     search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
-    about = search.first.declared[SEARCH]
+    about = {key: value for key, value in search.first.declared[SEARCH].items() if key != "derived"}
     seeds = len(search.baseline)
     jobs = f"{seeds} jobs of the baseline, at most {keys.trials * seeds} of trials"
     words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, pruning {keys.pruning}: {jobs}"
