@@ -88,7 +88,7 @@ def test_a_sweep_leaves_it_alone_and_says_so(tmp_path, orphan, capsys):
 def test_what_an_earlier_attempt_left_does_not_make_it_a_failed_one(tmp_path, orphan, capsys):
     orphan()
     assert main(["train", *words(tmp_path)]) == 0
-    folder = first_job(tmp_path).folder
+    folder = tmp_path / "default" / "killed" / "0"
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps({"status": "failed", "detail": "of an earlier attempt"}))
     shutil.rmtree(folder.parent / "3")  # something is left to do
