@@ -113,8 +113,8 @@ PASSAGES = (
     Passage(
         "All pairs", "every recipe is held against every other", lambda study: study.all_pairs,
         "Gaps between all recipes, the baseline among them, are paired by seed as well. Their intervals hold together "
-        "over all pairs by the studentized range [@tukey1953], with a variance of its own for a pair whose spread "
-        "stands out [@dunnett1980]; verdicts are by their own intervals, and not by these.",
+        "over all pairs of levels of like spread by the studentized range [@tukey1953], with a variance of its own for "
+        "a pair whose spread stands out [@dunnett1980]; verdicts are by their own intervals, and not by these.",
     ),
     Passage(
         "Failures", "no run failed", lambda study: not study.failed,

@@ -18,7 +18,7 @@ from lightning_llm.compare.flags import of_ladder
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.ladder.fit import Fit, fit_ladder
-from lightning_llm.ladder.ledger import FILE, grade, read_ledger, write_ledger
+from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
 from lightning_llm.ladder.measured import ladder_of
 from lightning_llm.ladder.newest import newest_ladder
 from lightning_llm.ladder.predicting import is_run, predict
@@ -130,7 +130,8 @@ def _write(comparison: Comparison, report: Report, file: Path, folder: Path, *, 
 
     comparison.ladder, comparison.notes = True, [*comparison.notes, *report.notes]
     comparison.problems = list(report.problems)
-    ledger = report.ledger if report.ledger is not None else read_ledger(file)
+    known = report.ledger if report.ledger is not None else read_ledger(file)
+    ledger = [each for each in known if is_of(each, report.ladder)]
     lines = {f"ladder/{each.claim['recipe']}": each.claim["line"] for each in ledger}
     supplement = supplement_of(report, ledger)
     before = len(comparison.problems)

@@ -115,10 +115,15 @@ def add_predictions(file: Path, made: Sequence[Prediction]) -> list[Prediction]:
     return [earlier.get(each.same_as, each) for each in made]
 
 
+def is_of(prediction: Prediction, ladder: Ladder) -> bool:
+    """Whether the prediction is of the ladder's baseline and metric; of other ones it says nothing here."""
+    return (ladder.baseline, ladder.metric) == (prediction.claim["baseline"], prediction.claim["metric"])
+
+
 def grade(prediction: Prediction, ladder: Ladder) -> bool:
     """Give the prediction its outcome if its runs are there and it has none; return whether it got one."""
     claim, terms = prediction.claim, prediction.terms
-    alike = (ladder.baseline, ladder.metric) == (claim["baseline"], claim["metric"])
+    alike = is_of(prediction, ladder)
     rung = next((rung for rung in ladder.rungs if alike and _is_place(rung, claim)), None)
     pairs = sorted((rung.differences.get(claim["recipe"]) or {}).items()) if rung else []
     if prediction.outcome is not None or rung is None or not pairs:

@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
 
@@ -93,6 +94,7 @@ class _Rotate(torch.autograd.Function):
         return _rotate(x, cosine, sine)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         cosine, sine = ctx.saved_tensors
         return _rotate(grad_output, cosine, -sine), None, None
@@ -108,7 +110,8 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         )
         return torch.cat(turned, dim=-1).to(x.dtype)  # [B, T, H, K]
     # An inner loop runs over what lies alike in all operands: K/2 numbers, or with whole tables a whole sequence.
-    heads = x.shape[2] if cosine.ndim == 3 and len(x) >= SHARING_SEQUENCES else 1
+    by_sequence = x.device.type == "cpu" and cosine.ndim == 3 and len(x) >= SHARING_SEQUENCES
+    heads = x.shape[2] if by_sequence else 1
     sine = sine.expand(*sine.shape[:-2], heads, -1).contiguous()  # [.., T, heads, K/2]
     cosines = cosine[..., None, :].expand(*cosine.shape[:-2], heads, 2, -1).contiguous()  # [.., T, heads, 2, K/2]
     out = torch.empty(x.shape, dtype=cosine.dtype, device=x.device)  # [B, T, H, K]

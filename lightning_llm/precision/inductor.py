@@ -6,6 +6,7 @@ nothing, which erases what is being emulated. It also keeps Triton from contract
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -28,6 +29,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Literal["eager", "compiled", "shapes"]
 """How casts run; "shapes": not at all, what they return is allocated and left as it is (see `shapes.py`)."""
+
+
+# Said of a cast that reads fp16 and gives codes in bf16. All between is fp32, and its bits are those of eager (tests).
+warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed in the scheduler node")
 
 
 @functools.cache

@@ -239,7 +239,7 @@ def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 def forward(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None, record: Record | None) -> Tensor:
     """Return Y [M, N] = X W^T + b in the dtype of X [M, K], by the first two of six casts. W [N, K], b [N] or None."""
-    w = _in_dtype(weight, x.dtype)
+    call, w = call._replace(rotations={}), _in_dtype(weight, x.dtype)
     if record is not None:
         record("x", x)
         record("w", weight if call.knows_amax else w())

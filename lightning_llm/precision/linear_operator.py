@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.precision.linear import LinearCall, Record, Wanted, backward, forward
+from lightning_llm.precision.shared_casts import shared
 
 
 class Layer(Protocol):
@@ -133,8 +134,12 @@ def _as_in_a_function() -> Iterator[None]:
 
     An operator's runs below autograd, whose keys a kernel's guards would find missing and have another one compiled.
     """
-    with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.no_grad():
-        yield
+    shared.forget()  # the graph around the operator writes to memory again, and no version says so
+    try:
+        with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.no_grad():
+            yield
+    finally:
+        shared.forget()
 
 
 def _in_backward() -> bool:

@@ -135,7 +135,10 @@ class QuantisedLinear(nn.Linear):
             if amax is None:
                 made_by = inductor.tensor_amax(self.plan.backend)
                 tensor = tensor.detach()
-                amax = shared.of(tensor, "amax", made_by, lambda: made_by(tensor))
+                if role == "w":
+                    amax = made_by(tensor)
+                else:
+                    amax = shared.of(tensor, f"amax of {role}", made_by, lambda: made_by(tensor))
                 if source is not None:
                     source.tell_amax(amax)
             row = self.amax_history[0, ROLES.index(role)]

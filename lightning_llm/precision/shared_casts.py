@@ -1,6 +1,8 @@
 """Casts of an activation that several layers read, made once: the input of q, k and v, and that of gate and up.
 
-On a CPU, where a cast takes time, and the memory of one more operand is no matter.
+On a CPU, where a cast takes time, and the memory of one more operand is no matter. A tensor is known by its memory and
+its version, which every operator of torch that writes to it raises. Compiled kernels write to memory that they use
+again without that, so nothing is kept from one operator of a compiled graph to the next (`forget`).
 """
 
 from collections.abc import Callable, Hashable
@@ -43,6 +45,10 @@ class SharedCasts:
         result = make()
         self._latest[kind] = _Made(storage, place, how, result)
         return result
+
+    def forget(self) -> None:
+        """Let go of all that was made: it is asked for no more, or tensors may have changed unseen."""
+        self._latest.clear()
 
 
 shared = SharedCasts()

@@ -23,6 +23,7 @@ from lightning_llm.precision.module import (
 from lightning_llm.precision.module_rules import block_of
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import seed_random_bits
+from lightning_llm.precision.shared_casts import shared
 from lightning_llm.precision.swap import EMULATED, SwapReport, sum_in_fp32, swap_linears
 
 VALIDATION_KEY = 1 << 31
@@ -131,6 +132,7 @@ class Quantisation:
         try:
             yield
         finally:
+            shared.forget()
             for source in sources:
                 source.end_step()
 

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.ladder import command
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import fit_ladder
-from lightning_llm.ladder.ledger import read_ledger
+from lightning_llm.ladder.ledger import is_of, read_ledger
 from lightning_llm.ladder.measured import ladder_of
 from lightning_llm.ladder.report import Report
 from lightning_llm.ladder.supplement import supplement_of
@@ -111,25 +112,37 @@ def compared(ladder):
     return [read_run(each) for each in sorted(ladder.iterdir()) if (each / "config.yaml").is_file()]
 
 
-def test_the_pictures_draw_fit_rungs_and_prediction(ladder, compared):
+@pytest.fixture
+def predictions(ladder, capsys):
+    """What was predicted from the ladder; the same is predicted once."""
+    said(capsys, ladder, "--predict", *PLACE)
+    return read_ledger(ladder / "compare" / "predictions.jsonl")
+
+
+def test_a_prediction_of_another_metric_is_none_of_this_ladder(compared, predictions):
+    (made,), ladder = predictions, ladder_of(compare_runs(compared, Terms()))
+    assert is_of(made, ladder)
+    assert not is_of(replace(made, claim={**made.claim, "metric": "val_loss/code"}), ladder)
+    assert not is_of(replace(made, claim={**made.claim, "baseline": "fp32"}), ladder)
+
+
+def test_the_pictures_draw_fit_rungs_and_prediction(compared, predictions):
     comparison = compare_runs(compared, Terms())
     report = Report(ladder_of(comparison), 0.95)
     report.fit = fit_ladder(report.ladder)
-    predictions = read_ledger(ladder / "compare" / "predictions.jsonl")
     over_tokens, over_sizes = supplement_of(report, predictions).pictures
-    for picture, lines, axis in ((over_tokens, 3 + bool(predictions), 1), (over_sizes, 3, 0)):
+    for picture, lines, axis in ((over_tokens, 4, 1), (over_sizes, 3, 0)):
         axes = Figure().subplots()
         picture.paint(axes)
         names = [text.get_text() for text in axes.get_legend().get_texts()]
-        assert len(names) == lines + bool(predictions)
+        assert len(names) == lines + 1
         drawn = {line.get_label(): line for line in axes.get_lines()}
         first = drawn[names[0]]
         place = [237_888, 8192]
         at = effect_at(report.fit, "mxfp4_sr", *place)
         assert first.get_xdata()[0] == pytest.approx(place[axis])
         assert first.get_ydata()[0] == pytest.approx(100 * at.more_tokens)
-        if predictions:
-            assert drawn["predicted"].get_ydata()[0] == pytest.approx(100 * predictions[0].claim["more_tokens"])
+        assert drawn["predicted"].get_ydata()[0] == pytest.approx(100 * predictions[0].claim["more_tokens"])
 
 
 def test_each_setting_is_drawn_with_its_own_margin(compared):

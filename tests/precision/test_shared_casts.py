@@ -65,6 +65,33 @@ def test_a_changed_tensor_is_cast_anew():
             del y
 
 
+def test_what_compiled_kernels_write_unseen_is_cast_anew():
+    """Inductor's C++ uses a buffer again, and no version says so: `buf4 = buf0; del buf0  # reuse`."""
+    (layer,), buffer, later = layers_of("mxfp8", 1), tensor(1).float(), tensor(2).float()
+    call = torch.ops.lightning_llm.quantised_linear.default
+    with torch.no_grad():
+        call(buffer, layer.weight, None, None, layer._number, False, False)
+        before = buffer._version
+        buffer.numpy()[:] = later.numpy()
+        assert buffer._version == before
+        got = call(buffer, layer.weight, None, None, layer._number, False, False)
+        assert torch.equal(got, call(later, layer.weight, None, None, layer._number, False, False))
+
+
+def test_delayed_scales_take_the_amax_of_what_all_read_once(monkeypatch):
+    taken, right = [], inductor.tensor_amax("eager")
+
+    def amax(x):
+        taken.append(tuple(x.shape))
+        return right(x)
+
+    monkeypatch.setattr(inductor, "tensor_amax", lambda _: amax)
+    layers, x = layers_of("fp8_delayed", 3), tensor(1).requires_grad_()
+    for layer in layers:
+        layer(x)
+    assert len(taken) == 1 + 3  # X once, and each weight
+
+
 def test_an_observer_sees_each_layers_cast():
     layers, x, seen = layers_of("mxfp8", 2), tensor(1), []
     for layer in layers:

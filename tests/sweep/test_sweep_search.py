@@ -283,13 +283,13 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
 
 @pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])
 def test_halving_seldom_ends_a_recipe_that_is_as_good_as_the_best(spread):
-    """Five recipes of one loss, over two rungs: each in half of 5 %, a louder one in 5 %; and one far off always."""
+    """Five recipes of one loss, over two rungs: each in half of 5 % at most; and one far off always."""
     rng, keys, trials = np.random.default_rng(0), SweepConfig(margin=1e-9), 250
     ended = np.zeros(5)
     for _ in range(trials):
         runs = rng.standard_normal((5, 6)) * np.array(spread)[:, None]
         gone = {place for rung in (runs[:, :3], runs[:, 3:]) for place in worse_than_best(rung, keys, 2)}
         ended[list(gone)] += 1
-    assert (ended / trials <= np.where(np.array(spread) > 1, 0.08, 0.045)).all()  # of 250: known to 1.4 %
+    assert (ended / trials <= np.where(np.array(spread) > 1, 0.06, 0.04)).all()  # of 250: known to 1 %
     far = np.vstack([np.zeros((4, 3)), np.full((1, 3), 9.0)]) + rng.standard_normal((5, 3)) * 0.1
     assert worse_than_best(far, keys, 2).keys() == {4}

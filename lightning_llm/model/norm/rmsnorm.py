@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.Module):
@@ -50,6 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * root).mul_(weight).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:  # type: ignore[no-untyped-def]
         x, root, weight = ctx.saved_tensors
         wide, grad = x.float(), grad_output.float()  # 2 x [..., D]
