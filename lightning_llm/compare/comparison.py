@@ -196,6 +196,8 @@ def compare_runs(
         comparison.all_pairs = [
             each for family in comparison.families for each in all_pairs(comparison.verdicts_of(family))
         ]
+        if not comparison.all_pairs:
+            comparison.notes.append("No table of all pairs: where the baseline has not learned, no gap means anything.")
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
 

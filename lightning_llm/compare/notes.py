@@ -56,8 +56,14 @@ def _short_tails(verdicts: Sequence[Verdict]) -> list[str]:
     if not steps:
         return []
     every = max(1, steps[0] // 40)  # four in the last tenth
+    earlier = any(
+        0.7 * steps[-1] < step < steps[-1]
+        for each in verdicts
+        for pair in each.pairs
+        for step in pair.run.validations.get(each.terms.metric, {})
+    )
+    more = ", or take in more of what there is (--tail 0.3)" if earlier else ""
     return [
         f"The tail is one validation (step {', '.join(map(str, steps))}), so nothing is averaged. The mean of several "
-        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}), or take "
-        "in more of what there is (--tail 0.3)."
+        f"has less of the noise from step to step: validate more often (trainer.validate_every_steps={every}){more}."
     ]

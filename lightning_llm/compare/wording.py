@@ -121,7 +121,7 @@ def _unlearned(verdict: Verdict) -> str:
     if math.isfinite(below):
         entropy = any(pair.baseline.figure("validation_unigram_nats") == below for pair in verdict.pairs)
         source = "the frequencies of the tokens alone give" if entropy else f"{LEARNED_SHARE:g} ln(vocabulary) is"
-        text += f": it ends at {loss:.3f} nats, where {source} {below:.3f}"
+        text += f": its best run ends at {loss:.3f} nats, where {source} {below:.3f}"
     return f"{text}. What a recipe loses cannot show: train for longer"
 
 
