@@ -13,7 +13,8 @@ from lightning_llm.model.flops import count_parameters
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "ladder.md").read_text(encoding="utf-8")
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -36,10 +37,12 @@ def test_commands_parse(command):
 def test_the_predictions_are_what_was_said_and_grade_as_they_did(tables):
     ladder = tables.measured_ladder()
     ledger = read_ledger(tables.PREDICTIONS)  # which holds each to its hash
-    assert len(ledger) >= 2
+    assert sum(each.outcome is not None for each in ledger) >= 16
     for each in ledger:
         before, each.outcome = each.outcome, None
-        assert grade(each, ladder)
+        assert grade(each, ladder) == (before is not None)
+        if before is None:
+            continue
         for key in ("gap", "z", "interval", "inside"):
             assert each.outcome[key] == pytest.approx(before[key])
         assert before["made_before_the_runs"] is True
