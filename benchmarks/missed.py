@@ -11,8 +11,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "precision",
         "*mxfp4_sr,*",
         "At the quickstart's size (512 tokens of 192 numbers, four times a step) GEMMs are small, and casts weigh "
-        "most: `mxfp4_sr` hashes every element's number to round it, and rotates four operands. The nine recipes with "
-        "a target alone, a few minutes earlier, had 1.86.",
+        "most: `mxfp4_sr` hashes every element's number to round it, and rotates four operands.",
     ),
     (
         "precision",

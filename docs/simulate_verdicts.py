@@ -144,17 +144,21 @@ SPREADS = (
 """SD of the baseline's runs, and of the recipes', with effects between seeds that pairs cancel."""
 
 
+def runs_of(spreads: tuple[float, ...], seeds: int, trials: int) -> NDArray:
+    """Return losses of runs without gaps, [trials, 1 + K, seeds], the baseline first."""
+    return np.random.default_rng(2).standard_normal((trials, len(spreads), seeds)) * np.array(spreads)[:, None]
+
+
 def coverage(spreads: tuple[float, ...], seeds: int, trials: int) -> float:
     """Return how often the intervals of all recipes hold together."""
-    runs = np.random.default_rng(2).standard_normal((trials, len(spreads), seeds)) * np.array(spreads)[:, None]
+    runs = runs_of(spreads, seeds, trials)
     found = simultaneous_intervals(runs[:, 1:] - runs[:, :1])
     return float(((found.low <= 0) & (found.high >= 0)).all(-1).mean())
 
 
 def all_pairs_coverage(spreads: tuple[float, ...], seeds: int, trials: int) -> float:
     """Return how often the intervals of all pairs hold together (`compare --all-pairs`)."""
-    runs = np.random.default_rng(2).standard_normal((trials, len(spreads), seeds)) * np.array(spreads)[:, None]
-    _, low, high, _ = pairwise_intervals(runs)
+    _, low, high, _ = pairwise_intervals(runs_of(spreads, seeds, trials))
     return float(((low <= 0) & (high >= 0)).all(-1).mean())
 
 

@@ -193,13 +193,19 @@ def compare_runs(
     if terms.targets != NO_TARGETS:
         comparison.problems += terms.targets.check([family.words for family in comparison.families])
     if terms.all_pairs:
-        comparison.all_pairs = [
-            each for family in comparison.families for each in all_pairs(comparison.verdicts_of(family))
-        ]
-        if not comparison.all_pairs:
-            comparison.notes.append("No table of all pairs: where the baseline has not learned, no gap means anything.")
+        _add_all_pairs(comparison)
     comparison.notes += notes_on(factor, comparison.families, comparison.verdicts)
     return comparison
+
+
+def _add_all_pairs(comparison: Comparison) -> None:
+    """Hold every recipe against every other, or note why none is."""
+    for family in comparison.families:
+        comparison.all_pairs += all_pairs(comparison.verdicts_of(family))
+    if not comparison.all_pairs:
+        comparison.notes.append(
+            "No table of all pairs: the baseline has not learned, or runs have no validation in common."
+        )
 
 
 def _incomparable(usable: Sequence[Run], metric: str) -> Problem | None:

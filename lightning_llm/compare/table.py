@@ -28,12 +28,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts:
         _print(console, Text(line_of(verdict), style=STYLES[verdict.colour]))
     if comparison.all_pairs:
-        console.print(
-            Text(
-                "every recipe against every other, by loss alone; intervals hold together",
-                style="bold",
-            )
-        )
+        console.print(Text("every recipe against every other, by loss alone; intervals hold together", style="bold"))
         console.print(pairs_table(comparison))
     if advice := comparison.advice:
         more = f"{advice.more_seeds} more seed{'s' * (advice.more_seeds > 1)}, for {', '.join(advice.decides)}"
