@@ -17,6 +17,10 @@ PATIENCE_SECONDS = 20.0
 """How long a job waits at a pause to be stopped, before it goes on to its end."""
 
 
+class Killed(BaseException):
+    """The end of the sweep's process, which nothing may catch, as `kill -9`."""
+
+
 class MadeJob:
     """A run of `lightning-llm train --config FILE` that writes what a run writes, a validation at a time.
 
@@ -79,4 +83,16 @@ def make_jobs(
     }
     kind: type[MadeJob] = type("Made", (MadeJob,), members)
     monkeypatch.setattr(local, "subprocess", SimpleNamespace(Popen=kind))
+    return kind
+
+
+def killed_after(kind: type[MadeJob], jobs: int) -> type[MadeJob]:
+    """Have the process that starts jobs of `kind` die as one begins after `jobs` have ended; return `kind`."""
+
+    def dies(_: dict[str, Any]) -> bool:
+        if len(kind.ended) >= jobs:
+            raise Killed
+        return False
+
+    kind.dies = staticmethod(dies)
     return kind

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_jobs import make_jobs
+from made_jobs import Killed, killed_after, make_jobs
 
 from lightning_llm.__main__ import main
 
@@ -103,23 +103,12 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert "changed after it was declared" in capsys.readouterr().err
 
 
-class Killed(BaseException):
-    """The end of the sweep's process."""
-
-
 def test_a_sweep_that_was_killed_goes_on_and_repeats_nothing(tmp_path, monkeypatch, capsys):
     whole, two = make_jobs(monkeypatch, loss), "precision=bf16,fp8_current"
     assert main(["train", *words(tmp_path / "whole", two)]) == 0
     ran: list[tuple[str, int]] = []
     for limit in (2, 4, 1):  # jobs before it dies: within the first look, between two looks, within the second
-        kind = make_jobs(monkeypatch, loss)
-
-        def dies(config: dict[str, Any], kind=kind, limit=limit) -> bool:
-            if len(kind.ended) >= limit:
-                raise Killed
-            return False
-
-        kind.dies = staticmethod(dies)
+        kind = killed_after(make_jobs(monkeypatch, loss), limit)
         with pytest.raises(Killed):
             main(["train", *words(tmp_path / "killed", two)])
         ran += [(config["precision"]["name"], config["seed"]) for config in kind.ended]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from made_jobs import make_jobs
+from made_jobs import Killed, killed_after, make_jobs
 
 from lightning_llm.__main__ import main
 from lightning_llm.config.schema.sweep import SweepConfig
@@ -75,23 +75,12 @@ def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeyp
     assert {round(row["gap"], 9) for row in found["verdicts"]} == {round(each["gap"], 9) for each in trials}
 
 
-class Killed(BaseException):
-    """The end of the search's process."""
-
-
 def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
     make_jobs(monkeypatch, loss)
     assert main(["train", *optuna_words(tmp_path / "whole", "sweep.trials=3")]) == 0
     ran = 0
     for limit in (0, 2):  # jobs before it dies: in the baseline's, in a trial's
-        kind = make_jobs(monkeypatch, loss)
-
-        def dies(config: dict[str, Any], kind=kind, limit=limit) -> bool:
-            if len(kind.ended) >= limit:
-                raise Killed
-            return False
-
-        kind.dies = staticmethod(dies)
+        kind = killed_after(make_jobs(monkeypatch, loss), limit)
         with pytest.raises(Killed):
             main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=3")])
         ran += len(kind.ended)
