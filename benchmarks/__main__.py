@@ -35,6 +35,7 @@ from benchmarks.shape import LARGE, MIDDLE, SMALL
 
 BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "startup": startup.measure,
+    "startup_casts": startup.measure_casts,
     "loader": loader.measure,
     "tokenise": tokenise.measure,
     "trainer_overhead": trainer_overhead.measure,
