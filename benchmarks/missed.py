@@ -6,7 +6,7 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "*fp32*",
         "In fp32 products of linear layers are most of every contender's step, by the same library and near the "
         "machine's GEMM peak (`roofline`, `roofline_60m`): little is left to be faster with, and less the larger the "
-        "model. Another library's products (oneDNN's) are a tenth faster here, with other bits: not taken.",
+        "model.",
     ),
     (
         "peers*",
