@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
+from lightning_llm.config.commands import command
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
 
@@ -112,8 +114,8 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design)):
-        raise ConfigError(Problem("--all-pairs", f"{why}. Leave it out, or compare without these."))
+    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design, found)):
+        raise ConfigError(Problem("--all-pairs", why))
     runs, problems, ended = read_found(found)
     try:
         if best_of is not None:
@@ -134,14 +136,23 @@ def compare_named(
     return comparison
 
 
-def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None) -> str:
-    """Return why recipes are not held against each other here; empty where they are."""
+def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: Found) -> str:
+    """Return why recipes are not held against each other here, and what to do; empty where they are."""
     if best_of is not None:
-        return "is not for --best-of, whose whole grid it does not look at"
+        return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
     if design is not None:
-        return "is not for declared looks, whose error it lacks"
-    curve = "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others"
-    return curve if terms.token_margin is not None else ""
+        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*"
+        return (
+            "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
+            "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "
+            f"there: {command('compare')} {runs} --all-pairs"
+        )
+    if terms.token_margin is not None:
+        return (
+            "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others. Give "
+            "one, --margin 0.01, or leave --all-pairs out."
+        )
+    return ""
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:

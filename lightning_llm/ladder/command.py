@@ -159,8 +159,9 @@ def _nothing_to_grade(file: Path) -> Problem:
 def _fit(report: Report) -> Fit | None:
     """Return the fit over what can be fitted; what cannot is among the report's problems, and stays in its ladder."""
     measured = report.ladder
-    if reasons := too_small(measured):
-        report.problems += [Problem("--ladder", f"there is no ladder to fit: {reason}.") for reason in reasons]
+    if reason := too_small(measured):
+        more = "Add sizes (model=A,B,C) and lengths (trainer.max_steps=...) to the sweep, or begin with sweep/ladder"
+        report.problems.append(Problem("--ladder", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
     for name, reasons in few.items():

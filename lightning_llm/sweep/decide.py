@@ -17,7 +17,7 @@ from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import choose_factor
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.token_curve import unplanned
+from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.margin import read_margin
@@ -122,12 +122,24 @@ def _check_margin(
     keys: SweepConfig, terms: Terms, families: Sequence[Family], configs: Sequence[Config], seeds: Sequence[int]
 ) -> None:
     """Raise ConfigError where a margin in tokens will not be known, before anything is run for it."""
-    problems = unplanned(families, [_planned(config) for config in configs], seeds, terms)
+    found = unplanned(families, [_planned(config) for config in configs], seeds, terms)
+    problems = [Problem("sweep.margin", _what_to_plan(keys, each)) for each in found]
     if terms.token_margin is not None and not keys.metric.startswith(LOSS):
         text = f"in tokens is one of a loss, and sweep.metric is {keys.metric}. Give it in its unit."
         problems = [Problem("sweep.margin", text)]
     if problems:
         raise ConfigError(problems)
+
+
+def _what_to_plan(keys: SweepConfig, lacking: Unplanned) -> str:
+    """Return which jobs a margin in tokens lacks, and how to give them."""
+    where = f" ({lacking.setting})" if lacking.setting else ""
+    there, enough = (",".join(map(str, steps)) for steps in (lacking.there, lacking.enough))
+    return (
+        f"{keys.margin}{where} {NEEDS} at every seed of the looks, and these jobs have it at "
+        f"{there.replace(',', ', ')} steps. Give trainer.max_steps={enough}, or a line of the baseline alone to the "
+        "recipe's sweep.also, or the margin in nats."
+    )
 
 
 def _planned(config: Config) -> Run:
