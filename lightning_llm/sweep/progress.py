@@ -87,7 +87,9 @@ class Progress:
                 return ""
             seconds = sum(outcome.seconds for outcome in self.outcomes) / self._steps * steps / self._side_by_side
             return f" | {done} of {self.jobs} ended, at most about {duration(seconds)} left of the search"
-        return f" | {done} of {self.jobs} ended, about {duration(self._seconds_left())} left" if done < self.jobs else ""
+        return (
+            f" | {done} of {self.jobs} ended, about {duration(self._seconds_left())} left" if done < self.jobs else ""
+        )
 
     def _seconds_left(self) -> float:
         """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""
