@@ -57,12 +57,17 @@ def _shows_with(at: int, counts: set[int], share: float) -> bool:
 
 @dataclass(frozen=True)
 class Unplanned:
-    """A setting whose margin in tokens planned jobs would leave unknown: `steps` of the judged runs, and the numbers of
-    steps at which they have the baseline (`there`) and at which it would be enough (`enough`)."""
+    """A setting whose margin in tokens planned jobs would leave unknown.
+
+    `baseline`: a run of it, of the length that is judged, which is `steps`; `there`: all the numbers of steps that it
+    is planned for; `others`: two that would be enough beside.
+    """
 
     setting: str
+    baseline: Run
     there: tuple[int, ...]
-    enough: tuple[int, ...]
+    steps: int
+    others: tuple[int, int]
 
 
 def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[int], terms: Terms) -> list[Unplanned]:
@@ -82,7 +87,8 @@ def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[i
         counts = set.intersection(*({planned_tokens(run) for run in alike if run.seed == seed} for seed in seeds))
         if not _shows_with(at, counts, share):
             there = tuple(round(count / at * steps) for count in sorted({*counts, at}))
-            found.append(Unplanned(family.words, there, (max(1, steps // 2), steps, 2 * steps)))
+            others = max(1, steps // 2), 2 * steps
+            found.append(Unplanned(family.words, pair.baseline, there, steps, others))
     return found
 
 
