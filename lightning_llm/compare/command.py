@@ -19,12 +19,12 @@ from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
 from lightning_llm.compare.flags import of_scores, of_verdicts
+from lightning_llm.compare.judge import open_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
 from lightning_llm.compare.selection import BestOf
 from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
-from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.commands import command
 from lightning_llm.config.identity import NOT_IDENTITY, below

@@ -13,6 +13,7 @@ from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.grid import borne_out
+from lightning_llm.compare.judge import judge
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.methods import Methods, methods_of
 from lightning_llm.compare.noise import Floor
@@ -26,7 +27,7 @@ from lightning_llm.compare.target import NO_TARGETS
 from lightning_llm.compare.token_curve import curve_of
 from lightning_llm.compare.token_margin import in_nats
 from lightning_llm.compare.unfinished import levels_without_a_run, unfinished_problems
-from lightning_llm.compare.verdict import Verdict, judge
+from lightning_llm.compare.verdict import Verdict
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.record.reading import Run, facts, read_run
