@@ -23,7 +23,7 @@ from lightning_llm.compare.judge import open_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
-from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.selection import BestOf, has_grid
 from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.commands import command
@@ -32,6 +32,10 @@ from lightning_llm.errors import ConfigError, Problem, gathered
 
 if TYPE_CHECKING:
     from lightning_llm.compare.report.supplement import Supplement
+
+
+RATE = "optim.learning_rate"
+"""The key of which a sweep may have a grid for each recipe, at whose best it is to be judged."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -126,6 +130,9 @@ def compare_named(
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
+    if best_of is None and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
+        better = command("compare", *(words or [str(found.home)]), "--best-of", RATE)
+        comparison.notes.append(f"Recipes ran at several values of {RATE}. Each at its own best: {better}")
     if comparison.design is None:
         note_look(comparison, found.home / "compare")
     show(comparison)
