@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,20 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
-from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.ended_jobs import read_found
-from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
-from lightning_llm.compare.flags import of_scores, of_verdicts
+from lightning_llm.compare.flags import against_all_pairs, best_of_words, of_scores, of_verdicts, terms_of
 from lightning_llm.compare.judge import open_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
-from lightning_llm.compare.selection import BestOf, has_grid
+from lightning_llm.compare.selection import has_grid
 from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
 from lightning_llm.compare.wording import looks_statement
 from lightning_llm.config.commands import command
@@ -118,7 +116,7 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design, found)):
+    if asked.all_pairs and (why := against_all_pairs(terms, best_of, declared.design, found)):
         raise ConfigError(Problem("--all-pairs", why))
     runs, problems, ended = read_found(found)
     try:
@@ -143,25 +141,6 @@ def compare_named(
     return comparison
 
 
-def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: Found) -> str:
-    """Return why recipes are not held against each other here, and what to do; empty where they are."""
-    if best_of is not None:
-        return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
-    if design is not None:
-        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*"
-        return (
-            "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
-            "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "
-            f"there: {command('compare')} {runs} --all-pairs"
-        )
-    if terms.token_margin is not None:
-        return (
-            "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others. Give "
-            "one, --margin 0.01, or leave --all-pairs out."
-        )
-    return ""
-
-
 def note_look(comparison: Comparison, folder: Path) -> None:
     """Write this look down beside the runs, whatever folder the report goes to, and say what many looks do."""
     try:
@@ -171,41 +150,6 @@ def note_look(comparison: Comparison, folder: Path) -> None:
         return
     if len(comparison.looks) > 1:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
-
-
-def terms_of(asked: AskedTerms, design: Design | None) -> Terms:
-    """Return the terms of a verdict: `design`'s, or those asked for. Raises ConfigError with all that are none."""
-    if design is not None:
-        return replace(design.terms, targets=asked.targets, all_pairs=asked.all_pairs)
-    problems: list[Problem] = []
-    terms = Terms()
-    with gathered(problems):
-        asked.margins(terms)
-    terms = (replace(asked, margin=None) if problems else asked).over(terms)
-    if terms.token_margin is not None and not terms.metric.startswith(LOSS):
-        text = f"in tokens is one of a loss, and --metric is {terms.metric}. Give it in its unit."
-        problems.append(Problem("--margin", text))
-    if not 0.5 <= terms.confidence < 1:
-        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
-    if not 0 <= terms.tail_share < 1:
-        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
-    if problems:
-        raise ConfigError(problems)
-    return terms
-
-
-def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
-    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
-    if best_of is None:
-        if choose_by is not None:
-            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
-        return None
-    if choose_by == "all":
-        return BestOf(best_of, by_all=True)
-    words = [] if choose_by is None else choose_by.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
-    return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 
 def _print_data(comparison: Comparison) -> None:

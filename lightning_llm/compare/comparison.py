@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.data import finite, verdict_data
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
@@ -21,7 +22,7 @@ from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.paired_curves import paired_curves
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
-from lightning_llm.compare.selection import BestOf, Selection, select_best
+from lightning_llm.compare.selection import Selection, select_best
 from lightning_llm.compare.study import Study
 from lightning_llm.compare.target import NO_TARGETS
 from lightning_llm.compare.token_curve import curve_of

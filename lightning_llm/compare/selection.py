@@ -8,67 +8,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from lightning_llm.compare.best_of import BestOf, Choice
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
+from lightning_llm.compare.grid_edge import Beyond, beyond_of, edge_problem
 from lightning_llm.compare.losses import Tail, tail_of
 from lightning_llm.compare.tuned import plateau
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_commands import command_with_values
-
-
-@dataclass(frozen=True)
-class BestOf:
-    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
-
-    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
-    """
-
-    key: str
-    seeds: tuple[int, ...] = ()
-    sweeps: tuple[Path, ...] = ()
-    """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
-    by_all: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
-
-    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
-    `plateau`: the range of values within the margin of the best, by the mean over all seeds that have all values.
-    """
-
-    words: str
-    value: Any
-    losses: dict[Any, float]
-    lost_seeds: tuple[int, ...] = ()
-    plateau: tuple[float, float] | None = None
-
-    @property
-    def at_the_edge(self) -> bool:
-        """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
-        return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
-
-    def line(self, name: str) -> str:
-        """Return the choice among values of `name` in words."""
-        losses = ", ".join(
-            f"{f'{loss:.4f}' if math.isfinite(loss) else 'diverged'} at {value:g}"
-            for value, loss in sorted(self.losses.items())
-        )
-        if self.value is None:
-            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
-        edge = " It is the last of the grid." if self.at_the_edge else ""
-        if self.plateau is not None:
-            low, high = self.plateau
-            flat = f"From {low:.3g} to {high:.3g}, a factor of {high / low:.3g}" if low else ""
-            edge += f" {flat}, the loss is within the margin of it." if flat else ""
-        seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
-        lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
-        return f"{self.words}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"
 
 
 @dataclass(frozen=True)
@@ -157,7 +106,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
         selection.choices.append(choice := Choice(words, best, losses, lost, flat))
         if choice.at_the_edge:
-            beyond.setdefault(_beyond(choice, [*finished, *rest]), []).append(choice)
+            beyond.setdefault(beyond_of(choice, [*finished, *rest]), []).append(choice)
             continue
         selection.runs += judged
         selection.grids[_identity(finished[0], others)] = Grid(
@@ -194,41 +143,6 @@ def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[An
         else math.fsum(tail.of(runs[value, seed]) for seed in seeds) / len(seeds)
         for value in values
     }
-
-
-class Beyond(NamedTuple):
-    """Where a grid ends with its best: which `end`, the next value `further` on, as its neighbours go, and `seeds`."""
-
-    end: str
-    further: float
-    seeds: tuple[int, ...]
-
-
-def _beyond(choice: Choice, runs: Sequence[Run]) -> Beyond:
-    values = sorted(choice.losses)
-    end = "below" if choice.value == values[0] else "above"
-    neighbour = values[1] if end == "below" else values[-2]
-    further = choice.value * choice.value / neighbour if neighbour else choice.value
-    return Beyond(end, float(f"{further:.3g}"), tuple(sorted({run.seed for run in runs})))
-
-
-def edge_problem(choices: Sequence[Choice], where: Beyond, asked: BestOf) -> Problem:
-    """Return that the best value of recipes is the grid's last, which end to extend, and the command that does.
-
-    A better value may lie beyond, and how much better nobody knows: such a recipe is not judged.
-    """
-    *others, name = (f"{each.words} (at {each.value:g})" for each in choices)
-    names = f"{', '.join(others)} and {name}" if others else name
-    last = "least" if where.end == "below" else "greatest"
-    verb, they = ("is", "it is") if len(choices) == 1 else ("are", "they are")
-    text = (
-        f"{names} {verb} best at the {last} value of the grid, so that a better one may lie beyond, and {they} not "
-        f"judged. Extend the grid {where.end}"
-    )
-    command = ""
-    if len(asked.sweeps) == 1 and where.further > 0:
-        command = command_with_values(asked.sweeps[0], asked.key, [where.further], where.seeds)
-    return Problem(f"--best-of {asked.key}", f"{text}: {command}" if command else f"{text}, to {where.further:g}, say.")
 
 
 def has_grid(runs: Sequence[Run], key: str) -> bool:

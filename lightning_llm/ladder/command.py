@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_llm.compare.command import best_of_words, note_look, terms_of, write_comparison
+from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.command import note_look, write_comparison
 from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
-from lightning_llm.compare.flags import of_ladder
-from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from run_folders import make_run, make_sweep
 
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.looks import look_at
@@ -20,7 +21,6 @@ from lightning_llm.compare.references import KNOWN, LADDER, keys_in
 from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
 from lightning_llm.compare.report.page import page
 from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
-from lightning_llm.compare.selection import BestOf
 from lightning_llm.record.reading import read_run
 
 

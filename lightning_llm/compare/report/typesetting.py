@@ -149,11 +149,11 @@ def _fitted(natural: Sequence[float], room: float) -> list[float]:
 
 
 def _heading(words: str, font: FontProperties) -> list[Block]:
+    def painting(line: str) -> Callable[[Figure, float], None]:
+        return lambda figure, top: write(figure, SIDE, top, line, font, FAINT)
+
     height = font.get_size_in_points() * POINT * (1 + ROW_GAP)
-    return [
-        Block(height, lambda figure, top, line=line: write(figure, SIDE, top, line, font, FAINT))
-        for line in wrapped(words, font, TEXT_WIDTH)
-    ]
+    return [Block(height, painting(line)) for line in wrapped(words, font, TEXT_WIDTH)]
 
 
 def _row(line: Line, widths: Sequence[float], space: float, font: FontProperties, names: int) -> Block:
