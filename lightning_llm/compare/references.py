@@ -37,25 +37,22 @@ class Reference:
     @property
     def text(self) -> str:
         """The entry in words, as it stands in a list of references, with its number at arXiv if it has one."""
-        return self._words(f"arXiv:{self.eprint}" if self.eprint else "")
+        return f"{self.entry} arXiv:{self.eprint}." if self.eprint else self.entry
 
     @property
     def entry(self) -> str:
         """The entry in words without any number, which a link behind it has (`number`)."""
-        return self._words("")
-
-    @property
-    def number(self) -> str:
-        """What the entry is found by: its DOI, or its number at arXiv; empty where neither is known."""
-        return self.doi or (f"arXiv:{self.eprint}" if self.eprint else "")
-
-    def _words(self, number: str) -> str:
         authors = self.authors.strip("{}")
         if not self.authors.startswith("{"):
             persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
             authors = ", ".join(persons[:-1]) + (" and " if persons[:-1] else "") + persons[-1]
         where = " ".join(filter(None, (self.container, self.place)))
-        return ". ".join(filter(None, (authors, self.title, where, number, self.year))) + "."
+        return ". ".join(filter(None, (authors, self.title, where, self.year))) + "."
+
+    @property
+    def number(self) -> str:
+        """What the entry is found by: its DOI, or its number at arXiv; empty where neither is known."""
+        return self.doi or (f"arXiv:{self.eprint}" if self.eprint else "")
 
     @property
     def url(self) -> str:

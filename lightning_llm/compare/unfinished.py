@@ -26,21 +26,20 @@ def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Probl
     Args:
         so: what becomes of them.
     """
-    alike: dict[tuple[str, str], list[Run]] = {}
+    alike: dict[tuple[Path, str, str], list[Run]] = {}
     for run in runs:
         sweep = run.folder.parent
         place = sweep if (sweep / FILE).is_file() else run.folder
-        alike.setdefault((str(place), _cause(run)), []).append(run)
+        alike.setdefault((place, _status(run), _detail(run).partition(":")[0]), []).append(run)
     return [
-        _of_one(found[0], cause, so) if len(found) == 1 else _of_several(Path(place), found, cause, so)
-        for (place, cause), found in alike.items()
+        _of_one(found[0], so) if len(found) == 1 else _of_several(sweep, found, so)
+        for (sweep, *_), found in alike.items()
     ]
 
 
-def _cause(run: Run) -> str:
-    """Return why the run is not finished: its status, and the first line of what it said of that."""
-    detail = str(run.summary.get("detail") or "").splitlines()
-    return f"{_status(run)}{f' ({detail[0][:200]})' if detail else ''}"
+def _detail(run: Run) -> str:
+    """Return the first line of what a run said of its end: "OSError: no space left"."""
+    return (str(run.summary.get("detail") or "").splitlines() or [""])[0][:200]
 
 
 def _status(run: Run) -> str:
@@ -48,19 +47,20 @@ def _status(run: Run) -> str:
     return KILLED if gone else run.status
 
 
-def _of_one(run: Run, cause: str, so: str) -> Problem:
-    status = _status(run)
+def _of_one(run: Run, so: str) -> Problem:
+    status, detail = _status(run), _detail(run)
     after = f" after step {run.last_step}" if run.last_step else ""
-    text = f"is not finished: {status}{after}{cause.removeprefix(status)}. {so}"
+    text = f"is not finished: {status}{after}{f' ({detail})' if detail else ''}. {so}"
     return Problem(str(run.folder), f"{text}{_further(how_they_go_on([run]), status, 'it')}.")
 
 
-def _of_several(sweep: Path, runs: Sequence[Run], cause: str, so: str) -> Problem:
-    status = _status(runs[0])
+def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
+    status, details = _status(runs[0]), sorted({_detail(run) for run in runs} - {""})
     steps = sorted({run.last_step for run in runs})
     after = f" after step {steps[0] if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'}" if steps[-1] else ""
-    text = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished: {status}{after}"
-    text += f"{cause.removeprefix(status)}, jobs {_numbers(runs)} (numbered from 0). {so}"
+    why = f" ({details[0]}{'; and others' if len(details) > 1 else ''})" if details else ""
+    text = f"{len(runs)} of its {_number_of_jobs(sweep)} jobs are not finished: {status}{after}{why}"
+    text += f", jobs {_numbers(runs)} (numbered from 0). {so}"
     return Problem(str(sweep), f"{text}{_further(how_they_go_on(runs), status, 'them')}.")
 
 

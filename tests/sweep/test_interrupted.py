@@ -90,7 +90,7 @@ def test_unfinished_jobs_are_a_line_per_cause(tmp_path, monkeypatch, capsys):
     dead = f"{platform.node()} 999999999 0"
     for number, summary in {
         2: {"status": "failed", "detail": "OSError: no space left\nmore"},
-        3: {"status": "failed", "detail": "OSError: no space left"},
+        3: {"status": "failed", "detail": "OSError: no room"},
         4: {"status": "stopped"},
         6: {"status": "running", "process": dead},
         7: {"status": "running", "process": dead},
@@ -99,8 +99,8 @@ def test_unfinished_jobs_are_a_line_per_cause(tmp_path, monkeypatch, capsys):
     lines = told(capsys, sweep)
     here = f"  - {sweep}: "
     assert [line.partition(". Left out")[0] for line in lines[:4]] == [
-        f"{here}2 of its 12 jobs are not finished: failed after step 20 (OSError: no space left), jobs 2, 3 "
-        "(numbered from 0)",
+        f"{here}2 of its 12 jobs are not finished: failed after step 20 (OSError: no room; and others), "
+        "jobs 2, 3 (numbered from 0)",
         f"  - {sweep}/4: is not finished: stopped after step 40",
         f"{here}2 of its 12 jobs are not finished: killed, its process is gone after step 40, jobs 6, 7 "
         "(numbered from 0)",
