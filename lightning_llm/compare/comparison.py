@@ -177,7 +177,7 @@ def compare_runs(
     comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
-    of_baseline = [run for run in unfinished if factor.level(run) == factor.baseline]
+    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
     for family in comparison.families:
         curve = curve_of(family, usable, factor, terms)
         try:

@@ -41,7 +41,7 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
         alike = [run for run in of_baseline if _is_longer_or_shorter(run, pair, terms)]
         lengths[pair.baseline.seed] = [planned_tokens(run) for run in alike]
         # The last stays: of several of one length the one that differs least.
-        sound = [run for run in alike if _sound(run, terms)]
+        sound = [run for run in alike if is_sound(run, terms)]
         for run in sorted(sound, key=lambda run: (_unlike(run, pair.baseline), run.started_at), reverse=True):
             for seed, (tokens, loss) in _losses_of([run], terms).items():
                 others.setdefault(tokens, {})[seed] = loss
@@ -62,14 +62,15 @@ def curve_of(family: Family, runs: Sequence[Run], factor: Factor, terms: Terms) 
 
 def _losses_of(runs: Sequence[Run], terms: Terms) -> dict[int, tuple[int, float]]:
     """Return {seed: (tokens, tail loss)} of runs of one length, those that lost their loss left out."""
-    sound = [run for run in runs if _sound(run, terms)]
+    sound = [run for run in runs if is_sound(run, terms)]
     tail = tail_of(sound, terms.metric, terms.tail_share)
     if tail is None:
         return {}
     return {run.seed: (run.tokens[tail.steps[-1]], tail.of(run)) for run in sound if run.tokens.get(tail.steps[-1])}
 
 
-def _sound(run: Run, terms: Terms) -> bool:
+def is_sound(run: Run, terms: Terms) -> bool:
+    """Return whether a run of the baseline came to its end and learned, so that its loss tells of its tokens."""
     return run.finished and has_learned(run, tail_of([run], terms.metric, terms.tail_share))
 
 

@@ -1,6 +1,6 @@
 """A margin in tokens, made one in nats by the baseline's curve; and what to run where that is not known."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from lightning_llm.compare.differences import same_config
 from lightning_llm.compare.effective_data import REACH, Curve
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.pairing import Family
-from lightning_llm.compare.token_curve import OTHERWISE, around, planned_tokens
+from lightning_llm.compare.token_curve import OTHERWISE, around, is_sound, planned_tokens
 from lightning_llm.compare.unfinished import how_they_go_on
 from lightning_llm.config.commands import command
 from lightning_llm.config.margin import read_margin
@@ -19,14 +19,14 @@ from lightning_llm.record.reading import Run
 NEEDS = "needs the baseline at two other numbers of tokens, about half and twice, each with its own decay,"
 
 
-def in_nats(terms: Terms, family: Family, curve: Curve | None, unfinished: Sequence[Run] = ()) -> Terms:
+def in_nats(terms: Terms, family: Family, curve: Curve | None, of_baseline: Sequence[Run] = ()) -> Terms:
     """Return the terms with a margin given in tokens made one in nats for this family; others as they are.
 
     A recipe that needs a share m of tokens more is worth D / (1 + m): the margin is that much of the baseline's loss.
     It is the mean over all seeds; a verdict is by that of each seed (`Curve.margins`), so that its noise is accounted.
 
     Args:
-        unfinished: runs of the baseline that may yet come to their end, of any length.
+        of_baseline: all its runs, of any length, those that may yet come to their end as well.
 
     Raises:
         ConfigError: the baseline was not run at other numbers of tokens, or its loss does not fall with them.
@@ -36,7 +36,8 @@ def in_nats(terms: Terms, family: Family, curve: Curve | None, unfinished: Seque
         return terms
     where = f" ({family.words})" if family.words else ""
     if curve is None or not _shows(curve, share):
-        raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {_wanted(family, curve, share, unfinished)}"))
+        lacking = _lacking(family, curve, terms, of_baseline)
+        raise ConfigError(Problem("--margin", f"{100 * share:g}%{where} {lacking}"))
     nats = float(np.mean(list(curve.margins(share).values())))
     if not nats > 0:
         text = f"{100 * share:g}%{where} is no loss in nats: the baseline's loss does not fall from "
@@ -92,36 +93,66 @@ def unplanned(families: Sequence[Family], runs: Sequence[Run], seeds: Sequence[i
     return found
 
 
-def _wanted(family: Family, curve: Curve | None, share: float, unfinished: Sequence[Run]) -> str:
-    """Return what runs a margin in tokens needs, those that are there, those that go on, and what adds the others."""
-    base = next(iter(family.recipes.values()))[0].baseline
+def _lacking(family: Family, curve: Curve | None, terms: Terms, of_baseline: Sequence[Run]) -> str:
+    """Return what runs a margin in tokens needs, which of them tell it, which go on, and what adds the others."""
+    share, base = terms.token_margin or 0.0, next(iter(family.recipes.values()))[0].baseline
     steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
     seeds = sorted({pair.baseline.seed for pairs in family.recipes.values() for pair in pairs})
+    alike = [run for run in of_baseline if run.seed in seeds and same_config(run, base, OTHERWISE)]
+    useless = _by_length([run for run in alike if _is_over(run) and not is_sound(run, terms)], base)
+    if curve is None and steps in useless:
+        return f"is not known: at {steps} steps {_says_nothing({steps: useless[steps]})}. Train for longer."
     there = {round(count / curve.at * steps): round(count) for count in curve.tokens} if curve else {steps: at}
     text = f"{NEEDS} at the same seeds. It is there at {_listed(there)} steps."
-    begun: dict[int, list[Run]] = {}
-    for run in unfinished:
-        if run.seed in seeds and same_config(run, base, OTHERWISE):
-            begun.setdefault(round(planned_tokens(run) / at * steps), []).append(run)
-    waiting = {length: begun[length] for length in sorted(begun) if length not in there}
+    useless = {length: runs for length, runs in useless.items() if length not in there}
+    if useless:
+        text += f" At {_listed(useless)} steps {_says_nothing(useless)}."
+    waiting = {n: runs for n, runs in _by_length([r for r in alike if not _is_over(r)], base).items() if n not in there}
     if waiting:
         runs = [run for found in waiting.values() for run in found]
         text += f" {_unfinished(waiting)}: {how_they_go_on(runs) or 'go on with them'}"
         if _shows_with(at, {*there.values(), *map(planned_tokens, runs)}, share):
             return text
         text += "."
+    return f"{text} {_what_to_add(base, steps, share, seeds, {*there, *waiting}, set(useless))}"
+
+
+def _is_over(run: Run) -> bool:
+    return run.finished or run.lost_its_loss
+
+
+def _by_length(runs: Sequence[Run], base: Run) -> dict[int, list[Run]]:
+    """Return {steps, of batches as the base's: runs}, in ascending order."""
+    steps, at = int(base.config.get("trainer.max_steps") or base.last_step), planned_tokens(base)
+    found: dict[int, list[Run]] = {}
+    for run in sorted(runs, key=planned_tokens):
+        found.setdefault(round(planned_tokens(run) / at * steps), []).append(run)
+    return found
+
+
+def _says_nothing(useless: Mapping[int, Sequence[Run]]) -> str:
+    """Return why the baseline's runs there tell nothing of tokens."""
+    diverged = {run.lost_its_loss for runs in useless.values() for run in runs}
+    why = {True: "the baseline diverged", False: "the baseline has not learned"}
+    return f"{' or '.join(why[each] for each in sorted(diverged))}, which tells nothing of tokens"
+
+
+def _what_to_add(base: Run, steps: int, share: float, seeds: Sequence[int], known: set[int], useless: set[int]) -> str:
+    """Return the lengths that would be enough, and how to run them: none below one that is too short to learn."""
     fewest = round(min(steps / 2, steps * REACH / (1 + share)))
-    known = {*there, *waiting}
-    wanted = [each for each in (fewest, 2 * steps) if each not in known] or [4 * steps]
+    below = [] if any(length >= fewest for length in useless if length < steps) else [fewest]
+    wanted = [each for each in (*below, 2 * steps) if each not in known | useless]
+    if len(wanted) + len(known) < 3 or not wanted:
+        wanted.append(next(n * steps for n in (4, 3, 6) if n * steps not in known | useless))
     config = str(base.folder / "config.yaml")
     commands = "; ".join(command("train", "--config", config, f"trainer.max_steps={n}", "run.name=NEW") for n in wanted)
     return (
-        f"{text} Add {' and '.join(map(str, wanted))} to the sweep (trainer.max_steps), at {_seeds(seeds)}, or run by "
-        f"run: {commands}"
+        f"Add {' and '.join(map(str, wanted))} to the sweep (trainer.max_steps), at {_seeds(seeds)}, or run by run: "
+        f"{commands}"
     )
 
 
-def _unfinished(waiting: dict[int, list[Run]]) -> str:
+def _unfinished(waiting: Mapping[int, Sequence[Run]]) -> str:
     """Return at what lengths, and seeds, the baseline has runs that are not finished."""
     lengths = [f"{steps} steps ({_seeds(sorted({run.seed for run in runs}))})" for steps, runs in waiting.items()]
     return f"At {' and '.join(lengths)} its runs are there and not finished, and this goes on with them"
@@ -131,7 +162,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {_listed(seeds)}"
 
 
-def _listed(numbers: Sequence[int] | dict[int, int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
