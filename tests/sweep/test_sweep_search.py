@@ -58,7 +58,7 @@ def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeyp
     asked = optuna_words(tmp_path, "sweep.trials=10", "sweep.pruning=none")
     assert main(["plan", *asked]) == 0
     told = capsys.readouterr().out
-    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 jobs of the baseline, at most 10 of trials" in told
+    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 job of the baseline, at most 10 of trials" in told
     assert "tag(log,interval(1e-4,1e-1))" in told
     assert main(["train", *asked]) == 0
     trials = trials_of(tmp_path)
@@ -148,6 +148,9 @@ def test_hydras_sweep_syntax_is_the_space():
     }  # fmt: skip
     assert words_of({"a": 1e-4, "b": 3, "d": "x"}) == ["a=0.0001", "b=3", "d=x"]
     assert len(corners_of(found)) == 8
+    assert distributions_of(space_of("c=shuffle(range(0,1000000000000))")) == {"c": IntDistribution(0, 10**12 - 1)}
+    with pytest.raises(ConfigError, match=r"c: cannot be searched: it has more than 10,000 values, and an interval"):
+        distributions_of(space_of("c=shuffle(range(0,1,1e-12))"))
     with pytest.raises(ConfigError, match=r"the interval from 2\.0 to 1\.0 is empty"):
         distributions_of(space_of("a=interval(2,1)"))
 
