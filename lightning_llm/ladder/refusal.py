@@ -49,8 +49,8 @@ def too_small(ladder: Ladder) -> str:
     if not lacking:
         return ""
     text = (
-        f"a law over sizes and tokens takes {FEWEST_SIZES} model sizes, {FEWEST_TOKENS} token counts and "
-        f"{FEWEST_RUNGS} rungs (a size at a token count), for {PARAMETERS} parameters"
+        f"a law over sizes and tokens, of {PARAMETERS} constants, takes {FEWEST_SIZES} model sizes, {FEWEST_TOKENS} "
+        f"token counts and {FEWEST_RUNGS} rungs (a size at a token count)"
     )
     there = _counted([*(rung.place for rung in ladder.rungs), *ladder.left_out])
     text = f"{text}. These runs have {_described(there)}"

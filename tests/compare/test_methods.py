@@ -20,6 +20,7 @@ from lightning_llm.compare.recipe_sources import PAPERS, citation_of, sources_of
 from lightning_llm.compare.references import KNOWN, LADDER, keys_in
 from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
 from lightning_llm.compare.report.page import page
+from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
 from lightning_llm.record.reading import read_run
 
@@ -161,11 +162,16 @@ def test_tex_sets_it(several, tmp_path):
     (tmp_path / "sources.tex").write_text(sources_latex(several))
     (tmp_path / "methods.tex").write_text(methods_latex(several.methods))
     (tmp_path / "references.bib").write_text(bibliography(several.methods.references))
-    (tmp_path / "report.tex").write_text(document("precision against bf16 & co", []))
+    words = ("a_recipe_with_a_long_name_of_its_own", "another_recipe_with_a_long_name", *6 * ["+0.0012 [-0.01, 0.01]"])
+    wide = Table("wide", "Wide", "As wide as the page.", words, (words,), ({},), names=2)
+    (tmp_path / "wide.tex").write_text(wide.latex)
+    (tmp_path / "report.tex").write_text(document("precision against bf16 & co", [], [wide.latex_float]))
     for command in (["pdflatex", "-interaction=nonstopmode", "report"], ["bibtex", "report"]) * 2:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:]
     assert "Warning" not in done.stdout
+    overfull = re.findall(r"Overfull .hbox \((\d+)", (tmp_path / "report.log").read_text())
+    assert not [points for points in overfull if int(points) > 10]
 
 
 def test_words_for_lists_and_spans():

@@ -13,7 +13,7 @@ from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pdf import pages
 from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.supplement import Table, tables_of
-from lightning_llm.compare.report.typesetting import PAGE_HEIGHT, PAGE_WIDTH, SIDE, TOP
+from lightning_llm.compare.report.typesetting import PAGE_HEIGHT, PAGE_WIDTH, SIDE, TOP, Line, pages_of, table
 from lightning_llm.record.reading import read_run
 
 ROUNDING = 0.03
@@ -77,8 +77,10 @@ def test_nothing_runs_out_of_its_page_or_into_another(runs):
 
 
 def test_a_table_that_fits_has_a_line_per_row(runs):
-    comparison = named(runs, "{}")
+    (pairs,) = tables_of(named(runs, "{}"))
     with drawing_style():
-        texts = [words for page in pages(comparison, [], tables_of(comparison)) for words, *_ in extents(page)]
-    for row in tables_of(comparison)[0].rows:
-        assert set(row[:3]) <= set(texts)
+        (page,) = pages_of(table(pairs.columns, [Line(row) for row in pairs.rows], pairs.names))
+        texts = extents(page)
+    assert len(texts) == (1 + len(pairs.rows)) * len(pairs.columns)
+    for row in pairs.rows:
+        assert set(row) <= {words for words, *_ in texts}

@@ -75,6 +75,7 @@ def test_only_what_no_job_has_is_to_be_added(tmp_path, monkeypatch, capsys):
     assert "Add 30 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in line
 
 
+@pytest.mark.full
 def test_declared_looks_by_a_margin_in_tokens_say_the_same(tmp_path, monkeypatch, capsys):
     looks = ("sweep.until=decided", "sweep.margin=2%", "sweep.looks=[2]", "sweep.max_seeds=2")
     sweep = interrupted(monkeypatch, tmp_path, "30,60,120", 8, *looks)
