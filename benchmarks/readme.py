@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import wrap
@@ -26,7 +26,9 @@ PEERS = {
 }
 GLANCE = (
     "Tokens/s of `train`, as a user starts it, over the fastest of the peers' loops and Trainers (targets: 1.2 eager, "
-    "1.15 compiled), and peak bytes of tensors over the leanest peer's (target: at most 1):"
+    "1.15 compiled), and peak bytes of tensors over the leanest peer's (target: at most 1). A part of it is memory that "
+    "a step frees and `train` keeps (docs/operations.md), which nobody does in a loop of his own. How busy the machine "
+    "was as each began stands below."
 )
 AT_A_GLANCE = {
     "train over the fastest of all, {}": "{}",
@@ -61,7 +63,7 @@ def rendered(names: Iterable[str], folder: Path = results.FOLDER) -> str:
     return "\n".join([*_glance(found), *(line for result in found for line in _section(result))])
 
 
-def _glance(found: Iterable[Result]) -> Iterator[str]:
+def _glance(found: Sequence[Result]) -> Iterator[str]:
     """Yield `train` over the fastest of the peers at every shape, in one table, where they were measured so."""
     columns = {row.format(dtype): name.format(dtype) for dtype in ("bf16", "fp32") for row, name in AT_A_GLANCE.items()}
     lines = []

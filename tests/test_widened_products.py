@@ -64,10 +64,11 @@ def test_one_row_is_a_linear_layers_too():
     assert torch.allclose(gemm.linear(x, w).double(), exact, rtol=HALF_UNIT[x.dtype] * 1.01, atol=1e-4)
 
 
-def test_no_copy_is_kept_for_the_backward_pass():
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_no_copy_is_kept_for_the_backward_pass(dtype):
     def kept(linear) -> list[tuple[torch.Size, torch.dtype]]:
         found = []
-        x, w = numbers(4, 8, 32, seed=0).requires_grad_(), numbers(16, 32, seed=1).requires_grad_()
+        x, w = (numbers(*shape, seed=0, dtype=dtype).requires_grad_() for shape in ((4, 8, 32), (16, 32)))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
             linear(x, w).sum().backward()
         return sorted((each.dtype, each.numel()) for each in found)
@@ -75,11 +76,12 @@ def test_no_copy_is_kept_for_the_backward_pass():
     assert kept(gemm.linear) == kept(F.linear)
 
 
-def test_what_needs_no_gradient_gets_none():
-    x, w = numbers(8, 32, seed=0), numbers(16, 32, seed=1).requires_grad_()
+@pytest.mark.parametrize("dtype", WIDENED)
+def test_what_needs_no_gradient_gets_none(dtype):
+    x, w = numbers(8, 32, seed=0, dtype=dtype), numbers(16, 32, seed=1, dtype=dtype).requires_grad_()
     gemm.linear(x, w).sum().backward()
     assert x.grad is None
-    assert torch.equal(w.grad, x.float().sum(0).expand(16, -1).bfloat16())
+    assert torch.equal(w.grad, x.float().sum(0).expand(16, -1).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

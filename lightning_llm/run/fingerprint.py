@@ -29,6 +29,7 @@ VARIABLES = re.compile(
 """Environment variables that change which kernels run, or how they round and sum; those of logs, threads and places
 do not."""
 CHANGES_NUMBERS = ("versions.", f"{FINGERPRINT}.", "device", "threads", "compiled", "backend", "code_hash")
+SHORT = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN = 8
 """How many differences a line names."""
 
@@ -39,7 +40,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "os": f"{platform.system()} {platform.release()}",
         "libc": " ".join(platform.libc_ver()),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu.bf16_products": str(operand(torch.empty(0, dtype=torch.bfloat16)).dtype).removeprefix("torch."),
+        **{f"cpu.{name}_products": _multiplied_as(dtype) for name, dtype in SHORT.items()},
         "flags.float32_matmul_precision": torch.get_float32_matmul_precision(),
         **_libraries(torch.__config__.show()),
         **(_of_cuda() if device.type == "cuda" else {}),
@@ -47,6 +48,10 @@ def fingerprint(device: torch.device) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if VARIABLES.fullmatch(name)}
     found |= {f"env.{name}": redact_uri(value) for name, value in sorted(variables.items())}
     return {key: value for key, value in found.items() if value}
+
+
+def _multiplied_as(dtype: torch.dtype) -> str:
+    return str(operand(torch.empty(0, dtype=dtype)).dtype).removeprefix("torch.")
 
 
 def _libraries(built: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lightning_llm import gemm
 from lightning_llm.__main__ import main
 from lightning_llm.compare.differences import all_differences, meaningful
 from lightning_llm.config.compose import compose_config
@@ -45,6 +46,15 @@ def go_on(begun, tmp_path, *more):
 def changed(monkeypatch, **values):
     """Have this machine say otherwise of itself."""
     monkeypatch.setattr("lightning_llm.run.rank.fingerprint", lambda device: {**fingerprint(device), **values})
+
+
+def test_it_says_what_a_cpu_without_units_multiplies_16_bit_numbers_as(monkeypatch):
+    with gemm.unwidened():  # whatever this processor multiplies
+        torches = fingerprint(CPU)
+    products = {name: dtype for name, dtype in torches.items() if name.endswith("_products")}
+    assert products == {"cpu.bf16_products": "bfloat16", "cpu.fp16_products": "float16"}
+    monkeypatch.setattr(gemm, "widened", frozenset([torch.float16]))
+    assert fingerprint(CPU) == torches | {"cpu.fp16_products": "float32"}
 
 
 def test_the_summary_says_what_the_numbers_come_from(begun, monkeypatch):
