@@ -71,8 +71,8 @@ def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
 def peak_bytes(step: Step) -> int:
     """Return the most bytes of tensors that are there at once in a step after the first, what was there before too.
 
-    Within operators of our own nothing is seen: attention's blocks of scores, and, on a CPU that does not multiply 16-bit
-    numbers, fp32 copies of one product's operands.
+    Within operators of our own nothing is seen: attention's blocks of scores, and, on a CPU that does not multiply
+    16-bit numbers, fp32 copies of one product's operands.
     """
     step()
     with MemTracker() as tracker:
