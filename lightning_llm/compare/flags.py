@@ -78,7 +78,7 @@ def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | Non
     if best_of is not None:
         return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
     if design is not None:
-        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*"
+        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*/"
         return (
             "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
             "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "

@@ -44,14 +44,15 @@ PASSAGES = (
     ),
     Passage(
         "Intervals", "recipes share a variance", lambda study: study.pooled,
-        "The variance is pooled over recipes of like spread, with degrees of freedom that allow for the baseline that "
-        "they share [@satterthwaite1946]; no recipe's variance is taken to be below its own estimate, since a "
-        "preliminary test would make intervals too short [@bancroft1944].",
+        "The variance is pooled over all recipes but those that are much louder than the others (F test at 1 % over "
+        "their number), with degrees of freedom that allow for the baseline that they share [@satterthwaite1946]; so "
+        "a loud recipe in the pool widens the others' intervals. No recipe's variance is taken to be below its own "
+        "estimate, since a preliminary test would make intervals too short [@bancroft1944].",
     ),
     Passage(
         "Intervals", "a recipe's spread stands out", lambda study: study.unpooled,
-        "A recipe whose spread stands out (F test at 25 % [@bancroft1983]) is judged by its own variance and degrees "
-        "of freedom [@hasler2008].",
+        "A recipe outside the pool, or whose spread stands out of it (F test at 25 % [@bancroft1983]), is judged by "
+        "its own variance and degrees of freedom [@hasler2008].",
     ),
     Passage(
         "Intervals", "recipes have different seeds", lambda study: study.comparisons > 1 and study.unlike_seeds,

@@ -58,8 +58,8 @@ def read_targets(words: Sequence[str]) -> Targets:
             value = float(number)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value):
-            text = f"is '{word}', must be a number, 4.4, or that of one setting, model=llama_tiny:4.4."
+        if not 0 < value < math.inf:
+            text = f"is '{word}', must be a number above 0, 4.4, or that of one setting, model=llama_tiny:4.4."
             problems.append(Problem(KEY, text))
         elif setting:
             own[setting.strip()] = value

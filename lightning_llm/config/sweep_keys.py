@@ -1,7 +1,8 @@
 """`sweep`, as it is composed: its keys, checked, and the seeds that declared looks need."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -113,9 +114,12 @@ def choices_of_products(groups: list[list[Override]], search: list[str]) -> list
     """Return the choices of each override of each product.
 
     Raises:
-        ConfigError: they make more jobs than `MOST_JOBS`; composing them would take minutes, and their start more.
+        ConfigError: one is there twice, or they make more jobs than `MOST_JOBS`: composing them would take minutes, and
+            their start more.
     """
     choices = [[choices_of(each, search) for each in group] for group in groups]
+    if twice := dict.fromkeys(_twice(groups, choices)):
+        raise ConfigError(twice)
     jobs = sum(math.prod(map(len, each)) for each in choices)
     if jobs <= MOST_JOBS:
         return choices
@@ -129,3 +133,12 @@ def choices_of_products(groups: list[list[Override]], search: list[str]) -> list
     counts = ", ".join(f"{key} {most if count > MOST_JOBS else f'{count:,}'}" for key, count in several.items())
     text = f"would have {most} jobs, and no sweep has as many (values: {counts}). Give fewer, or several sweeps."
     raise ConfigError(Problem("sweep", text))
+
+
+def _twice(groups: list[list[Override]], choices: list[list[list[str]]]) -> Iterator[Problem]:
+    for group, each in zip(groups, choices, strict=True):
+        for parsed, words in zip(group, each, strict=True):
+            for word in (word for word, count in Counter(words).items() if count > 1):
+                value = word.partition("=")[2]
+                text = f"has {value} more than once, and the same job would be run again. Give it once."
+                yield Problem(parsed.key_or_group, text)

@@ -126,6 +126,17 @@ def test_at_its_last_step_a_curve_has_the_interval_of_the_verdict_on_that_step(t
     assert [*one] == ["steps", "tokens", "gap", "low", "high", "confidence"]
 
 
+def test_only_what_has_an_aa_floor_is_said_to_be_shaded(comparison, tmp_path):
+    def said(judged):
+        return {picture.name for picture in pictures_of(judged) if "A/A floor" in picture.caption + picture.alt}
+
+    assert {"gaps", "curve-mxfp4_rne"} <= said(comparison)
+    for seed in range(2):
+        make_run(tmp_path / f"a{seed}", "precision=bf16", f"seed={seed}", losses=losses())
+        make_run(tmp_path / f"b{seed}", "precision=mxfp8", f"seed={seed}", losses=losses(0.002))
+    assert not said(compared(tmp_path))
+
+
 def test_seeds_that_failed_are_marked_on_the_curve(comparison):
     axes = painted(comparison, "curve-mxfp4_rne")
     labels = [text.get_text() for text in axes.get_legend().get_texts()]

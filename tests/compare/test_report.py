@@ -164,7 +164,7 @@ def test_the_report_has_the_numbers_of_the_verdicts(report):
     assert "3 verdicts: 1 lossless, 1 lossy, 1 inconclusive." in words
     html = (folder / "report.html").read_text()
     for row in found["verdicts"]:
-        assert f'data-label="SD of a pair">{row["sd"]:.4f}</td>' in html
+        assert f'data-label="SD of a pair, as judged">{row["sd"]:.4f}</td>' in html
         assert f'data-label="gap">{row["gap"]:+.4f}</td>'.replace("-0", "−0") in html
         assert f'data-label="code">{row["gap_by_source"]["code"]:+.4f} ['.replace(">-0", ">−0") in html
         assert row["line"] in words

@@ -123,7 +123,8 @@ def test_unequal_chances_are_no_fair_score(race, capsys, tmp_path):
     [
         ("--time-to-target", "none is given for 'model=llama_tiny': --target 'model=llama_tiny:VALUE'."),
         ("--time-to-target", "The runs' best val_loss: model=llama_tiny from 1 to 4"),
-        ("--time-to-target --target fast", "is 'fast', must be a number, 4.4, or that of one setting"),
+        ("--time-to-target --target fast", "is 'fast', must be a number above 0, 4.4, or that of one setting"),
+        ("--time-to-target --target -1", "is '-1', must be a number above 0"),
         (
             "--time-to-target --target model=gpt:4",
             "'model=gpt' is no setting of these runs, which are 'model=llama_tiny'",

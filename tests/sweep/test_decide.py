@@ -95,8 +95,8 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert main(["compare", folder, "--all-pairs"]) == 2
     told = capsys.readouterr().err
     assert "--all-pairs: is a table of one look" in told
-    assert f"compare {folder}/[0-9]* --all-pairs" in told
-    runs = sorted(str(each) for each in Path(folder).glob("[0-9]*"))
+    assert f"compare {folder}/[0-9]*/ --all-pairs" in told
+    runs = sorted(str(each) for each in Path(folder).glob("[0-9]*/"))
     pairs = verdicts(capsys, *runs, "--all-pairs")
     assert len(pairs["all_pairs"]) == 3
     assert any("do not have the declared error" in note for note in pairs["notes"])

@@ -25,6 +25,8 @@ from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.trends import Trend, trends
 from lightning_llm.compare.wording import nats
 
+SHADED = " Shaded around zero: the A/A floor."
+
 WIDTH, HEIGHT = 4.7, 3.1
 """Of a picture, in inches: two stand side by side on a screen, one fills a phone's."""
 
@@ -95,8 +97,9 @@ def pictures_of(comparison: Comparison) -> list[Picture]:
 def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
     hold = f"{frame.level} intervals that hold together" + (" over all looks, too" if frame.looks else "")
     caption = (
-        f"Gap to {frame.baseline} in {frame.metric}, with {hold}. Ticks below: single seeds. Shaded around zero: the "
-        "A/A floor. A recipe is lossless where its interval ends below the margin, lossy where it begins above it."
+        f"Gap to {frame.baseline} in {frame.metric}, with {hold}. Ticks below: single seeds."
+        f"{SHADED if any(row.floor for row in rows) else ''} A recipe is lossless where its interval ends below the "
+        "margin, lossy where it begins above it."
     )
     alt = f"{caption} " + " ".join(
         f"{' '.join(filter(None, (row.name, row.setting)))}: {_number(row.interval)}, {row.qualified}." for row in rows
@@ -109,7 +112,9 @@ def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
 
 def _trend(trend: Trend, frame: Frame, number: int) -> Picture:
     where = f", {trend.setting}" if trend.setting else ""
-    caption = f"Gap over {trend.label}{where}, with the intervals of the verdicts. Shaded around zero: the A/A floor."
+    caption = f"Gap over {trend.label}{where}, with the intervals of the verdicts."
+    if any(point.floor for line in trend.lines for point in line.points):
+        caption += SHADED
     said = "; ".join(
         f"{line.name}: " + ", ".join(f"{point.x:g}: {_number(point.interval)}" for point in line.points)
         for line in trend.lines
@@ -131,7 +136,7 @@ def _of_family(comparison: Comparison, family: Family, frame: Frame, suffix: str
         if panel.look:
             caption += f" The band is at the confidence of its {panel.look}: {panel.band}."
         if panel.floor:
-            caption += " Shaded around zero: the A/A floor."
+            caption += SHADED
         alt = f"{caption} {_course(panel)}"
         yield Picture(f"curve-{_file_name(panel.name)}{suffix}", group, caption, alt, paint, height=2.7)
     if lines := loss_lines(comparison, family):

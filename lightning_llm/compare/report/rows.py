@@ -12,7 +12,7 @@ from lightning_llm.compare.wording import minus, nats
 
 JUDGED = ("gap", "CI", "pairs", "failed", "stability", "tokens/s", "loss")
 """Columns of the table of verdicts."""
-COST = ("SD of a pair", "A/A", "time to loss", "memory", "spikes", "skipped")
+COST = ("SD of a pair, as judged", "A/A", "time to loss", "memory", "spikes", "skipped")
 """Columns of the table of noise and cost."""
 LONG = ("gap", "CI", "stability", "tokens/s", "loss")
 """Of these, those whose words take a phone's whole width."""
@@ -34,7 +34,7 @@ def verdict_row(verdict: Verdict) -> Row:
     sd = verdict.judged.estimate.sd
     figures = dict(zip(COLUMNS, cells(verdict), strict=True)) | {
         "stability": stability_words(verdict.judged.stability),
-        "SD of a pair": nats(sd) if sd == sd else "",
+        COST[0]: nats(sd) if sd == sd else "",
     }
     against = verdict.qualified.partition(" (")[2].removesuffix(")")
     return Row(verdict.name, verdict.decision, verdict.colour, against, _printed(figures))
@@ -42,7 +42,10 @@ def verdict_row(verdict: Verdict) -> Row:
 
 def baseline_row(baseline: Baseline) -> Row:
     """Return the baseline's row."""
-    figures = dict(zip(COLUMNS, baseline_cells(baseline), strict=True)) | {"stability": "", "SD of a pair": ""}
+    figures = dict(zip(COLUMNS, baseline_cells(baseline), strict=True)) | {
+        "stability": "",
+        COST[0]: "",
+    }
     return Row(baseline.label, None, None, "", _printed(figures))
 
 
