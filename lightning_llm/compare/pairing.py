@@ -85,8 +85,8 @@ def pair_runs(
         return len(pair.confounders), -usual[_rounding(pair.run, factor)]
 
     for _, group in groupby(sorted(others, key=order), key=order):
-        pairs, found = _pairs_of(list(group), baselines, factor, metric)
-        problems += found
+        pairs, refused = _pairs_of(list(group), baselines, factor, metric)
+        problems += refused
         if not pairs:
             continue
         # Twins that differ in rounding alone serve the floor; one pair per seed is judged: the one that differs least.
@@ -104,8 +104,16 @@ def pair_runs(
         for label, pairs in family.recipes.items():
             if seeds := _missing_seeds(pairs, unfinished, baselines, factor, metric):
                 family.missing[label] = seeds
-    name_settings(list(families.values()))
-    return list(families.values()), problems
+    found = sorted(families.values(), key=_order)
+    name_settings(found)
+    return found, problems
+
+
+def _order(family: Family) -> list[tuple[bool, float, str]]:
+    """Return what settings go by: numbers by their size."""
+    values = [value for _, value in sorted(family.setting.items())]
+    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
+    return [(not n, float(v) if n else 0.0, "" if n else str(v)) for n, v in zip(numbers, values, strict=True)]
 
 
 def name_settings(families: Sequence[Family]) -> None:

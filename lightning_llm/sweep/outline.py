@@ -108,6 +108,8 @@ def render(facts: dict[str, Any]) -> str:
         further = [("looks", f"{looks['words']}; {jobs}")]
     if search := facts.get("search"):
         further = [("search", search["words"]), *search["rows"]]
+        if "space" in search:
+            count += " before the first trial"
     where = f"numbered from 0; {facts['launcher']}, {facts['at_once']} at once"
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]

@@ -21,11 +21,11 @@ from lightning_llm.terminal import waiting
 
 
 def test_every_line_names_the_setting(tmp_path, capsys):
-    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-3", "2e-3")}
+    rates = {f"precision={p} optim.learning_rate={r}": 0.0 for p in ("bf16", "mxfp8") for r in ("1e-2", "2e-3")}
     found = verdicts(capsys, make_sweep(tmp_path / "s", rates))
     lines = [row["line"].partition(": ")[0] for row in found["verdicts"]]
     scale = "mxfp8 at 2.16M parameters, 205K tokens"
-    assert lines == [f"{scale}, optim.learning_rate=0.001", f"{scale}, optim.learning_rate=0.002"]
+    assert lines == [f"{scale}, optim.learning_rate=0.002", f"{scale}, optim.learning_rate=0.01"]
     models = {
         f"precision={p} {model}": 0.0
         for p in ("bf16", "mxfp8")
