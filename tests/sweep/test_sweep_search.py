@@ -18,7 +18,7 @@ from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.sweep.search import watch
 from lightning_llm.sweep.search.curves import pruned_at
-from lightning_llm.sweep.search.halving import worse_than_best
+from lightning_llm.sweep.search.rungs import worse_than_best
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
 
 BEST_RATE = 3e-3
