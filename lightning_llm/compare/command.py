@@ -16,7 +16,7 @@ from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import Found, find_runs
-from lightning_llm.compare.flags import against_all_pairs, best_of_words, of_scores, of_verdicts, terms_of
+from lightning_llm.compare.flags import against_all_pairs, best_of_words, flags_of, of_scores, of_verdicts, terms_of
 from lightning_llm.compare.judge import open_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
@@ -128,8 +128,10 @@ def compare_named(
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
-    if best_of is None and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
-        better = command("compare", *(words or [str(found.home)]), "--best-of", RATE)
+    is_open = best_of is None and comparison.design is None  # at each one's best, declared looks have lost their error
+    if is_open and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
+        same = flags_of(asked, baseline, RATE)
+        better = command("compare", *(words or [str(found.home)]), "--best-of", RATE, *same)
         comparison.notes.append(f"Recipes ran at several values of {RATE}. Each at its own best: {better}")
     if comparison.design is None:
         note_look(comparison, found.home / "compare")

@@ -23,6 +23,9 @@ ITSELF, SEVERAL = "rounding", "configuration"
 differ in several keys of no one group."""
 NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
 
+WITHOUT = "no"
+"""Before a group's name: runs that have nothing of it, the usual baseline of those that do."""
+
 Level = tuple[str, ...]
 
 
@@ -43,6 +46,10 @@ class Factor:
     def label(self, run: Run) -> str:
         """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
         return self.labels[self.level(run)]
+
+    def in_words(self, run: Run) -> str:
+        """Return the run's level as its keys and their values: "optim.learning_rate=0.002"."""
+        return ", ".join(f"{key}={_word(value)}" for key, value in zip(self.keys, self.level(run), strict=True))
 
     @property
     def baseline_label(self) -> str:
@@ -154,10 +161,11 @@ def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[
     Of a group without names that not all runs have (`distil`): "no distil", and the others by what tells them apart.
     """
     named = {_level(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
-    without = [level for level in levels if len(keys) > 1 and set(level) == {"null"} and not named[level]]
-    labels = dict.fromkeys(without, f"no {name}")
+    without = [] if len(keys) < 2 else [_level(run, keys) for run in runs if _lacks(run, name)][:1]
+    labels = {}
     for level in levels:
         if level in without:
+            labels[level] = f"{WITHOUT} {name}"
             continue
         alike = [other for other in levels if named[other] == named[level] and other not in without]
         apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
@@ -169,7 +177,12 @@ def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[
     return labels
 
 
-def _parsed(word: str) -> Any:
+def _lacks(run: Run, group: str) -> bool:
+    """Return whether the run's config has nothing of the group, whatever keys of it vary."""
+    return not any(value not in (None, {}) for key, value in run.config.items() if below(key, (f"{group}.",)))
+
+
+def parsed(word: str) -> Any:
     """Return a value as typed on the command line: a number, true, null or text. (2e-3 is text to YAML alone.)"""
     try:
         return json.loads(word)
@@ -177,7 +190,7 @@ def _parsed(word: str) -> Any:
         return word
 
 
-def _same_value(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
     """Whether two values of a config are one: 0 and 0.0 are, 0 and false are not."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
@@ -199,7 +212,7 @@ def _baseline(
                 by_name[word].append(level)
     if wanted:
         if len(keys) == 1:
-            same = [level for level in labels if _same_value(json.loads(level[0]), _parsed(wanted))]
+            same = [level for level in labels if same_value(json.loads(level[0]), parsed(wanted))]
             if len(same) == 1:
                 return same[0], ""
         found = by_name.get(wanted, [])
@@ -224,7 +237,8 @@ def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list
     if name == "precision":
         text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
         raise ConfigError(Problem("--baseline", f"{text}{', '.join(labels.values())}."))
-    first, other = list(labels)[:2]
-    word = labels[other] if labels[other].startswith(f"{name}=") else f"{name}={labels[other]}"
-    said = f"The baseline is {labels[first]}, as of the first run; another: {shlex.join(['--baseline', word])}."
-    return first, said
+    without = [level for level, label in labels.items() if label == f"{WITHOUT} {name}"]
+    first, why = (without[0], f"the runs without {name}") if without else (next(iter(labels)), "as of the first run")
+    other = next(label for level, label in labels.items() if level != first)
+    word = other if other.startswith(f"{name}=") else f"{name}={other}"
+    return first, f"The baseline is {labels[first]}, {why}; another: {shlex.join(['--baseline', word])}."

@@ -1,6 +1,7 @@
 """Flags of `compare`: what they ask for, and those that do not go together, each honoured or refused, all at once."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -111,6 +112,20 @@ def terms_of(asked: AskedTerms, design: Design | None) -> Terms:
     if problems:
         raise ConfigError(problems)
     return terms
+
+
+def flags_of(asked: AskedTerms, baseline: str | None, key: str) -> list[str]:
+    """Return the flags that ask for the same terms and baseline beside --best-of `key`, which takes no --all-pairs.
+
+    A recipe's best value of `key` is no part of the baseline's name there: "optim=adamw (learning_rate=0.002)".
+    """
+    value = rf" \((\w+\.)*{re.escape(key.rpartition('.')[2])}=[^,()]*\)$"
+    given = {
+        "--baseline": baseline and re.sub(value, "", baseline), "--metric": asked.metric, "--margin": asked.margin,
+        "--confidence": asked.confidence, "--tail": asked.tail,
+    }  # fmt: skip
+    words = [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    return [*words, *(word for target in asked.targets.words for word in ("--target", target))]
 
 
 def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:

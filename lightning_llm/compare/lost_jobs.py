@@ -78,12 +78,14 @@ def _lost(folder: Path, job: Described, known: _Known) -> Run:
 def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
     """Return the config of a run whose words have other numbers alone, with these; {} without any such run.
 
+    A number is of the type that the run's is: 1 is 1.0 where that is a float.
     A word of a group (precision=mxfp8) stands for many keys, and one such as step_law for a number not known here.
     """
     run = known.by_words.get(_without_numbers(words))
     numbers = dict(filter(None, map(_number, words)))
-    alike = run is not None and all(type(run.config.get(key)) in (float, type(n)) for key, n in numbers.items())
-    return {**run.config, **numbers} if run is not None and alike else {}
+    if run is None or not all(type(run.config.get(key)) in (float, type(n)) for key, n in numbers.items()):
+        return {}
+    return {**run.config, **{key: type(run.config[key])(n) for key, n in numbers.items()}}
 
 
 def _without_numbers(words: Iterable[str]) -> frozenset[str]:

@@ -21,6 +21,12 @@ class Targets:
         """Return the target of the setting called `setting`."""
         return dict(self.by_setting).get(setting, self.for_all)
 
+    @property
+    def words(self) -> list[str]:
+        """The targets as `read_targets` reads them."""
+        own = [f"{setting}:{value!r}" for setting, value in self.by_setting]
+        return own if self.for_all is None else [repr(self.for_all), *own]
+
     def check(self, settings: Sequence[str]) -> list[Problem]:
         """Return which names are of no setting, and which settings have no target."""
         found = []

@@ -1,9 +1,10 @@
 """Runs that did not come to their end: a line per cause, and the command that goes on with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.factor import Factor, Level, parsed, same_value
 from lightning_llm.config.commands import resume_command
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
@@ -102,11 +103,11 @@ def how_they_go_on(runs: Sequence[Run]) -> str:
 def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
     """Say of which recipes there is no verdict at all, since no run of theirs came to its end."""
     seen = {factor.level(run) for run in usable}
-    named = {_name(run, factor) for run in usable}
+    values = [_value(run, factor) for run in usable]
     seeds: dict[str, set[int]] = {}
     for run in unfinished:
-        name = _name_in_words(run, factor) if run.words else _name(run, factor)
-        if name and (name not in named if run.words else factor.level(run) not in seen):
+        name = _new_in_words(run, factor, values) if run.words else _new(run, factor, seen, values)
+        if name:
             seeds.setdefault(name, set()).add(run.seed)
     text = "has no verdict: none of its runs is finished (seed{} {})."
     return [
@@ -115,11 +116,29 @@ def levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], facto
     ]
 
 
-def _name(run: Run, factor: Factor) -> str:
-    return str(run.config.get(f"{factor.name}.name") or run.config.get(factor.name) or run.name)
+def _value(run: Run, factor: Factor) -> Any:
+    """Return the name of the run's group, or its value of a factor that is one key."""
+    return run.config.get(factor.name, run.config.get(f"{factor.name}.name"))
 
 
-def _name_in_words(run: Run, factor: Factor) -> str:
-    """Return the recipe that the words of a job name, "" where they name none."""
-    values = [word.partition("=")[2] for word in run.words if word.startswith(f"{factor.name}=")]
-    return values[-1] if values else ""
+def _new(run: Run, factor: Factor, seen: Collection[Level], names: Collection[Any]) -> str:
+    """Return what to call the run's level, "" where it is one of `seen`: its group's name, where no other has it."""
+    if factor.level(run) in seen:
+        return ""
+    name = run.config.get(f"{factor.name}.name")
+    return str(name) if name and name not in names else factor.in_words(run)
+
+
+def _new_in_words(run: Run, factor: Factor, values: Sequence[Any]) -> str:
+    """Return the level that the words of a job name, as they do; "" where they name none, or one of `values`.
+
+    A word for a number (step_law) may stand for any.
+    """
+    words = [word.lstrip("+") for word in run.words if word.lstrip("+").startswith(f"{factor.name}=")]
+    value = parsed(words[-1].partition("=")[2]) if words else None
+    if not words or any(same_value(value, each) for each in values):
+        return ""
+    if "." not in factor.name:
+        return str(value)
+    is_law = isinstance(value, str) and not any(isinstance(each, str) for each in values)
+    return "" if is_law else words[-1]

@@ -5,6 +5,7 @@ Which jobs come next follows from the runs in the sweep's folder and the design 
 twice.
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -145,7 +146,11 @@ def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -
     where = f" ({lacking.setting})" if lacking.setting else ""
     below, above = lacking.others
     own = [word for word in words if not word.startswith(("seed=", f"{LENGTH}="))]
-    also = shlex.quote(f'sweep.also=["{" ".join([*own, f"{LENGTH}={below},{above}"])}"]')
+    lines = [
+        *keys.also,
+        " ".join([*own, f"{LENGTH}={below},{above}"]),
+    ]  # what is typed takes the place of all there were
+    also = shlex.quote(f"sweep.also={json.dumps(lines, ensure_ascii=False)}")
     return (
         f"{keys.margin}{where} {NEEDS} at every seed of the looks, and these jobs have it at "
         f"{', '.join(map(str, lacking.there))} steps. Give {LENGTH}={below},{lacking.steps},{above} for all recipes, "

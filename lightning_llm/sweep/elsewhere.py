@@ -1,14 +1,20 @@
 """Jobs that processes of another start train, such as one that was killed and left its jobs behind."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 
+from lightning_llm.record.files import summary_of
+from lightning_llm.record.liveness import whose
+from lightning_llm.record.provenance import is_of_this_machine
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.lock import is_locked
 from lightning_llm.run.relay import Relay
 
 AWAITED_EVERY_SECONDS = 2.0
+NAMED_AFTER_SECONDS = 60.0
+"""Of waiting, after which it is said which processes are waited for: one may hang, or ignore SIGTERM."""
 
 
 def runs_elsewhere(job: Job) -> bool:
@@ -25,7 +31,8 @@ def await_elsewhere(
 ) -> bool:
     """Wait for those of `jobs` that run elsewhere, until they have ended or `is_over` says so; whether any did.
 
-    False, too, where a signal comes meanwhile. `why`: what is said of the wait, after the number of jobs.
+    False, too, where a signal comes meanwhile. `why`: what is said of the wait, after the number of jobs. A wait has no
+    end of its own: after `NAMED_AFTER_SECONDS` it is said once which process to end where it hangs.
     """
 
     def waited_for(job: Job) -> bool:
@@ -36,6 +43,22 @@ def await_elsewhere(
         return False
     numbers = ", ".join(dict.fromkeys(str(job.number) for job in elsewhere))  # trials may share one
     print(f"sweep  waits for job {numbers}, which another start runs or has left behind: {why}", flush=True)
-    while not relay.received and any(waited_for(job) for job in elsewhere):
+    seconds, are_named = 0.0, False
+    while not relay.received and (left := [job for job in elsewhere if waited_for(job)]):
+        if seconds >= NAMED_AFTER_SECONDS and not are_named:
+            print("\n".join(dict.fromkeys(map(_what_to_end, left))), file=sys.stderr, flush=True)
+            are_named = True
         time.sleep(AWAITED_EVERY_SECONDS)
+        seconds += AWAITED_EVERY_SECONDS
     return not relay.received
+
+
+def _what_to_end(job: Job) -> str:
+    """Return which process trains the job, and how to end it where it hangs."""
+    mark = str(summary_of(job.folder).get("process", "")) if state_of(job.folder) == "running" else ""
+    number = mark.partition(" ")[2].partition(" ")[0]
+    how = "" if not number else f": kill -9 {number}" if is_of_this_machine(mark) else " there"
+    return (
+        f"note   job {job.number} is still trained by {whose(mark)}, in {job.folder}, and this start waits on. If that "
+        f"process hangs or does not stop, end it{how}"
+    )

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_llm.config.commands import command, sync_command
@@ -180,6 +180,7 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     states = {job.number: state_of(job.folder) for job in whole.jobs}
     counted = Counter(states.values())
     finished, diverged = (counted[state] for state in SETTLED)
+    left = [number for number, state in states.items() if state not in SETTLED and number not in ended]
     failed = [
         each
         for each in outcomes
@@ -193,11 +194,7 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in not_lost]
     running = bool(elsewhere_now)
     if whole.jobs[0].config.logger.name == "mlflow":
-        sound = (
-            not failed
-            and not elsewhere
-            and finished + diverged + sum(number in ended for number in states) == len(states)
-        )
+        sound = not failed and not elsewhere and not left
         status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
         counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
         counts["total"] = len(states)
@@ -209,14 +206,8 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     lost += f", {len(ended)} ended by the search" if ended else ""
     lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
     print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
-    if whole.jobs[0].config.logger.name == "mlflow" and outcomes:
-        tracked = mlflow_facts(outcomes[0].job.folder)
-        for line in ui_lines(tracking_uri(whole.jobs[0].config), tracked.get("experiment_id")):
-            print(line)
-    launcher = whole.jobs[0].config.launcher
-    if launcher.name == "local" and launcher.at_once > 1 and len(outcomes) > 1:
-        at_once = min(launcher.at_once, len(outcomes))
-        print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
+    if outcomes:
+        _print_where_and_how(whole.jobs[0].config, outcomes)
     for each in outcomes:
         if states[each.job.number] == "diverged":
             _print_ending(each.job, "diverged")
@@ -225,12 +216,28 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     for job in elsewhere:
         _print_ending(job, "failed in another start")
     if stopped_by:
-        stopped = [str(number) for number, state in states.items() if state == "stopped"]
-        where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
-        left = f"{len(states) - finished - diverged} of {len(states)} jobs are left"
-        print(f"stopped {where}; {left}; go on: {command_to_go_on(whole)}", file=sys.stderr)
+        _print_stop(whole, {number: states[number] for number in left})
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
+
+
+def _print_stop(whole: Sweep, left: Mapping[int, str]) -> None:
+    """Print where a signal stopped the sweep, and how to go on. `left`: {number: state} of jobs not at their end."""
+    stopped = [str(number) for number, state in left.items() if state == "stopped"]
+    where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
+    how_many = f"{len(left)} of {len(whole.jobs)} jobs are left"
+    print(f"stopped {where}; {how_many}; go on: {command_to_go_on(whole)}", file=sys.stderr)
+
+
+def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:
+    """Print where MLflow shows the sweep, and that its jobs shared a machine."""
+    if config.logger.name == "mlflow":
+        tracked = mlflow_facts(outcomes[0].job.folder)
+        for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
+            print(line)
+    if config.launcher.name == "local" and config.launcher.at_once > 1 and len(outcomes) > 1:
+        at_once = min(config.launcher.at_once, len(outcomes))
+        print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
 
 
 def print_where_to_judge(whole: Sweep) -> None:

@@ -45,8 +45,8 @@ def test_another_factor_and_a_key(tmp_path, capsys):
 
 def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_path, capsys):
     """Runs without `distil` beside those of one ensemble: its path is neither a name of theirs nor a setting."""
-    for seed, weight in product(range(3), (None, 0.5, 1.0)):
-        folder = make_run(tmp_path / "s" / f"{seed}-{weight}", f"seed={seed}", noise=0.001 * seed * (weight or 0))
+    for seed, weight in product(range(3), (0.5, 1.0, None)):
+        folder = make_run(tmp_path / "s" / f"{weight}-{seed}", f"seed={seed}", noise=0.001 * seed * (weight or 0))
         if weight:
             config = yaml.safe_load((folder / "config.yaml").read_text())
             distil = {"teachers": ["/runs/a", "/runs/b"], "weight": weight, "temperature": 1.0}
@@ -54,7 +54,7 @@ def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_p
     found = verdicts(capsys, tmp_path / "s")
     assert (found["factor"], found["baseline"]) == ("distil", "no distil")
     assert list(found["by_name"]) == ["weight=0.5", "weight=1.0"]
-    (said,) = (note for note in found["notes"] if "as of the first run" in note)
+    (said,) = (note for note in found["notes"] if "The baseline is no distil, the runs without distil; another" in note)
     other = verdicts(capsys, tmp_path / "s", *shlex.split(said.partition("another: ")[2].removesuffix(".")))
     assert other["baseline"] == "weight=0.5"
     by_weight = verdicts(capsys, tmp_path / "s", "--baseline", "distil.weight=null")
@@ -62,9 +62,20 @@ def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_p
         ("distil.weight=0.5", {}, True),
         ("distil.weight=1.0", {}, True),
     ]
-    for folder in (tmp_path / "s").glob("*-0.5"):
+    for folder in (tmp_path / "s").glob("0.5-*"):
         shutil.rmtree(folder)
     assert list(verdicts(capsys, tmp_path / "s")["by_name"]) == ["distil"]
+
+
+def test_a_level_whose_varying_keys_are_null_is_not_without_the_group(tmp_path, capsys):
+    for seed, given in product(range(3), (True, False)):
+        folder = make_run(tmp_path / "s" / f"{given}-{seed}", f"seed={seed}", noise=0.001 * seed * given)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        distil = {"teachers": ["/runs/a"], "weight": 0.5 if given else None, "temperature": 1.0 if given else None}
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, "distil": distil}))
+    found = verdicts(capsys, tmp_path / "s")
+    assert found["factor"] == "distil"
+    assert found["baseline"].endswith("temperature=null, weight=null")
 
 
 def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):

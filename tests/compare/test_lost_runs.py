@@ -284,6 +284,37 @@ def test_a_lost_job_is_known_by_its_config_whatever_its_words(tmp_path, capsys):
     assert (row["missing_seeds"], row["verdict"]) == ([2], "inconclusive")
 
 
+def described(jobs):
+    return json.dumps({"jobs": [{"number": n, "words": words.split(), "key": str(n)} for n, words in enumerate(jobs)]})
+
+
+def test_a_level_is_known_however_its_number_is_written(tmp_path, capsys):
+    """Of jobs whose words are all that is known: no run is of their model."""
+    key = "optim.learning_rate"
+    sweep = make_sweep(tmp_path / "s", {f"{key}=1e-3": 0.0, f"{key}=0.01": 0.0})
+    jobs = [f"{key}={value} seed={seed}" for value in ("1e-3", "1e-2") for seed in range(3)]
+    lost = [f"{key}={value} model=llama_small seed=1" for value in ("1e-2", "0.0010", "4e-2", "step_law")]
+    (sweep / "sweep.json").write_text(described([*jobs, *lost]))
+    told = verdicts(capsys, sweep, "--baseline", f"{key}=1e-3", expect=2)["stderr"]
+    (line,) = (line for line in told.splitlines() if "has no verdict" in line)
+    assert line == f"  - {key}=4e-2: has no verdict: none of its runs is finished (seed 1)."
+
+
+def test_a_whole_number_is_the_level_that_a_fraction_is(tmp_path, capsys):
+    key = "optim.weight_decay"
+    sweep = make_sweep(tmp_path / "s", {f"{key}=0.5": 0.0, f"{key}=1.0": 0.0})
+    lost = [f"{key}=1 seed=3", f"{key}=2 seed=4"]
+    jobs = [f"{key}={value} seed={seed}" for value in (0.5, 1) for seed in range(3)]
+    make_run(sweep / "20", f"{key}=0.5", "seed=3", noise=0.3)
+    about = json.loads(described([*jobs, *lost]))
+    about["jobs"].append({"number": 20, "words": [f"{key}=0.5", "seed=3"], "key": "20"})
+    (sweep / "sweep.json").write_text(json.dumps(about))
+    found = verdicts(capsys, sweep, expect=2)
+    assert found["by_name"]["weight_decay=1.0"]["missing_seeds"] == [3]
+    (line,) = (line for line in found["stderr"].splitlines() if "has no verdict" in line)
+    assert line == f"  - {key}=2.0: has no verdict: none of its runs is finished (seed 4)."
+
+
 def test_a_run_whose_records_begin_later_has_no_time_to_loss(tmp_path, capsys):
     sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": -0.01})
     for number in (3, 4, 5):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from run_folders import curve, main, make_run, verdicts
 
+from lightning_llm.compare.design import declare
+from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.tuned import plateau
 from lightning_llm.record.sweep_commands import command_with_values
 
@@ -113,6 +115,17 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
     assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the greatest value" in line
 
 
+def test_declared_looks_are_not_told_to_be_given_up_for_each_at_its_best(sweep, capsys):
+    design = declare((3, 4), tuple(range(4)), Terms(), "linear", 7, None)
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": [], "sequential": design.as_data()}))
+    found = verdicts(capsys, sweep)
+    assert found["sequential"] is not None
+    assert not any("--best-of" in each for each in found["notes"])
+    found = verdicts(capsys, sweep, "--margin", "0.02")  # no look of those that were declared
+    assert found["sequential"] is None
+    assert sum("--best-of optim.learning_rate --margin 0.02" in each for each in found["notes"]) == 1
+
+
 def test_a_grid_of_rates_that_is_compared_as_it_is_says_how_to_take_each_at_its_best(sweep, capsys):
     (note,) = (each for each in verdicts(capsys, sweep)["notes"] if "Each at its own best" in each)
     program, *words = shlex.split(note.partition("best: ")[2])
@@ -121,6 +134,18 @@ def test_a_grid_of_rates_that_is_compared_as_it_is_says_how_to_take_each_at_its_
     told = capsys.readouterr().out
     assert "optim against adamw " in told
     assert "another: --baseline optim=muon." in told
+    given = [
+        "--metric", "val_loss/code", "--margin", "0.5", "--confidence", "0.9", "--tail", "0.3", "--target", "3.5",
+        "--baseline", "optim=muon",
+    ]  # fmt: skip
+    asked = verdicts(capsys, sweep, *given[:-1], "optim=muon (learning_rate=0.004)")
+    (note,) = (each for each in asked["notes"] if "Each at its own best" in each)
+    pasted = shlex.split(note.partition("best: ")[2])[2:]
+    found = verdicts(capsys, *pasted)
+    assert found["baseline"] == "muon"
+    same = verdicts(capsys, sweep, "--best-of", "optim.learning_rate", *given)
+    assert [found[key] for key in ("verdicts", "selection")] == [same[key] for key in ("verdicts", "selection")]
+    assert (found["metric"], found["margin"], found["confidence"]) == ("val_loss/code", 0.5, 0.9)
     asked = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")  # rates are what is compared
     assert not any("Each at its own best" in each for each in asked["notes"])
     for folder in sweep.glob("*-[18]e-3-*"):

@@ -39,9 +39,14 @@ def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path
     plan = json.loads(capsys.readouterr().out)
     assert plan["sequential"]["margin"] == "2%"
     assert f"({plan['sequential']['first_jobs']} jobs for the first look" in SEQUENTIAL
-    assert main(["plan", *(word for word in words if not word.startswith("sweep.also"))]) == 2
+    own, given = "precision=bf16 data.micro_batch_size=4 seed=0,1,2", words[-1].partition("=")[2]
+    rest = [word for word in words if not word.startswith("sweep.also")]
+    assert main(["plan", *rest, f'sweep.also=["{own}"]']) == 2
     said = capsys.readouterr().err
-    assert words[-1] in shlex.split(said.partition("for all recipes, or ")[2].partition(" for the baseline")[0])
+    (also,) = shlex.split(said.partition("for all recipes, or ")[2].partition(" for the baseline")[0])
+    assert json.loads(also.removeprefix("sweep.also=")) == [own, *json.loads(given)]
+    assert main(["plan", *rest, also, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequential"]["first_jobs"] == plan["sequential"]["first_jobs"] + 3
     assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in SEQUENTIAL
 
 

@@ -222,6 +222,40 @@ def test_a_wait_ends_with_a_signal(tmp_path, monkeypatch):
     assert not elsewhere.await_elsewhere([job], elsewhere.Relay(), "for a test")
 
 
+def test_a_wait_says_after_a_while_which_process_to_end(tmp_path, monkeypatch, capsys):
+    job, told = first_job(tmp_path), []
+    process = subprocess.Popen(["bash", "-c", "trap '' TERM; for i in {1..300}; do sleep 0.1; done"])
+    mark = f"{platform.node()} {process.pid} {psutil.Process(process.pid).create_time():.0f}"
+    job.folder.mkdir(parents=True)
+    (job.folder / "summary.json").write_text(json.dumps({"status": "running", "process": mark}))
+
+    def sleep(seconds: float) -> None:
+        told.append(capsys.readouterr().err)
+        if len(told) == 6:
+            subprocess.run(shlex.split("".join(told).partition("end it: ")[2]), check=True)
+            process.wait()
+
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(elsewhere, "NAMED_AFTER_SECONDS", 2.5 * elsewhere.AWAITED_EVERY_SECONDS)
+    assert elsewhere.await_elsewhere([job, job], elsewhere.Relay(), "for a test")
+    assert process.returncode == -signal.SIGKILL
+    assert [each.count(f"job 0 is still trained by process {process.pid} of this machine") for each in told] == [
+        0, 0, 0, 1, 0, 0,
+    ]  # fmt: skip
+
+
+def test_a_wait_for_another_machine_says_where_to_end_it(tmp_path, monkeypatch, capsys):
+    job, relay = first_job(tmp_path), elsewhere.Relay()
+    job.folder.mkdir(parents=True)
+    (job.folder / "summary.json").write_text(json.dumps({"status": "running", "process": "distant 7 0"}))
+    monkeypatch.setattr(elsewhere, "time", SimpleNamespace(sleep=lambda seconds: relay(15, None)))
+    monkeypatch.setattr(elsewhere, "NAMED_AFTER_SECONDS", 0.0)
+    assert not elsewhere.await_elsewhere([job], relay, "for a test")
+    told = capsys.readouterr().err
+    assert f"process 7 of the machine distant, in {job.folder}" in told
+    assert told.endswith("end it there\n")
+
+
 def test_what_compare_says_of_a_job_that_never_began_begins_it(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, loss)
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.sweep.search import watch
 from lightning_llm.sweep.search.curves import pruned_at
-from lightning_llm.sweep.search.halving import worse_than_best
+from lightning_llm.sweep.search.rungs import worse_than_best
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
 
 BEST_RATE = 3e-3
@@ -272,6 +274,28 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     started = len(kind.started)
     assert main(["train", *asked]) == 0
     assert len(kind.started) == started
+
+
+def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, recipe_loss)
+
+    def waits(config: dict[str, Any]) -> int:
+        """Each waits at the rung; the one that goes on after it, at the next validation, where a signal comes."""
+        if sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started) == 1:
+            return 10
+        if (Path(config["run"]["dir"]) / "metrics.jsonl").read_text().count("val_loss") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 20
+
+    kind.pauses = staticmethod(waits)
+    asked = words(tmp_path, "sweep.search=halving", "sweep.rungs=[0.25]", "precision=fp32,fp8_current", "seed=0,1")
+    assert main(["train", *asked]) == 128 + signal.SIGTERM
+    told = capsys.readouterr()
+    assert "0 of 4 jobs finished, 2 ended by the search" in told.out
+    assert "stopped in job 0, 1; 2 of 4 jobs are left; go on: " in told.err
+    kind.pauses = staticmethod(lambda config: None)
+    assert main(["train", *asked]) == 0
+    assert "2 of 4 jobs finished, 2 ended by the search" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])

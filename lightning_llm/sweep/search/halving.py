@@ -1,13 +1,7 @@
 """`sweep.search=halving`: recipes over a few seeds, of which the clearly worse ones are ended at rungs on the way.
 
-Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. By rank
-alone a recipe that is as good as the best goes as often as noise has it. Here one is ended only where the interval of
-its gap to the best so far is above the margin: paired by seed, at equal steps, variances pooled as for a verdict.
-
-The interval is Dunnett's, with the best of the rung in the baseline's place, at 1 - (1 - confidence) / rungs. A recipe
-whose true loss at the rung is within the margin of every other's is ended at a rung with a probability of at most half
-of that error: only where it lies above one of the others by more, which is the event that Dunnett's critical value
-bounds with the recipe itself as the control, whichever of the others then is the best.
+Successive halving (K. Jamieson and A. Talwalkar, AISTATS 2016) keeps the better half at each rung, by rank. Here one is
+ended only where the interval of its gap to the best so far is above the margin (`rungs`).
 """
 
 import math
@@ -15,19 +9,13 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from lightning_llm.compare.losses import tail_of
-from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.rank_liveness import signal_ranks
-from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
@@ -40,6 +28,7 @@ from lightning_llm.sweep.progress import Leg
 from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
+from lightning_llm.sweep.search.rungs import losses_at, worse_than_best
 from lightning_llm.sweep.search.watch import watched
 
 FEWEST_SEEDS = 2
@@ -236,46 +225,6 @@ def stop_elsewhere(jobs: Sequence[Job]) -> list[Job]:
             text = f"note   job {job.number} is ended, and {whose(mark)} trains it on, in {job.folder}: stop it there"
             print(text, file=sys.stderr, flush=True)
     return told
-
-
-def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:
-    """Return the mean losses over the tail of the first `step` steps, [recipes, seeds], NaN where it is lost."""
-    cut = [[None if run is None else _until(run, step, keys.metric) for run in each] for each in runs]
-    sound = [run for each in cut for run in each if run is not None and run.validations.get(keys.metric)]
-    sound = [run for run in sound if not run.lost_its_loss or run.last_step > step]
-    tail = tail_of(sound, keys.metric, keys.tail)
-    kept = {id(run) for run in sound}
-
-    def loss(run: Run | None) -> float:
-        return tail.of(run) if tail and run is not None and id(run) in kept else math.nan
-
-    return np.array([[loss(run) for run in each] for each in cut])
-
-
-def _until(run: Run, step: int, metric: str) -> Run:
-    """Return the run as it was after `step` steps."""
-    values = {at: value for at, value in run.validations.get(metric, {}).items() if at <= step}
-    return replace(run, validations={metric: values})
-
-
-def worse_than_best(losses: np.ndarray, keys: SweepConfig, rungs: int) -> dict[int, tuple[int, float, float, float]]:
-    """Return {recipe: (the best, gap to it, low, high)} of those whose interval is above the margin, by their places.
-
-    `losses`: [recipes, seeds], NaN where a run lost its loss; a recipe that lost all is ended, with an infinite gap.
-    """
-    means = [fmean(row[np.isfinite(row)]) if np.isfinite(row).any() else math.inf for row in losses]
-    best = int(np.argmin(means))
-    others = [place for place in range(len(losses)) if place != best]
-    gone = {place: (best, math.inf, math.inf, math.inf) for place in others if math.isinf(means[place])}
-    judged = [place for place in others if place not in gone]
-    if math.isinf(means[best]) or not judged:
-        return gone if not math.isinf(means[best]) else {}
-    confidence = 1 - (1 - keys.confidence) / rungs
-    found = simultaneous_intervals(losses[judged] - losses[best], confidence)
-    for row, place in enumerate(judged):
-        if found.low[row] > keys.margin_nats:
-            gone[place] = (best, float(found.gap[row]), float(found.low[row]), float(found.high[row]))
-    return gone
 
 
 def _rows(halving: Halving) -> list[Mapping[str, Any]]:
