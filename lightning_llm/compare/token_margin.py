@@ -1,7 +1,9 @@
 """A margin in tokens, made one in nats by the baseline's curve; and what to run where that is not known."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -10,12 +12,14 @@ from lightning_llm.compare.effective_data import REACH, Curve
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.token_curve import OTHERWISE, around, is_sound, planned_tokens
-from lightning_llm.compare.unfinished import how_they_go_on
+from lightning_llm.compare.unfinished import ENDED_EARLY, RUNNING, how_they_go_on, status_of
 from lightning_llm.config.commands import command
 from lightning_llm.config.margin import read_margin
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run
 
+LONGER = (2, 4, 3)
+"""Times the judged length: what else the baseline is run for, the first first."""
 NEEDS = "needs the baseline at two other numbers of tokens, about half and twice, each with its own decay,"
 
 
@@ -107,14 +111,18 @@ def _lacking(family: Family, curve: Curve | None, terms: Terms, of_baseline: Seq
     useless = {length: runs for length, runs in useless.items() if length not in there}
     if useless:
         text += f" At {_listed(useless)} steps {_says_nothing(useless)}."
-    waiting = {n: runs for n, runs in _by_length([r for r in alike if not _is_over(r)], base).items() if n not in there}
+    pending = [run for run in alike if not _is_over(run)]
+    if ended := _by_length([run for run in pending if status_of(run) == ENDED_EARLY], base):
+        text += f" At {_where(ended)} a search ended its runs early."
+    coming = _by_length([run for run in pending if status_of(run) != ENDED_EARLY], base)
+    waiting = {length: runs for length, runs in coming.items() if length not in there}
+    expected = {**there, **{length: planned_tokens(runs[0]) for length, runs in waiting.items()}}
     if waiting:
-        runs = [run for found in waiting.values() for run in found]
-        text += f" {_unfinished(waiting)}: {how_they_go_on(runs) or 'go on with them'}"
-        if _shows_with(at, {*there.values(), *map(planned_tokens, runs)}, share):
+        text += f" {_unfinished(waiting)}"
+        if _shows_with(at, set(expected.values()), share):
             return text
         text += "."
-    return f"{text} {_what_to_add(base, steps, share, seeds, {*there, *waiting}, set(useless))}"
+    return f"{text} {_what_to_add(base, steps, share, seeds, expected, set(useless))}"
 
 
 def _is_over(run: Run) -> bool:
@@ -137,13 +145,21 @@ def _says_nothing(useless: Mapping[int, Sequence[Run]]) -> str:
     return f"{' or '.join(why[each] for each in sorted(diverged))}, which tells nothing of tokens"
 
 
-def _what_to_add(base: Run, steps: int, share: float, seeds: Sequence[int], known: set[int], useless: set[int]) -> str:
-    """Return the lengths that would be enough, and how to run them: none below one that is too short to learn."""
-    fewest = round(min(steps / 2, steps * REACH / (1 + share)))
-    below = [] if any(length >= fewest for length in useless if length < steps) else [fewest]
-    wanted = [each for each in (*below, 2 * steps) if each not in known | useless]
-    if len(wanted) + len(known) < 3 or not wanted:
-        wanted.append(next(n * steps for n in (4, 3, 6) if n * steps not in known | useless))
+def _what_to_add(
+    base: Run, steps: int, share: float, seeds: Sequence[int], known: Mapping[int, int], useless: set[int]
+) -> str:
+    """Return the lengths that would be enough beside those `known`, {steps: tokens}, and how to run them.
+
+    None is below one that is too short to learn, and none is asked for that would not show so large a margin.
+    """
+    at, below = planned_tokens(base), max(1, steps // 2)
+    lengths = [] if any(below <= length < steps for length in useless) else [below]
+    lengths = [n for n in (*lengths, *(n * steps for n in LONGER)) if n not in {*known, *useless}]
+    for wanted in (*combinations(lengths, 1), *combinations(lengths, 2)):
+        if _shows_with(at, {*known.values(), *(round(n * at / steps) for n in wanted)}, share):
+            break
+    else:
+        return _no_length_shows(steps, share, known)
     config = str(base.folder / "config.yaml")
     commands = "; ".join(command("train", "--config", config, f"trainer.max_steps={n}", "run.name=NEW") for n in wanted)
     return (
@@ -152,10 +168,30 @@ def _what_to_add(base: Run, steps: int, share: float, seeds: Sequence[int], know
     )
 
 
+def _no_length_shows(steps: int, share: float, known: Iterable[int]) -> str:
+    """Return what is left where no further length will do; `known`: those that are read, or will be, in steps."""
+    shortest = max((length for length in known if length < steps), default=steps)  # that is read: the next below
+    most = math.floor(100 * (REACH * steps / shortest - 1) + 1e-6)
+    margin = f"a margin of at most {most}%, or one" if 100 * share > most else "a margin"
+    return f"No longer run shows {100 * share:g}%: train for longer, or give {margin} in nats (--margin 0.01)."
+
+
 def _unfinished(waiting: Mapping[int, Sequence[Run]]) -> str:
-    """Return at what lengths, and seeds, the baseline has runs that are not finished."""
-    lengths = [f"{steps} steps ({_seeds(sorted({run.seed for run in runs}))})" for steps, runs in waiting.items()]
-    return f"At {' and '.join(lengths)} its runs are there and not finished, and this goes on with them"
+    """Return at which lengths, and seeds, the baseline's runs are running, or are to go on, and by what command."""
+    running = {n: [run for run in runs if status_of(run) == RUNNING] for n, runs in waiting.items()}
+    stopped = {n: [run for run in runs if status_of(run) != RUNNING] for n, runs in waiting.items()}
+    sentences = [f"At {_where(running)} its runs are running: wait for them"] if any(running.values()) else []
+    if any(stopped.values()):
+        go_on = how_they_go_on([run for runs in stopped.values() for run in runs])
+        how = f", and this goes on with them: {go_on}" if go_on else ": go on with them"
+        sentences.append(f"At {_where(stopped)} its runs are there and not finished{how}")
+    return ". ".join(sentences)
+
+
+def _where(runs: Mapping[int, Sequence[Run]]) -> str:
+    """Return of {steps: runs} the steps that have any, each with their seeds."""
+    lengths = [f"{steps} steps ({_seeds(sorted({run.seed for run in at}))})" for steps, at in runs.items() if at]
+    return " and ".join(lengths)
 
 
 def _seeds(seeds: Sequence[int]) -> str:

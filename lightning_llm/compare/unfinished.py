@@ -15,7 +15,8 @@ from lightning_llm.record.sweep_file import FILE, read_sweep_file
 NEVER_BEGUN = "never begun"
 UNREADABLE = "unreadable"
 KILLED = "killed, its process is gone"
-AS_THEY_ARE = ("running", "ended early")
+RUNNING, ENDED_EARLY = "running", "ended early"
+AS_THEY_ARE = (RUNNING, ENDED_EARLY)
 """States of runs that nothing is to be done about."""
 MOST_NUMBERS = 8
 """Of jobs that are named one by one."""
@@ -31,7 +32,7 @@ def unfinished_problems(runs: Iterable[Run], so: str = "Left out") -> list[Probl
     for run in runs:
         sweep = run.folder.parent
         place = sweep if (sweep / FILE).is_file() else run.folder
-        alike.setdefault((place, _status(run), _detail(run).partition(":")[0]), []).append(run)
+        alike.setdefault((place, status_of(run), _detail(run).partition(":")[0]), []).append(run)
     return [
         _of_one(found[0], so) if len(found) == 1 else _of_several(sweep, found, so)
         for (sweep, *_), found in alike.items()
@@ -43,20 +44,21 @@ def _detail(run: Run) -> str:
     return (str(run.summary.get("detail") or "").splitlines() or [""])[0][:200]
 
 
-def _status(run: Run) -> str:
+def status_of(run: Run) -> str:
+    """Return what an unfinished run is: what it said of itself, and that it was killed where its process is gone."""
     gone = run.status == "running" and state_of(run.folder) == "stopped"
     return KILLED if gone else run.status
 
 
 def _of_one(run: Run, so: str) -> Problem:
-    status, detail = _status(run), _detail(run)
+    status, detail = status_of(run), _detail(run)
     after = f" after step {run.last_step}" if run.last_step else ""
     text = f"is not finished: {status}{after}{f' ({detail})' if detail else ''}. {so}"
     return Problem(str(run.folder), f"{text}{_further(how_they_go_on([run]), status, 'it')}.")
 
 
 def _of_several(sweep: Path, runs: Sequence[Run], so: str) -> Problem:
-    status, details = _status(runs[0]), sorted({_detail(run) for run in runs} - {""})
+    status, details = status_of(runs[0]), sorted({_detail(run) for run in runs} - {""})
     steps = sorted({run.last_step for run in runs})
     after = f" after step {steps[0] if len(steps) == 1 else f'{steps[0]} to {steps[-1]}'}" if steps[-1] else ""
     why = f" ({details[0]}{'; and others' if len(details) > 1 else ''})" if details else ""
@@ -79,7 +81,7 @@ def _number_of_jobs(sweep: Path) -> int:
 
 
 def _further(command: str, status: str, them: str) -> str:
-    if not command or status in AS_THEY_ARE:
+    if not command:
         return ""
     if status == UNREADABLE:
         return f"; {command} makes {them} anew once the folder{'s are' if them == 'them' else ' is'} removed"
@@ -87,11 +89,15 @@ def _further(command: str, status: str, them: str) -> str:
 
 
 def how_they_go_on(runs: Sequence[Run]) -> str:
-    """Return the command that goes on with unfinished `runs`, or begins them; "" where none is known.
+    """Return the command that goes on with unfinished `runs`, or begins them; "" where none is known, or needed.
 
-    One run that began goes on by its config, others with their sweep.
+    One run that began goes on by its config, others with their sweep; those that are running do so by themselves, and
+    those that a search ended are not to.
     """
-    alone = len(runs) == 1 and _status(runs[0]) not in (NEVER_BEGUN, UNREADABLE)
+    runs = [run for run in runs if status_of(run) not in AS_THEY_ARE]
+    if not runs:
+        return ""
+    alone = len(runs) == 1 and status_of(runs[0]) not in (NEVER_BEGUN, UNREADABLE)
     sweeps = dict.fromkeys(run.folder.parent for run in runs)
     of_sweeps = [] if alone else [command_for_the_rest(sweep) for sweep in sweeps]
     if of_sweeps and all(of_sweeps):

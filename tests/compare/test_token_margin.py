@@ -1,5 +1,6 @@
 """A margin in tokens, judged seed by seed: by simulated truth, and against the interval of effective data."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,11 @@ from lightning_llm.compare.design import declare
 from lightning_llm.compare.effective_data import Curve, effective_data
 from lightning_llm.compare.estimate import Measured, Terms, judge_all
 from lightning_llm.compare.sequential import replay
+from lightning_llm.compare.token_margin import _shows_with
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError
+from lightning_llm.record.provenance import process_mark
 from lightning_llm.record.reading import read_run
 
 E, B, BETA = 1.5, 300.0, 0.45
@@ -149,23 +152,72 @@ def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverge
     assert (waits.stage.look, waits.decision) == (None, "inconclusive")
 
 
-def test_lengths_at_which_the_baseline_has_not_learned_are_there_and_tell_nothing(tmp_path):
-    terms = Terms(np.nan, token_margin=0.05, tail_share=0.0)
+@pytest.fixture
+def said(tmp_path):
+    """Return what `compare` says of a margin in tokens that the baseline's lengths do not show; at 50 it is useless."""
 
-    def said(steps_of_recipe: int, *lengths: int) -> str:
-        folder = tmp_path / f"{steps_of_recipe}-{len(lengths)}"
+    def refused(steps_of_recipe: int, *lengths: int, share: float = 0.05, summary: dict | None = None) -> str:
+        """`summary`: of the runs at the last of `lengths`."""
+        folder = tmp_path / f"{steps_of_recipe}-{lengths}-{share}"
         for seed in range(2):
             for name, steps in (*(("bf16", each) for each in lengths), ("mxfp8", steps_of_recipe)):
                 losses = {step: curve(step) + 0.1 * seed for step in range(10, steps + 1, 10)}
-                learned = {"validation_unigram_nats": 2.0 if steps == 50 else 9.0}
-                words = (f"precision={name}", f"seed={seed}")
-                make_run(folder / f"{name}-{steps}-{seed}", *words, losses=losses, summary=learned)
+                of_run = {"validation_unigram_nats": 2.0 if steps == 50 else 9.0}
+                of_run |= summary or {} if steps == lengths[-1] else {}
+                words = (f"precision={name}", f"seed={seed}", f"trainer.max_steps={steps}")
+                make_run(folder / f"{name}-{steps}-{seed}", *words, losses=losses, summary=of_run)
         with pytest.raises(ConfigError) as error:
-            compare_runs([read_run(each) for each in sorted(folder.iterdir())], terms)
-        return str(error.value)
+            compare_runs(
+                [read_run(each) for each in sorted(folder.iterdir())], Terms(np.nan, token_margin=share, tail_share=0.0)
+            )
+        return next(each.text for each in error.value.problems if each.key == "--margin")
 
+    return refused
+
+
+def test_lengths_at_which_the_baseline_has_not_learned_are_there_and_tell_nothing(said):
     told = said(100, 50, 100, 200)
     assert "It is there at 100, 200 steps. At 50 steps the baseline has not learned, which tells nothing" in told
     assert "Add 400 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in told
     assert "Add 200 and 400 to the sweep" in said(100, 50, 100)
     assert "is not known: at 50 steps the baseline has not learned" in said(50, 50, 100)
+
+
+@pytest.mark.parametrize("lengths", [(50, 100), (50, 100, 200), (50, 100, 200, 300), (50, 100, 200, 300, 400, 600)])
+def test_no_length_is_asked_for_that_cannot_show_the_margin(said, lengths):
+    told = said(100, *lengths, share=0.3)
+    assert "Add " not in told
+    assert "No longer run shows 30%: train for longer, or give a margin of at most 25%, or one in nats" in told
+
+
+@pytest.mark.parametrize("lengths", [(100,), (100, 200), (100, 80), (50, 100), (50, 100, 200), (50, 100, 200, 300)])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
+def test_what_is_asked_for_is_enough(said, lengths, share):
+    """Or the runs are enough as they are, or it says that there is none, and which margin there is."""
+    sound = {length for length in lengths if length != 50}
+    if _shows_with(100, sound, share):
+        return
+    told = said(100, *lengths, share=share)
+    if asked := re.search(r"Add ([\d and]+) to the sweep", told):
+        assert _shows_with(100, {*sound, *map(int, asked[1].split(" and "))}, share)
+    else:
+        most = int(re.search(r"at most (\d+)%", told)[1]) / 100
+        assert most < share
+        assert _shows_with(100, {*sound, 200, 400}, most)
+        assert not _shows_with(100, {*sound, 200, 400}, most + 0.01)
+
+
+def test_runs_that_are_running_are_waited_for_and_those_that_a_search_ended_are_not(said):
+    alive = {"status": "running", "process": process_mark()}
+    told = said(100, 100, 200, 50, summary=alive)
+    assert "At 50 steps (seeds 0, 1) its runs are running: wait for them" in told
+    assert "resume=auto" not in told
+    assert "Add " not in told
+    told = said(100, 100, 50, summary=alive)
+    assert "wait for them. Add 200 to the sweep" in told
+    told = said(100, 100, 50, 200, summary={"status": "stopped", "ended_by": "halving"})
+    assert "At 200 steps (seeds 0, 1) a search ended its runs early. Add 200 and 400 to the sweep" in told
+    assert "resume=auto" not in told
+    told = said(100, 100, 200, 70, summary={"status": "stopped"})
+    assert "At 70 steps (seeds 0, 1) its runs are there and not finished, and this goes on with them: " in told
+    assert "resume=auto" in told
