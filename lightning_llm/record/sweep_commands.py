@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.config.commands import sweep_command
 from lightning_llm.config.redact import redact_uri
@@ -15,10 +16,7 @@ def command_with_seeds(folder: Path, seeds: Iterable[int]) -> str:
     """Return the command that runs the sweep in `folder` with `seeds`, in the same folder, repeating no finished job.
 
     A sweep that grew by other overrides under one name has a command for each, joined by " && ". "" where its
-    `sweep.json` says nothing of how it was composed (written by an earlier version).
-
-    Raises:
-        ConfigError: `folder` holds no sweep.
+    `sweep.json` says nothing of how it was composed (written by an earlier version), or cannot be read.
     """
     return _command_adding(folder, seeds, {})
 
@@ -36,10 +34,7 @@ def command_for_the_rest(folder: Path) -> str:
 
     Of a sweep that looks at seeds as it goes, with all that its looks may need.
     """
-    try:
-        known = read_sweep_file(folder)
-    except ConfigError:
-        return ""
+    known = _readable(folder)
     looked_at = known.get(DESIGN, {}).get("seeds", [])
     seeds = [*looked_at, *(job["seed"] for job in known.get("jobs", []) if "seed" in job)]
     return command_with_seeds(folder, seeds) if seeds else ""
@@ -54,8 +49,15 @@ def _command_adding(folder: Path, seeds: Iterable[int], choices: Mapping[str, st
             each["config_dir"],
             each.get("folder"),
         )
-        for each in read_sweep_file(folder).get("typed", [])
+        for each in _readable(folder).get("typed", [])
     )
+
+
+def _readable(folder: Path) -> dict[str, Any]:
+    try:
+        return read_sweep_file(folder)
+    except ConfigError:  # whoever asks for a command has said so, of the jobs
+        return {}
 
 
 def command_to_go_on(sweep: Sweep) -> str:

@@ -159,6 +159,11 @@ def test_the_advice_is_a_command_that_adds_seeds_to_the_same_sweep(tmp_path, cap
     assert advice["command"] in capsys.readouterr().out
     some = [sweep / name for name in ("0", "2", "20", "21")]
     assert verdicts(capsys, *some)["advice"] is None  # no sweep was named
+    (sweep / "sweep.json").write_text('{"jobs')  # and the verdicts stand where it does not say how it was begun
+    damaged = verdicts(capsys, sweep, expect=2)
+    assert (damaged["by_name"]["mxfp8"]["verdict"], damaged["advice"]) == (row["verdict"], None)
+    assert "sweep.json: cannot be read" in damaged["stderr"]
+    assert "run.name" not in damaged["stderr"]
 
 
 def test_looks_at_new_runs_are_written_down_and_looks_at_the_same_are_not(tmp_path, capsys):
