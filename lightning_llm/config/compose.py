@@ -236,10 +236,15 @@ def _recipe_sweep(typed: Sequence[Override], composer: Composer) -> tuple[list[s
 
 
 def _groups(typed: Sequence[Override], composer: Composer) -> list[list[Override]]:
-    """Return the overrides of each product that a sweep is made of: the first, and one per line of `sweep.also`."""
+    """Return the overrides of each product that a sweep is made of: the first, and one per line of `sweep.also`.
+
+    Lines that are typed themselves stay as they are: "trainer.max_steps=128 'sweep.also=[trainer.max_steps=64,256]'"
+    is three lengths.
+    """
     params, also = _recipe_sweep(typed, composer)
     plain = [each for each in typed if not each.is_sweep_override()]
-    lines = [[*plain, *_typed_first(parse_overrides(line.split()), typed)] for line in also]
+    takes_place = [] if any(each.key_or_group == "sweep.also" for each in typed) else typed
+    lines = [[*plain, *_typed_first(parse_overrides(line.split()), takes_place)] for line in also]
     return [[*parse_overrides(params), *typed], *lines]
 
 
