@@ -58,7 +58,7 @@ def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeyp
     asked = optuna_words(tmp_path, "sweep.trials=10", "sweep.pruning=none")
     assert main(["plan", *asked]) == 0
     told = capsys.readouterr().out
-    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 jobs of the baseline, at most 10 of trials" in told
+    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 job of the baseline, at most 10 of trials" in told
     assert "tag(log,interval(1e-4,1e-1))" in told
     assert main(["train", *asked]) == 0
     trials = trials_of(tmp_path)

@@ -32,7 +32,7 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
     search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
     about = {key: value for key, value in search.first.declared[SEARCH].items() if key != "derived"}
     seeds = len(search.baseline)
-    jobs = f"{seeds} jobs of the baseline, at most {keys.trials * seeds} of trials"
+    jobs = f"{seeds} job{'s' * (seeds > 1)} of the baseline, at most {keys.trials * seeds} of trials"
     words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, pruning {keys.pruning}: {jobs}"
     return search.first, {**about, "words": words, "rows": [(key, values) for key, values in about["space"].items()]}
 
