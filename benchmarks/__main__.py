@@ -35,6 +35,7 @@ from benchmarks.shape import LARGE, MIDDLE, SMALL
 
 BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "startup": startup.measure,
+    "startup_casts": startup.measure_casts,
     "loader": loader.measure,
     "tokenise": tokenise.measure,
     "trainer_overhead": trainer_overhead.measure,
@@ -46,6 +47,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "peers_1024": partial(peers.measure, replace(MIDDLE, length=1024, batch=2)),
     "plan_memory": plan_memory.measure,
     "roofline": partial(roofline.measure, MIDDLE),
+    "roofline_60m": partial(roofline.measure, LARGE),
     "precision": precision.measure,
     "weight_casts": weight_casts.measure,
     "health": health.measure,

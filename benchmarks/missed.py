@@ -2,6 +2,19 @@
 
 REASONS: tuple[tuple[str, str, str], ...] = (
     (
+        "peers*",
+        "*fp32*",
+        "In fp32 products of linear layers are most of every contender's step, by the same library and near the "
+        "machine's GEMM peak (`roofline`, `roofline_60m`): little is left to be faster with, and less the larger the "
+        "model.",
+    ),
+    (
+        "peers*",
+        "*bf16*",
+        "The larger the model, the more of a step are products, at the machine's bf16 peak for everyone; with 1,024 "
+        "tokens attention is torch's own kernel, too. What is saved beside them weighs less.",
+    ),
+    (
         "parallel",
         "our Strategy, *degree 1*",
         "FSDP2 at degree 1 gathered and reduced with itself, as measured here. Since then one rank shards nothing: "

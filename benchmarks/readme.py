@@ -18,6 +18,22 @@ RATE = re.compile(r"(?P<who>.+?)(?P<own> in its process)?, (?P<how>(bf16|fp32)(,
 TARGET = re.compile(r"(?P<sign><=|>=|<|>|below) ?(?P<limit>[\d.]+)")
 COMPARED = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "below": operator.lt, ">": operator.gt}
 DIGITS, WIDTH = 4, 140
+PEERS = {
+    "peers_2m": "2M, 8 x 256 tokens",
+    "peers": "7M, 8 x 256",
+    "peers_1024": "7M, 2 x 1,024",
+    "peers_60m": "62M, 2 x 256",
+}
+GLANCE = (
+    "Tokens/s of `train`, as a user starts it, over the fastest of the peers' loops and Trainers (targets: 1.2 eager, "
+    "1.15 compiled), and peak bytes of tensors over the leanest peer's (target: at most 1):"
+)
+AT_A_GLANCE = {
+    "train over the fastest of all, {}": "{}",
+    "train over the fastest of all, {}, compiled": "{}, compiled",
+    "peak bytes of ours over the leanest's, {}, eager": "{}, peak bytes",
+}
+"""Rows of `peers*`, and what they are called in the table that comes first; {} is the dtype."""
 NO_REASON = "no reason is given"
 
 
@@ -42,7 +58,24 @@ def write(names: Iterable[str], readme: Path = README, folder: Path = results.FO
 def rendered(names: Iterable[str], folder: Path = results.FOLDER) -> str:
     """Return the results as Markdown; a benchmark that has not run is left out."""
     found = [result for name in names if (result := results.newest(name, folder)) is not None]
-    return "\n".join(line for result in found for line in _section(result))
+    return "\n".join([*_glance(found), *(line for result in found for line in _section(result))])
+
+
+def _glance(found: Iterable[Result]) -> Iterator[str]:
+    """Yield `train` over the fastest of the peers at every shape, in one table, where they were measured so."""
+    columns = {row.format(dtype): name.format(dtype) for dtype in ("bf16", "fp32") for row, name in AT_A_GLANCE.items()}
+    lines = []
+    for result in (each for name in PEERS for each in found if each.name == name):
+        rows = {row[0]: row for row in result.rows}
+        if columns.keys() <= rows.keys():
+            lines.append(f"| {PEERS[result.name]} | {' | '.join(_number(rows[column]) for column in columns)} |")
+    if lines:
+        yield from wrap(GLANCE, WIDTH, break_long_words=False, break_on_hyphens=False)
+        yield ""
+        yield f"| | {' | '.join(columns.values())} |"
+        yield "|---" * (len(columns) + 1) + "|"
+        yield from lines
+        yield ""
 
 
 def _section(result: Result) -> Iterator[str]:
@@ -89,10 +122,14 @@ def _shown(result: Result) -> list[Row]:
 
 
 def _line(row: Row) -> str:
-    what, value, target = row
+    what, _, target = row
+    return f"| {what.strip()} | {_number(row)} | {target} |"
+
+
+def _number(row: Row) -> str:
+    value = row[1]
     number = "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.{DIGITS}g}"
-    number = f"**{number}**" if is_missed(row) else number
-    return f"| {what.strip()} | {number} | {target} |"
+    return f"**{number}**" if is_missed(row) else number
 
 
 def _rates(result: Result) -> Iterator[str]:

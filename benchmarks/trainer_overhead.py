@@ -14,7 +14,9 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.rank import open_layout, prepare_folder, quiet_lightning, run_loggers
+from lightning_llm.run.first_files import prepare_folder
+from lightning_llm.run.prepared_rank import open_layout, quiet_lightning
+from lightning_llm.run.rank import run_loggers
 from lightning_llm.run.start import Start
 from lightning_llm.train.datamodule import CorpusDataModule
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.precision.cast_statistics import HIGHEST, LOWEST, SUMS, cast_sums, figures
-from lightning_llm.precision.linear import SLOT_NAMES, SeenCast, Shard
+from lightning_llm.precision.linear_plan import SLOT_NAMES, SeenCast, Shard
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
 from lightning_llm.record.files import cut_back
 from lightning_llm.record.health_table import Tensors, table

@@ -1,8 +1,9 @@
-"""Matrix products of bf16 operands: on a CPU without a unit for them, by its fp32 GEMM.
+"""Matrix products of 16-bit operands: on a CPU without a unit for them, by its fp32 GEMM.
 
-Torch multiplies bf16 on any CPU. Where the CPU cannot (x86 without AVX512-BF16 or AMX: most laptops), oneDNN widens
-numbers inside its kernel at about a third of the fp32 GEMM's rate. The product of two bf16 numbers is exact in fp32, so
-widening first, summing in fp32 and rounding once gives what a bf16 GEMM gives, sums in another order.
+Torch multiplies bf16 and fp16 on any CPU. Where the CPU cannot (x86 without AVX512-BF16 or AMX: most laptops; without
+AVX512-FP16 or AMX-FP16: nearly all), oneDNN widens bf16 inside its kernel at about a third of the fp32 GEMM's rate, and
+fp16 is multiplied by loops. The product of two such numbers is exact in fp32, so widening first, summing in fp32 and
+rounding once gives what a 16-bit GEMM gives, sums in another order.
 """
 
 from collections.abc import Iterator
@@ -13,17 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+UNITS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+"""Instructions of x86 that multiply numbers of a dtype, as torch names them."""
 
-def _cpu_multiplies_bf16() -> bool:
-    """Return whether this CPU has instructions for bf16 products, or is none that is known to have none."""
+
+def _without_units() -> frozenset[torch.dtype]:
+    """Return the dtypes that this CPU is known to have no instructions for products of."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch >= 2.12
     if capabilities.get("architecture") != "x86_64":
-        return True
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+        return frozenset()
+    return frozenset(dtype for dtype, units in UNITS.items() if not any(capabilities.get(unit) for unit in units))
 
 
-widens = not _cpu_multiplies_bf16()
-"""Whether bf16 products on the CPU are fp32's here."""
+widened = _without_units()
+"""The dtypes whose products on the CPU are fp32's here."""
 
 
 CHUNK_ELEMENTS = 1 << 22
@@ -32,13 +36,13 @@ CHUNK_ELEMENTS = 1 << 22
 
 @contextmanager
 def unwidened() -> Iterator[None]:
-    """Run the block as on a device that multiplies bf16 numbers: no fp32 copies of operands are made."""
-    global widens
-    before, widens = widens, False
+    """Run the block as on a device that multiplies 16-bit numbers: no fp32 copies of operands are made."""
+    global widened
+    before, widened = widened, frozenset()
     try:
         yield
     finally:
-        widens = before
+        widened = before
 
 
 def operand(x: Tensor) -> Tensor:
@@ -63,10 +67,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _is_widened(x: Tensor) -> bool:
-    return widens and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    return x.dtype in widened and x.device.type == "cpu"
 
 
-# Operators of their own: what checkpointing keeps of them is their bf16 result, and compilers see no fp32 copies.
+# Operators of their own: what checkpointing keeps of them is their 16-bit result, and compilers see no fp32 copies.
 @torch.library.custom_op("lightning_llm::wide_product", mutates_args=())
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a.float(), b.float()).to(a.dtype)

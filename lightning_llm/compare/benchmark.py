@@ -15,6 +15,7 @@ from lightning_llm.compare.factor import Factor, choose_factor, varying_keys
 from lightning_llm.compare.pairing import Family, Pair, name_settings, setting_keys, setting_of
 from lightning_llm.compare.profiles import LARGEST_RATIO, median_times, profiles, ratios, scores
 from lightning_llm.compare.target import KEY, Reached, Targets, reached
+from lightning_llm.compare.unfinished import unfinished_problems
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
 
@@ -96,9 +97,7 @@ def score_runs(
         ConfigError: a target is missing or of no setting, a trial key does not vary, nothing is to be told apart.
     """
     usable = [run for run in runs if run.finished or run.lost_its_loss]
-    problems = [
-        Problem(str(run.folder), f"is not finished ({run.status}): no trial.") for run in runs if run not in usable
-    ]
+    problems = unfinished_problems([run for run in runs if run not in usable], "No trial")
     if not usable:
         raise ConfigError([*problems, Problem("RUN", "there is no finished run.")])
     if not any(metric in run.validations for run in usable):

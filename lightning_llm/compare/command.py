@@ -9,27 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import Comparison, IncompleteComparisonError, compare_runs, read_all
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
-from lightning_llm.compare.design import Design
 from lightning_llm.compare.differences import all_differences
 from lightning_llm.compare.ended_jobs import read_found
-from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.find import Found, find_runs
-from lightning_llm.compare.flags import of_scores, of_verdicts
+from lightning_llm.compare.flags import against_all_pairs, best_of_words, of_scores, of_verdicts, terms_of
+from lightning_llm.compare.judge import open_verdicts
 from lightning_llm.compare.looks import look_at, record_look
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.seeds import advise
-from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.selection import has_grid
 from lightning_llm.compare.target import NO_TARGETS, Targets, read_targets
-from lightning_llm.compare.verdict import open_verdicts
 from lightning_llm.compare.wording import looks_statement
+from lightning_llm.config.commands import command
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
 
 if TYPE_CHECKING:
     from lightning_llm.compare.report.supplement import Supplement
+
+
+RATE = "optim.learning_rate"
+"""The key of which a sweep may have a grid for each recipe, at whose best it is to be judged."""
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -112,8 +116,8 @@ def compare_named(
     found = find_runs(words)
     declared = declared_looks(found, asked, baseline, best_of)
     terms, baseline = terms_of(asked, declared.design), declared.baseline or baseline
-    if asked.all_pairs and (why := _against_all_pairs(terms, best_of, declared.design)):
-        raise ConfigError(Problem("--all-pairs", f"{why}. Leave it out, or compare without these."))
+    if asked.all_pairs and (why := against_all_pairs(terms, best_of, declared.design, found)):
+        raise ConfigError(Problem("--all-pairs", why))
     runs, problems, ended = read_found(found)
     try:
         if best_of is not None:
@@ -124,6 +128,9 @@ def compare_named(
     comparison.problems = [*found.problems, *problems, *comparison.problems]
     comparison.advice = advise(open_verdicts(comparison.verdicts), found.sweeps, runs)
     comparison.notes += [*declared.notes, *ended]
+    if best_of is None and comparison.factor.name != RATE and has_grid(comparison.runs, RATE):
+        better = command("compare", *(words or [str(found.home)]), "--best-of", RATE)
+        comparison.notes.append(f"Recipes ran at several values of {RATE}. Each at its own best: {better}")
     if comparison.design is None:
         note_look(comparison, found.home / "compare")
     show(comparison)
@@ -132,16 +139,6 @@ def compare_named(
     if comparison.problems:
         raise IncompleteComparisonError(comparison)
     return comparison
-
-
-def _against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None) -> str:
-    """Return why recipes are not held against each other here; empty where they are."""
-    if best_of is not None:
-        return "is not for --best-of, whose whole grid it does not look at"
-    if design is not None:
-        return "is not for declared looks, whose error it lacks"
-    curve = "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others"
-    return curve if terms.token_margin is not None else ""
 
 
 def note_look(comparison: Comparison, folder: Path) -> None:
@@ -153,41 +150,6 @@ def note_look(comparison: Comparison, folder: Path) -> None:
         return
     if len(comparison.looks) > 1:
         comparison.notes.append(f"This is look {len(comparison.looks)} at these runs. {looks_statement()}")
-
-
-def terms_of(asked: AskedTerms, design: Design | None) -> Terms:
-    """Return the terms of a verdict: `design`'s, or those asked for. Raises ConfigError with all that are none."""
-    if design is not None:
-        return replace(design.terms, targets=asked.targets, all_pairs=asked.all_pairs)
-    problems: list[Problem] = []
-    terms = Terms()
-    with gathered(problems):
-        asked.margins(terms)
-    terms = (replace(asked, margin=None) if problems else asked).over(terms)
-    if terms.token_margin is not None and not terms.metric.startswith(LOSS):
-        text = f"in tokens is one of a loss, and --metric is {terms.metric}. Give it in its unit."
-        problems.append(Problem("--margin", text))
-    if not 0.5 <= terms.confidence < 1:
-        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
-    if not 0 <= terms.tail_share < 1:
-        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
-    if problems:
-        raise ConfigError(problems)
-    return terms
-
-
-def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
-    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
-    if best_of is None:
-        if choose_by is not None:
-            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
-        return None
-    if choose_by == "all":
-        return BestOf(best_of, by_all=True)
-    words = [] if choose_by is None else choose_by.split(",")
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
-    return BestOf(best_of, tuple(sorted({int(word) for word in words})))
 
 
 def _print_data(comparison: Comparison) -> None:

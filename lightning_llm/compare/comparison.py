@@ -8,11 +8,13 @@ from typing import Any
 
 from lightning_llm.compare.all_pairs import PairGap, all_pairs
 from lightning_llm.compare.baseline import Baseline
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.data import finite, verdict_data
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor, choose_factor
 from lightning_llm.compare.grid import borne_out
+from lightning_llm.compare.judge import judge
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.methods import Methods, methods_of
 from lightning_llm.compare.noise import Floor
@@ -20,16 +22,16 @@ from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.paired_curves import paired_curves
 from lightning_llm.compare.pairing import Family, pair_runs
 from lightning_llm.compare.seeds import Advice
-from lightning_llm.compare.selection import BestOf, Selection, select_best
+from lightning_llm.compare.selection import Selection, select_best
 from lightning_llm.compare.study import Study
 from lightning_llm.compare.target import NO_TARGETS
-from lightning_llm.compare.token_curve import curve_of, in_nats
-from lightning_llm.compare.verdict import Verdict, judge
-from lightning_llm.config.commands import resume_command
+from lightning_llm.compare.token_curve import curve_of
+from lightning_llm.compare.token_margin import in_nats
+from lightning_llm.compare.unfinished import levels_without_a_run, unfinished_problems
+from lightning_llm.compare.verdict import Verdict
 from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.record.reading import Run, facts, read_run
-from lightning_llm.record.sweep_commands import command_for_the_rest
 from lightning_llm.terminal.waiting import Waiting
 
 
@@ -152,7 +154,9 @@ def compare_runs(
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
     """
-    usable, unfinished, problems = _usable(runs)
+    usable, waiting = _usable(runs)
+    problems = unfinished_problems(waiting)
+    unfinished = [run for run in waiting if not run.words]
     if incomparable := _incomparable(usable, terms.metric):
         raise ConfigError([*problems, incomparable])
     usable, notes = _newest_of_same(usable)
@@ -172,11 +176,12 @@ def compare_runs(
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
     comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
-    comparison.problems += [*unpaired, *_levels_without_a_run(unfinished, usable, factor)]
+    comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
+    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
     for family in comparison.families:
         curve = curve_of(family, usable, factor, terms)
         try:
-            here = in_nats(terms, family, curve)
+            here = in_nats(terms, family, curve, of_baseline)
         except ConfigError as error:
             comparison.problems += error.problems
             continue
@@ -224,45 +229,10 @@ def _incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
     return None
 
 
-def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run], list[Problem]]:
+def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
-    usable, unfinished, problems = [], [], []
-    for run in runs:
-        if run.finished or run.lost_its_loss:
-            usable.append(run)
-            continue
-        unfinished.append(run)
-        detail = str(run.summary.get("detail") or "").splitlines()
-        why = f" ({detail[0][:200]})" if detail else ""
-        over = run.status in ("running", "ended early")
-        further = "" if over else _how_it_goes_on(run)
-        after = f" after step {run.last_step}" if run.last_step else ""
-        text = f"is not finished: {run.status}{after}{why}. Left out{further}."
-        problems.append(Problem(str(run.folder), text))
-    return usable, unfinished, problems
-
-
-def _how_it_goes_on(run: Run) -> str:
-    """Return how an unfinished run goes on: by its config, or, of a job that never began, with its sweep."""
-    if (run.folder / "config.yaml").is_file():
-        return f"; {resume_command(run.folder)} goes on with it"
-    command = command_for_the_rest(run.folder.parent)
-    return f"; {command} begins it" if command else ""
-
-
-def _levels_without_a_run(unfinished: Sequence[Run], usable: Sequence[Run], factor: Factor) -> list[Problem]:
-    """Say of which recipes there is no verdict at all, since no run of theirs came to its end."""
-    seen = {factor.level(run) for run in usable}
-    seeds: dict[str, list[int]] = {}
-    for run in unfinished:
-        if factor.level(run) not in seen:
-            name = run.config.get(f"{factor.name}.name") or run.config.get(factor.name) or run.name
-            seeds.setdefault(str(name), []).append(run.seed)
-    text = "has no verdict: none of its runs is finished (seed{} {})."
-    return [
-        Problem(name, text.format("s" * (len(found) > 1), ", ".join(map(str, sorted(found)))))
-        for name, found in seeds.items()
-    ]
+    usable = [run for run in runs if run.finished or run.lost_its_loss]
+    return usable, [run for run in runs if not (run.finished or run.lost_its_loss)]
 
 
 def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:

@@ -1,6 +1,7 @@
 """The factor: what the runs are compared by, its levels, and which of them is the baseline."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,15 +149,21 @@ def _text(value: Any) -> str:
 
 
 def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
-    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name."""
+    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name.
+
+    Of a group without names that not all runs have (`distil`): "no distil", and the others by what tells them apart.
+    """
     named = {_level(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
-    labels = {}
+    without = [level for level in levels if len(keys) > 1 and set(level) == {"null"} and not named[level]]
+    labels = dict.fromkeys(without, f"no {name}")
     for level in levels:
-        alike = [other for other in levels if named[other] == named[level]]
+        if level in without:
+            continue
+        alike = [other for other in levels if named[other] == named[level] and other not in without]
         apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
         pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.')}={_word(level[i])}" for i in apart)
         if not named[level] or len(alike) == len(levels):
-            labels[level] = pairs
+            labels[level] = pairs or name
         else:
             labels[level] = f"{named[level]} ({pairs})" if pairs else named[level]
     return labels
@@ -217,5 +224,7 @@ def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list
     if name == "precision":
         text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
         raise ConfigError(Problem("--baseline", f"{text}{', '.join(labels.values())}."))
-    first = next(iter(labels))
-    return first, f"The baseline is the first run's {name}, {labels[first]} (--baseline chooses)."
+    first, other = list(labels)[:2]
+    word = labels[other] if labels[other].startswith(f"{name}=") else f"{name}={labels[other]}"
+    said = f"The baseline is {labels[first]}, as of the first run; another: {shlex.join(['--baseline', word])}."
+    return first, said

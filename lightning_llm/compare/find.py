@@ -84,9 +84,12 @@ def _runs_below(folder: Path) -> Iterator[Path]:
 
 def is_run(folder: Path) -> bool:
     """Return whether `folder` is a run's, also of one that failed before its first record."""
-    return (folder / "config.yaml").is_file() and any(
-        (folder / name).is_file() for name in ("metrics.jsonl", "summary.json", TOKENIZER)
-    )
+    return (folder / "config.yaml").is_file() and has_begun(folder)
+
+
+def has_begun(folder: Path) -> bool:
+    """Return whether a run left anything in `folder` beside its config."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "summary.json", TOKENIZER))
 
 
 def _by_number(folder: Path) -> tuple[str, int, str]:

@@ -1,10 +1,19 @@
-"""Flags of `compare` that do not go together: each is honoured or refused, and all that are refused at once."""
+"""Flags of `compare`: what they ask for, and those that do not go together, each honoured or refused, all at once."""
 
 import argparse
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lightning_llm.errors import Problem
+from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.declared_looks import AskedTerms
+from lightning_llm.compare.design import Design
+from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.find import Found
+from lightning_llm.compare.losses import LOSS
+from lightning_llm.config.commands import command
+from lightning_llm.errors import ConfigError, Problem, gathered
 
 SCORED = "scores runs by when they reached a target, and judges none: leave out {}"
 NOT_SCORED: Mapping[str, str] = {
@@ -62,3 +71,57 @@ def of_verdicts(arguments: argparse.Namespace) -> list[Problem]:
         if getattr(arguments, name, None) is not None:
             found.append(Problem(f"--{name}", "is of predictions from a ladder. Give --predict or --grade, too."))
     return found
+
+
+def against_all_pairs(terms: Terms, best_of: BestOf | None, design: Design | None, found: Found) -> str:
+    """Return why recipes are not held against each other here, and what to do; empty where they are."""
+    if best_of is not None:
+        return f"goes without --best-of {best_of.key}, whose whole grid it does not look at. Leave out one of the two."
+    if design is not None:
+        runs = f"{shlex.quote(str(found.sweeps[0]))}/[0-9]*"
+        return (
+            "is a table of one look, and the verdicts here are by looks that were declared, whose error it does not "
+            "have. Leave it out; or name the runs in place of their sweep, and all of it is of one look at what is "
+            f"there: {command('compare')} {runs} --all-pairs"
+        )
+    if terms.token_margin is not None:
+        return (
+            "takes a margin in nats: tokens are read off the baseline's own curve, and these gaps are to others. Give "
+            "one, --margin 0.01, or leave --all-pairs out."
+        )
+    return ""
+
+
+def terms_of(asked: AskedTerms, design: Design | None) -> Terms:
+    """Return the terms of a verdict: `design`'s, or those asked for. Raises ConfigError with all that are none."""
+    if design is not None:
+        return replace(design.terms, targets=asked.targets, all_pairs=asked.all_pairs)
+    problems: list[Problem] = []
+    terms = Terms()
+    with gathered(problems):
+        asked.margins(terms)
+    terms = (replace(asked, margin=None) if problems else asked).over(terms)
+    if terms.token_margin is not None and not terms.metric.startswith(LOSS):
+        text = f"in tokens is one of a loss, and --metric is {terms.metric}. Give it in its unit."
+        problems.append(Problem("--margin", text))
+    if not 0.5 <= terms.confidence < 1:
+        problems.append(Problem("--confidence", f"is {terms.confidence:g}, must be from 0.5 to below 1, say 0.95."))
+    if not 0 <= terms.tail_share < 1:
+        problems.append(Problem("--tail", f"is {terms.tail_share:g}, must be from 0 (the last validation) to below 1."))
+    if problems:
+        raise ConfigError(problems)
+    return terms
+
+
+def best_of_words(best_of: str | None, choose_by: str | None) -> BestOf | None:
+    """Return what --best-of and --choose-by ask for. Raises ConfigError."""
+    if best_of is None:
+        if choose_by is not None:
+            raise ConfigError(Problem("--choose-by", "says by which seeds --best-of KEY chooses. Give that, too."))
+        return None
+    if choose_by == "all":
+        return BestOf(best_of, by_all=True)
+    words = [] if choose_by is None else choose_by.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(Problem("--choose-by", f"is '{choose_by}', must be seeds, such as 0 or 0,1, or all."))
+    return BestOf(best_of, tuple(sorted({int(word) for word in words})))

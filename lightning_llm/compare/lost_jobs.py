@@ -1,23 +1,29 @@
 """Jobs of a sweep without a readable run."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.find import has_begun
+from lightning_llm.compare.unfinished import UNREADABLE
 from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
 from lightning_llm.record.sweep_file import FILE, checked_sweep
+
+Described = Mapping[str, Any]
+"""A job as `sweep.json` lists it."""
 
 
 def lost_jobs(
     sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = ()
 ) -> tuple[list[Run], list[Problem]]:
-    """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what nothing is known of.
+    """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what is wrong with a sweep.
 
     `ended`: folders of jobs that are not to be missed.
 
-    What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says.
+    What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says, or
+    in numbers alone, as its words do. Of others the words are all that is known (`Run.words`).
     """
     by_folder = {run.folder: run for run in runs}
     lost, problems = [], []
@@ -27,31 +33,77 @@ def lost_jobs(
         except (OSError, ValueError, RecursionError) as error:
             problems.append(Problem(str(sweep / FILE), f"cannot be read, so a job may be missing unseen: {error}."))
             continue
-        here = {job["number"]: by_folder.get(sweep / str(job["number"])) for job in jobs}
-        for job in jobs:
-            if here[job["number"]] is not None or sweep / str(job["number"]) in ended:
-                continue
-            folder, (kind, seed) = sweep / str(job["number"]), _kind_and_seed(job)
-            alike = [run for other in jobs if _kind_and_seed(other)[0] == kind and (run := here[other["number"]])]
-            sibling = next(iter(alike), None)
-            if sibling is None or seed is None:
-                text = f"this job of the sweep ({' '.join(job['words'])}) has no run that can be read."
-                problems.append(Problem(str(folder), text))
-                continue
-            summary: dict[str, Any] = {"status": "unreadable"} if folder.exists() else {}
-            config = {**sibling.config, "seed": seed, "branch_from": job.get("branch_from")}
-            if branch := _branch_of(config["branch_from"], [run for run in here.values() if run is not None]):
-                summary["branch"] = branch
-            lost.append(Run(folder, config, summary, typed=sibling.typed))
+        known = _Known([(job, by_folder[folder]) for job in jobs if (folder := _folder(sweep, job)) in by_folder])
+        lost += [
+            _lost(_folder(sweep, job), job, known)
+            for job in jobs
+            if _folder(sweep, job) not in by_folder and _folder(sweep, job) not in ended
+        ]
     return lost, problems
 
 
-def _branch_of(named: str | None, runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the summary of a run that branched off there says of it; {} where none of `runs` did."""
-    return next((run.branch for run in runs if named is not None and run.config.get("branch_from") == named), {})
+def _folder(sweep: Path, job: Described) -> Path:
+    return sweep / str(job["number"])
 
 
-def _kind_and_seed(job: Mapping[str, Any]) -> tuple[str, int | None]:
+class _Known:
+    """The jobs of a sweep that there are runs of: a run of each kind, of like words, and of each trunk."""
+
+    def __init__(self, jobs: Sequence[tuple[Described, Run]]):
+        self.by_kind: dict[str, Run] = {}
+        self.by_words: dict[frozenset[str], Run] = {}
+        self.branches: dict[str, dict[str, Any]] = {}
+        for job, run in jobs:
+            self.by_kind.setdefault(_kind_and_seed(job)[0], run)
+            self.by_words.setdefault(_without_numbers(job["words"]), run)
+            if trunk := run.config.get("branch_from"):
+                self.branches.setdefault(trunk, run.branch)
+
+
+def _lost(folder: Path, job: Described, known: _Known) -> Run:
+    """Return the job as a run without a step."""
+    kind, seed = _kind_and_seed(job)
+    summary: dict[str, Any] = {"status": UNREADABLE} if has_begun(folder) else {}
+    own: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if (sibling := known.by_kind.get(kind)) is not None and seed is not None:
+        trunk = job.get("branch_from")
+        if branch := known.branches.get(str(trunk)):
+            summary["branch"] = branch
+        return Run(folder, {**sibling.config, **own, "branch_from": trunk}, summary, typed=sibling.typed)
+    if config := _config_by_words(job["words"], known):
+        return Run(folder, config | own, summary)
+    return Run(folder, own, summary, words=tuple(job["words"]))
+
+
+def _config_by_words(words: Sequence[str], known: _Known) -> dict[str, Any]:
+    """Return the config of a run whose words have other numbers alone, with these; {} without any such run.
+
+    A word of a group (precision=mxfp8) stands for many keys, and one such as step_law for a number not known here.
+    """
+    run = known.by_words.get(_without_numbers(words))
+    numbers = dict(filter(None, map(_number, words)))
+    alike = run is not None and all(type(run.config.get(key)) in (float, type(n)) for key, n in numbers.items())
+    return {**run.config, **numbers} if run is not None and alike else {}
+
+
+def _without_numbers(words: Iterable[str]) -> frozenset[str]:
+    """Return the words, of those that set a single key to a number the key alone."""
+    return frozenset(found[0] if (found := _number(word)) else word for word in words)
+
+
+def _number(word: str) -> tuple[str, int | float] | None:
+    key, _, value = word.lstrip("+").partition("=")
+    if "." not in key and key != "seed":
+        return None
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return None
+
+
+def _kind_and_seed(job: Described) -> tuple[str, int | None]:
     """Return what the job shares with those of other seeds, and its seed; earlier versions noted words alone."""
     if "kind" in job:
         return job["kind"], job["seed"]

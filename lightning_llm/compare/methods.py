@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_llm.compare.passages import PASSAGES
-from lightning_llm.compare.references import CITATION, KNOWN, Reference, keys_in, recipe_reference
+from lightning_llm.compare.recipe_sources import citation_of, sources_of
+from lightning_llm.compare.references import CITATION, KNOWN, Reference, citations_in, keys_in
 from lightning_llm.compare.study import Study
 from lightning_llm.compare.wording import short
 
@@ -25,12 +26,12 @@ class Methods:
 
 def methods_of(study: Study) -> Methods:
     """Return what was done, in order of the passages, and what is cited, in order of first citation."""
-    recipes = {name: recipe_reference(name, source) for name, source in study.recipe_sources.items()}
-    paragraphs = {"Runs": runs_paragraph(study, recipes)}
+    recipes = {name: sources_of(words) for name, words in study.recipe_sources.items()}
+    paragraphs = {"Runs": runs_paragraph(study, {name: citation_of(found) for name, found in recipes.items()})}
     for passage in PASSAGES:
         if passage.applies(study):
             paragraphs[passage.heading] = f"{paragraphs.get(passage.heading, '')} {passage.text}".strip()
-    known = KNOWN | {reference.key: reference for reference in recipes.values()}
+    known = KNOWN | {source.key: source for found in recipes.values() for source in found}
     cited = dict.fromkeys(key for text in paragraphs.values() for key in keys_in(text))
     return Methods(tuple(paragraphs.items()), tuple(known[key] for key in cited))
 
@@ -40,15 +41,18 @@ def plain(text: str, references: Sequence[Reference]) -> str:
     labels = {reference.key: reference.label for reference in references}
 
     def words(found: re.Match[str]) -> str:
-        cited = "; ".join(labels[key] for key in keys_in(found[0]))
-        return f" ({cited}{', ' + found[2] if found[2] else ''})"
+        cited = (f"{labels[key]}{f', {place}' if place else ''}" for key, place in citations_in(found[0]))
+        return f" ({'; '.join(cited)})"
 
     return CITATION.sub(words, text)
 
 
-def runs_paragraph(study: Study, recipes: dict[str, Reference]) -> str:
-    """Return what was run, on what, with what: model, data, seeds, precision, versions, hardware."""
-    cited = {name: f"{name} [@{reference.key}]" for name, reference in recipes.items()}
+def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
+    """Return what was run, on what, with what: model, data, seeds, precision, versions, hardware.
+
+    `citations`: {precision recipe: the mark that cites what it is taken from}.
+    """
+    cited = {name: f"{name} {mark}" for name, mark in citations.items()}
     baseline = study.factor.baseline_label
     held = listed([cited.get(name, name) for name in study.recipes])
     terms, (fewest, most) = study.terms, study.pairs

@@ -117,7 +117,7 @@ def name_settings(families: Sequence[Family]) -> None:
     for group, keys in groups.items():
         values = [tuple(str(family.setting.get(key)) for key in keys) for family in families]
         names = [str(family.judged.config.get(f"{group}.name") or "") for family in families]
-        named = len(keys) > 1 and len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
+        named = len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
         for family, name, found in zip(families, names, words, strict=True):
             found += [f"{group}={name}"] if named else [f"{key}={family.setting.get(key)}" for key in keys]
     for family, found in zip(families, words, strict=True):
@@ -184,6 +184,11 @@ def _pairs_of(runs: list[Run], baselines: list[Run], factor: Factor, metric: str
 
 def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
     """Return the pair; keys of the factor are none of its confounders, nor is what comes of them."""
+    return Pair(run, baseline, meaningful(baseline, run, _own_keys(factor), metric))
+
+
+def _own_keys(factor: Factor) -> tuple[str, ...]:
+    """Return the keys of the factor, and those that come of them or go with them."""
     own = factor.keys
     if "trainer.threads" in own:
         own += ("threads",)
@@ -199,13 +204,26 @@ def _pair(run: Run, baseline: Run, factor: Factor, metric: str) -> Pair:
         own += ("distil.", "teachers")
     if BRANCH_KEY in own:
         own += ("branch.",)
-    return Pair(run, baseline, meaningful(baseline, run, own, metric))
+    return own
+
+
+def _absent_with(factor: Factor, runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return the keys that some runs lack as they lack the factor's whole group, and that are one in all others.
+
+    Students of one ensemble beside runs without any, by `distil.weight`: `distil.teachers` is no setting of its own.
+    """
+    group = factor.keys[0].partition(".")[0] if factor.keys else ""
+    keys = sorted({key for run in runs for key in run.config if key.startswith(f"{group}.")})
+    having = [run for run in runs if any(run.config.get(key) is not None for key in keys)]
+    if len(having) == len(runs):
+        return ()
+    return tuple(key for key in keys if len({str(run.config.get(key)) for run in having}) == 1)
 
 
 def setting_keys(runs: Sequence[Run], factor: Factor, metric: str) -> list[str]:
     """Return the keys that vary beside the factor, the seed and what changes rounding alone."""
     keys = sorted({key for run in runs for key in run.config})
-    free = (*FREE, *ROUNDING, "seed", *factor.keys, *equivalent_starts(runs))
+    free = (*FREE, *ROUNDING, "seed", *factor.keys, *_absent_with(factor, runs), *equivalent_starts(runs))
     hashes = data_hashes(runs)
     if len(hashes) == 1 and None not in hashes:  # the same data, though they lay elsewhere
         free += tuple(filter(is_data_path, keys))

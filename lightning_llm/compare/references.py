@@ -4,9 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-CITATION = re.compile(r" ?\[@([\w.-]+(?:; ?@[\w.-]+)*)(?:, ([^\]]+))?\]")
+CITATION = re.compile(r" ?\[(@[\w.-]+(?:, [^\]]+|; ?@[\w.-]+)*)\]")
 """In a text: "[@dunnett1955]", "[@clopper1934; @suissa1991]", "[@ich1998, section 3.3.2]" (as Pandoc has it)."""
-ARXIV = re.compile(r"arXiv[ :]?(\d{4}\.\d{4,5})")
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,9 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """Authors and year, short: "Dunnett 1955", "Clopper and Pearson 1934"; of a recipe what it is taken from."""
+        """Authors and year, short: "Dunnett 1955", "Clopper and Pearson 1934"; the title where none are known."""
         if not self.authors:
-            return self.container.partition(";")[0]
+            return f"{self.title} {self.year}".strip()
         if self.authors.startswith("{"):
             return f"{self.authors.strip('{}')} {self.year}".strip()
         names = [name.partition(",")[0].strip("{}") for name in self.authors.split(" and ")]
@@ -37,14 +36,23 @@ class Reference:
 
     @property
     def text(self) -> str:
-        """The entry in words, as it stands in a list of references."""
+        """The entry in words, as it stands in a list of references, with its number at arXiv if it has one."""
+        return f"{self.entry} arXiv:{self.eprint}." if self.eprint else self.entry
+
+    @property
+    def entry(self) -> str:
+        """The entry in words without any number, which a link behind it has (`number`)."""
         authors = self.authors.strip("{}")
         if not self.authors.startswith("{"):
             persons = [" ".join(reversed(name.strip("{}").split(", "))) for name in self.authors.split(" and ")]
             authors = ", ".join(persons[:-1]) + (" and " if persons[:-1] else "") + persons[-1]
         where = " ".join(filter(None, (self.container, self.place)))
-        number = f"arXiv:{self.eprint}" if self.eprint else ""
-        return ". ".join(filter(None, (authors, self.title, where, number, self.year))) + "."
+        return ". ".join(filter(None, (authors, self.title, where, self.year))) + "."
+
+    @property
+    def number(self) -> str:
+        """What the entry is found by: its DOI, or its number at arXiv; empty where neither is known."""
+        return self.doi or (f"arXiv:{self.eprint}" if self.eprint else "")
 
     @property
     def url(self) -> str:
@@ -55,21 +63,22 @@ class Reference:
 
     def as_bibtex(self, escaped: dict[str, str]) -> str:
         """Return the entry of a .bib file; `escaped`: letters that TeX would take for its own, and what stands for
-        them."""
+        them.
+
+        A number at arXiv stands where every style prints it, and nowhere else: plain styles know no `eprint`, and
+        others would print it beside.
+        """
         volume, _, pages = self.place.partition(":")
         volume, _, number = volume.partition("(")
+        where = ", ".join(filter(None, (self.container, f"arXiv:{self.eprint}" if self.eprint else "")))
         article = {"volume": volume, "number": number.rstrip(")"), "pages": pages.replace("-", "--")}
         fields = {
             "author": self.authors,
             "title": "{" + _escape(self.title, escaped) + "}",
             "year": self.year,
-            {"article": "journal", "book": "publisher", "misc": "howpublished"}[self.kind]: _escape(
-                self.container, escaped
-            ),
+            {"article": "journal", "book": "publisher", "misc": "howpublished"}[self.kind]: _escape(where, escaped),
             **(article if self.kind == "article" else {"note": _escape(self.place, escaped)}),
             "doi": self.doi,
-            "eprint": self.eprint,
-            "archiveprefix": "arXiv" if self.eprint else "",
             "key": "" if self.authors else _escape(self.title, escaped),  # what it is sorted by
         }
         lines = [f"  {key} = {{{value}}}," for key, value in fields.items() if value]
@@ -216,13 +225,12 @@ SOFTWARE = (
 KNOWN = {reference.key: reference for reference in (*STATISTICS, *LADDER, *SOFTWARE)}
 
 
-def recipe_reference(name: str, source: str) -> Reference:
-    """Return the entry of what a precision recipe is taken from, which its file says in words (`reference`)."""
-    found = ARXIV.search(source)
-    key = f"recipe-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
-    return Reference(key, "misc", "", f"Precision recipe {name}", "", source, eprint=found.group(1) if found else "")
+def citations_in(mark: str) -> list[tuple[str, str]]:
+    """Return [(key, where in it)] of a mark "[@a, section 3; @b]"."""
+    items = re.split(r"; ?@", mark.strip(" []").removeprefix("@"))
+    return [(key, place) for key, _, place in (item.partition(", ") for item in items)]
 
 
 def keys_in(text: str) -> list[str]:
     """Return the keys that `text` cites, in order."""
-    return [key.strip(" @") for found in CITATION.finditer(text) for key in found.group(1).split(";")]
+    return [key for found in CITATION.finditer(text) for key, _ in citations_in(found[0])]

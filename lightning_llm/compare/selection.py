@@ -8,66 +8,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.best_of import BestOf, Choice
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import varying_keys
+from lightning_llm.compare.grid_edge import Beyond, beyond_of, edge_problem
 from lightning_llm.compare.losses import Tail, tail_of
 from lightning_llm.compare.tuned import plateau
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_commands import command_with_values
-
-
-@dataclass(frozen=True)
-class BestOf:
-    """What is asked for: the `key` whose best value is chosen, and the seeds that choose; none: the lowest.
-
-    `by_all`: every seed chooses, and judges as well, which the whole grid then makes up for (`tuned`).
-    """
-
-    key: str
-    seeds: tuple[int, ...] = ()
-    sweeps: tuple[Path, ...] = ()
-    """Folders of the sweeps that are judged, one of which a longer grid would be added to."""
-    by_all: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
-
-    `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
-    `plateau`: the range of values within the margin of the best, by the mean over all seeds that have all values.
-    """
-
-    words: str
-    value: Any
-    losses: dict[Any, float]
-    lost_seeds: tuple[int, ...] = ()
-    plateau: tuple[float, float] | None = None
-
-    @property
-    def at_the_edge(self) -> bool:
-        """Whether the chosen value is the least or the greatest of several numbers: a better one may lie beyond."""
-        return len(self.losses) > 1 and self.value in (min(self.losses), max(self.losses))
-
-    def line(self, name: str) -> str:
-        """Return the choice among values of `name` in words."""
-        losses = ", ".join(
-            f"{value:g}: {f'{loss:.4f}' if math.isfinite(loss) else 'diverged'}"
-            for value, loss in sorted(self.losses.items())
-        )
-        if self.value is None:
-            return f"{self.words}: no {name} can be chosen, all diverged ({losses}); it is not judged."
-        edge = " It is the last of the grid." if self.at_the_edge else ""
-        if self.plateau is not None:
-            low, high = self.plateau
-            edge += f" Within the margin of its best from {low:.3g} to {high:.3g} ({high / low:.3g}x)." if low else ""
-        seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
-        lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
-        return f"{self.words}: {name}={self.value:g} of {losses}.{edge}{lost}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +90,7 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         for run in each:
             recipes.setdefault(_identity(run, others), ([], []))[number].append(run)
     problems: list[Problem] = []
+    beyond: dict[Beyond, list[Choice]] = {}
     for finished, rest in recipes.values():
         words = _words([*finished, *rest][0], others)
         losses = _losses_by_value(finished, asked.key, seeds, tail, words, problems)
@@ -155,16 +106,17 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
         selection.choices.append(choice := Choice(words, best, losses, lost, flat))
         if choice.at_the_edge:
-            selection.problems.append(edge_problem(choice, asked, [*finished, *rest]))
+            beyond.setdefault(beyond_of(choice, [*finished, *rest]), []).append(choice)
             continue
         selection.runs += judged
         selection.grids[_identity(finished[0], others)] = Grid(
             best, _by_seed(finished, asked.key, kept_back), tuple(losses)
         )
         selection.unfinished += [run for run in rest if run.config[asked.key] == best and run.seed not in kept_back]
+    selection.problems = [edge_problem(choices, where, asked) for where, choices in beyond.items()]
     problems += [] if problems else _nothing_to_judge(selection)
     if problems:
-        raise ConfigError([*problems, *selection.problems])
+        raise ConfigError([*selection.problems, *problems])
     return selection
 
 
@@ -193,24 +145,16 @@ def _losses_over_all(finished: Sequence[Run], key: str, terms: Terms) -> dict[An
     }
 
 
-def edge_problem(choice: Choice, asked: BestOf, runs: Sequence[Run]) -> Problem:
-    """Return that the best value is the grid's last, which end to extend, and the command that does.
+def has_grid(runs: Sequence[Run], key: str) -> bool:
+    """Return whether two recipes or more ran at several values of `key`, so that each may be taken at its best.
 
-    A better value may lie beyond, and how much better nobody knows: such a recipe is not judged.
+    That is three at least: the best of two is always the last at one end.
     """
-    values = sorted(choice.losses)
-    end = "below" if choice.value == values[0] else "above"
-    neighbour = values[1] if end == "below" else values[-2]
-    further = choice.value * choice.value / neighbour if neighbour else choice.value
-    text = (
-        f"{choice.words} is best at {choice.value:g}, the last value {end}, so that a better one may lie beyond: not "
-        f"judged. Extend the grid {end}"
-    )
-    seeds = sorted({run.seed for run in runs})
-    command = ""
-    if len(asked.sweeps) == 1 and further > 0:
-        command = command_with_values(asked.sweeps[0], asked.key, [float(f"{further:.3g}")], seeds)
-    return Problem(f"--best-of {asked.key}", f"{text}: {command}" if command else f"{text}, to {further:.3g}, say.")
+    others = [each for each in varying_keys(runs) if each != key]
+    values: dict[str, dict[int, set[Any]]] = {}
+    for run in runs:
+        values.setdefault(_identity(run, others), {}).setdefault(run.seed, set()).add(run.config.get(key))
+    return sum(sum(len(found) > 2 for found in by_seed.values()) > 1 for by_seed in values.values()) > 1
 
 
 def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> list[str]:
@@ -253,7 +197,7 @@ def _nothing_to_judge(selection: Selection) -> list[Problem]:
         return [Problem(f"--best-of {key}", f"{text} Try lower values, or give other --choose-by seeds.")]
     judged = {_identity(run, selection.others) for run in selection.runs}
     if selection.problems and len(judged) < 2:
-        return [Problem(f"--best-of {key}", "fewer than two recipes are left whose best value is inside the grid.")]
+        return [Problem(f"--best-of {key}", "so fewer than two recipes are left whose best value is inside the grid.")]
     if selection.runs:
         return []
     text = f"all runs at the best values have the seeds that chose them ({', '.join(map(str, selection.seeds))})."

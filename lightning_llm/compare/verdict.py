@@ -1,32 +1,27 @@
-"""A verdict: one per recipe and setting, what it rests on, and the same as plain data (`compare.json`)."""
+"""A verdict: one per recipe and setting, and what it rests on."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from lightning_llm.compare.branches import Switch, switch_of
 from lightning_llm.compare.censored import TimeToTarget, time_to_target
-from lightning_llm.compare.cost import Cost, cost_of
-from lightning_llm.compare.design import Design
-from lightning_llm.compare.differences import LAYOUT, ROUNDING, validation_differences
+from lightning_llm.compare.cost import Cost
+from lightning_llm.compare.differences import LAYOUT, ROUNDING
 from lightning_llm.compare.effective_data import Curve, EffectiveData, effective_data
-from lightning_llm.compare.estimate import Judged, Measured, Terms, judge_all, measure
+from lightning_llm.compare.estimate import Judged, Terms
 from lightning_llm.compare.factor import ITSELF, Factor
-from lightning_llm.compare.losses import LOSS, Tail
-from lightning_llm.compare.noise import Floor, measure_floor
+from lightning_llm.compare.further_gaps import gaps_by_source, high_precision_gap
+from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.pairing import Family, Pair
-from lightning_llm.compare.seeds import SeedPlan, plan_seeds
-from lightning_llm.compare.sequential import Stage, judge_by_looks
+from lightning_llm.compare.seeds import SeedPlan
+from lightning_llm.compare.sequential import Stage
 from lightning_llm.compare.spikes import Spikes, judge_spikes
 from lightning_llm.compare.statistics import Decision
 from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.identity import below
-from lightning_llm.errors import Problem
 from lightning_llm.record.reading import Run
-
-HIGH_PRECISION = "val_loss_high_precision"
 
 
 @dataclass(frozen=True)
@@ -225,88 +220,10 @@ class Verdict:
     def gap_high_precision(self) -> float | None:
         """The gap of the same weights without casts in the forward pass; None where the recipe quantises nothing."""
         tail = self.judged.measured.tail
-        if tail is None or not (tail.metric == LOSS or tail.metric.startswith(f"{LOSS}/")):
-            return None
-        high = Tail(tail.metric.replace(LOSS, HIGH_PRECISION, 1), tail.steps)
-        if any(set(high.steps) - set(pair.run.validations.get(high.metric, {})) for pair in self.sound_pairs):
-            return None
-        base = [high if high.metric in pair.baseline.validations else tail for pair in self.sound_pairs]
-        gaps = [high.of(pair.run) - own.of(pair.baseline) for pair, own in zip(self.sound_pairs, base, strict=True)]
-        return math.fsum(gaps) / len(gaps) if gaps else None
+        return None if tail is None else high_precision_gap(self.sound_pairs, tail)
 
     @cached_property
     def gap_by_source(self) -> dict[str, float]:
         """The mean gap on each source that all runs scored, and of which each pair scored the same."""
-        tail, pairs = self.judged.measured.tail, self.sound_pairs
-        if tail is None or not pairs:
-            return {}
-        keys = set.intersection(*(set(run.validations) for pair in pairs for run in (pair.run, pair.baseline)))
-        found = {}
-        for key in sorted(key for key in keys if key.startswith(f"{LOSS}/")):
-            if any(validation_differences(pair.baseline, pair.run, key) for pair in pairs):
-                continue
-            own = Tail(key, tail.steps)
-            value = math.fsum(own.of(pair.run) - own.of(pair.baseline) for pair in pairs) / len(pairs)
-            if math.isfinite(value):
-                found[key.removeprefix(f"{LOSS}/")] = value
-        return found
-
-
-def judge(
-    family: Family, factor: Factor, terms: Terms, curve: Curve | None = None, design: Design | None = None
-) -> tuple[list[Verdict], Floor, list[Problem]]:
-    """Return the verdicts of one family, its A/A floor, and what could not be judged; by `design`'s looks, if any.
-
-    `curve`: the baseline's losses at other numbers of tokens, for what gaps are worth in those.
-    """
-    recipes: list[Measured] = []
-    problems: list[Problem] = []
-    margins = None if terms.token_margin is None or curve is None else curve.margins(terms.token_margin)
-    for label, pairs in family.recipes.items():
-        recipe = measure(label, pairs, family.missing.get(label, ()), terms, margins)
-        if recipe.tail is None and not recipe.seeds:
-            text = f"{label} and {factor.baseline_label} have no validation of '{terms.metric}' at a common step."
-            problems.append(Problem(str(pairs[0].run.folder), text))
-            continue
-        recipes.append(recipe)
-    floor = measure_floor(family, terms.metric, terms.tail_share)
-    if design is not None and recipes:
-
-        def floor_at(seeds: Sequence[int]) -> float | None:
-            groups = [group for group in family.aa_groups if group[0].seed in seeds]
-            return measure_floor(replace(family, aa_groups=groups), terms.metric, terms.tail_share).sd
-
-        known = replace(family, recipes={each.label: each.pairs for each in recipes})
-        staged = judge_by_looks(known, floor_at, design, curve).values()
-        found = [_verdict(each, floor, family, factor, terms, curve, stage) for each, stage in staged]
-        return found, floor, problems
-    judged = judge_all(recipes, floor.sd, terms)
-    return [_verdict(each, floor, family, factor, terms, curve) for each in judged], floor, problems
-
-
-def _verdict(
-    judged: Judged,
-    floor: Floor,
-    family: Family,
-    factor: Factor,
-    terms: Terms,
-    curve: Curve | None,
-    stage: Stage | None = None,
-) -> Verdict:
-    if terms.token_margin is not None:
-        terms = replace(terms, margin=judged.margin)
-    if curve is not None and stage is not None:
-        curve = curve.within(stage.seeds)
-    sound = [pair for pair in judged.measured.pairs if pair.run.seed in judged.measured.differences]
-    cost = cost_of(sound, judged.measured.tail)
-    plan = plan_seeds(judged, terms) if stage is None else SeedPlan()  # declared looks say when to go on
-    return Verdict(judged, family, factor, terms, floor, plan, cost, curve=curve, stage=stage)
-
-
-def open_verdicts(verdicts: Sequence[Verdict]) -> dict[str, int]:
-    """Return {recipe: how many more seeds would decide} of those that are open and can be decided so."""
-    found: dict[str, int] = {}
-    for verdict in verdicts:
-        if verdict.decision == "inconclusive" and verdict.plan.more is not None:
-            found[verdict.name] = max(found.get(verdict.name, 0), verdict.plan.more)
-    return found
+        tail = self.judged.measured.tail
+        return {} if tail is None else gaps_by_source(self.sound_pairs, tail)

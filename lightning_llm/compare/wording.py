@@ -198,7 +198,7 @@ def _seed_plan(verdict: Verdict) -> str:
         return text if plan.if_lossy is None else f"{text}, about {plan.if_lossy} if it is {PLANNED_GAP} margins"
     if plan.more is None:
         power = f"{_count(pairs, 'seed')} would mostly have told a gap of 0 or of {PLANNED_GAP} margins"
-        return f"the gap is likely near the margin: {power}"
+        return f"the gap is likely near the margin, and more seeds would hardly decide: {power}"
     return (
         f"about {_count(plan.more, 'more seed')} ({pairs + plan.more} in all) would decide if the true gap is 0, "
         f"{plan.if_lossy} in all if it is {PLANNED_GAP} margins"

@@ -2,13 +2,22 @@
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import islice
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    Glob,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+    Sweep,
+)
 from hydra.errors import HydraException
 
 from lightning_llm.config.recipes import group_names, option_files
@@ -209,10 +218,32 @@ def choices_of(parsed: Override, search: list[str]) -> list[str]:
     if isinstance(value, Glob):
         names = value.filter(group_options(key, search))
     elif parsed.is_discrete_sweep():
-        names = list(islice(parsed.sweep_string_iterator(), MOST_JOBS + 1))
+        names = values_of(parsed, MOST_JOBS + 1)
     else:
         raise ConfigError(Problem(key, "an interval cannot be enumerated. Write the values: a=1,2 or range(1,9)."))
     if not names:
         given = (parsed.input_line or "").partition("=")[2]
         raise ConfigError(Problem(key, f"{given} has no value.{did_you_mean(given, group_options(key, search))}"))
     return [f"{parsed.get_key_element()}={name}" for name in names]
+
+
+def values_of(parsed: Override, most: int) -> list[str]:
+    """Return the values of `a=1,2` or `a=range(1,9)`, not more than `most` of them.
+
+    Those of a longer range stand in order, shuffled or not: Hydra makes a list of all of it to shuffle it, which of
+    range(0, 1e12) no memory holds.
+
+    Raises:
+        ConfigError: it has none that can be listed.
+    """
+    value = parsed.value()
+    if isinstance(value, ChoiceSweep) and any(isinstance(each, Sweep) for each in value.list):
+        text = "has a range among several values. Give one range, or the values: a=0,1,2,7."
+        raise ConfigError(Problem(parsed.key_or_group, text))
+    in_order = replace(parsed, _value=replace(value, shuffle=False)) if isinstance(value, RangeSweep) else parsed
+    try:
+        found = list(islice(in_order.sweep_string_iterator(), most))
+        return found if len(found) == most else list(parsed.sweep_string_iterator())
+    except ValueError as error:  # of a range with a step of 0
+        given = (parsed.input_line or "").partition("=")[2]
+        raise ConfigError(Problem(parsed.key_or_group, f"{given} cannot be listed: {error}.")) from error

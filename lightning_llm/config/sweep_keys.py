@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -10,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
-from lightning_llm.config.overrides import MOST_JOBS, choices_of, parse_overrides
+from lightning_llm.config.overrides import MOST_JOBS, choices_of, parse_overrides, values_of
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
@@ -82,8 +81,7 @@ def _with_seeds(group: list[Override], needed: int, are_typed: bool, *, is_line:
     if several and is_line:
         return group
     if several and are_typed:
-        values = several[-1].sweep_string_iterator() if several[-1].is_discrete_sweep() else ()
-        count = len(list(islice(values, needed)))
+        count = len(values_of(several[-1], needed)) if several[-1].is_discrete_sweep() else 0
         if count < needed:
             text = (
                 f"has {count} values, and the last declared look is after {needed} seeds. Leave seed out (0, 1, "

@@ -20,12 +20,12 @@ from lightning_llm.record.provenance import FINGERPRINT, origin_of
 from lightning_llm.run.agreement import agree_on_data
 from lightning_llm.run.attention_kernel import attention_of
 from lightning_llm.run.build import build_module, build_trainer
-from lightning_llm.run.environment import is_first_rank
+from lightning_llm.run.environment import is_first_rank, say
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import fingerprint
 from lightning_llm.run.host_memory import give_back
 from lightning_llm.run.initial import open_initial
-from lightning_llm.run.rank import Rank, prepare_rank, quiet_lightning, say
+from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
 from lightning_llm.run.start import Start
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding

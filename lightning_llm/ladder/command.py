@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from lightning_llm.compare.command import best_of_words, note_look, terms_of, write_comparison
+from lightning_llm.compare.best_of import BestOf
+from lightning_llm.compare.command import note_look, write_comparison
 from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.data import json_ready
 from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
-from lightning_llm.compare.flags import of_ladder
-from lightning_llm.compare.selection import BestOf
+from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
@@ -159,8 +159,9 @@ def _nothing_to_grade(file: Path) -> Problem:
 def _fit(report: Report) -> Fit | None:
     """Return the fit over what can be fitted; what cannot is among the report's problems, and stays in its ladder."""
     measured = report.ladder
-    if reasons := too_small(measured):
-        report.problems += [Problem("--ladder", f"there is no ladder to fit: {reason}.") for reason in reasons]
+    if reason := too_small(measured):
+        more = "Add sizes (model=A,B,C) and lengths (trainer.max_steps=...) to the sweep, or begin with sweep/ladder"
+        report.problems.append(Problem("--ladder", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
     for name, reasons in few.items():

@@ -1,6 +1,7 @@
 """When a ladder does not carry a prediction, and what to say of it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from lightning_llm.compare.wording import nats, short
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import TERMS, Fit, fit_ladder
 from lightning_llm.ladder.law import PARAMETERS
-from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.measured import Ladder, Place
 
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3
 FEWEST_RUNGS = PARAMETERS + 3
@@ -40,26 +41,45 @@ class Target:
         return f"{short(self.parameters)} / {short(self.tokens)}"
 
 
-def too_small(ladder: Ladder) -> list[str]:
-    """Return why the ladder cannot be fitted at all; [] where it can."""
-    sizes = sorted({rung.parameters for rung in ladder.rungs})
-    counts = sorted({rung.tokens for rung in ladder.rungs})
-    out = "".join(f"; {short(n)} / {short(d)} is left out: {why}" for (n, d), why in ladder.left_out.items())
-    found = []
-    if len(sizes) < FEWEST_SIZES:
-        found.append(f"{_of(sizes, 'model size')}, at least {FEWEST_SIZES} are needed{out}")
-    if len(counts) < FEWEST_TOKENS:
-        found.append(f"{_of(counts, 'token count')}, at least {FEWEST_TOKENS} are needed{out}")
-    if not found and len(ladder.rungs) < FEWEST_RUNGS:
-        text = (
-            f"{len(ladder.rungs)} rungs (sizes x tokens) for a law in {PARAMETERS} parameters, at least {FEWEST_RUNGS}"
-        )
-        found.append(f"{text} are needed{out}")
-    return found
+def too_small(ladder: Ladder) -> str:
+    """Return why the ladder cannot be fitted at all: what there is, and what is lacking; "" where it can."""
+    wanted = {"model size": FEWEST_SIZES, "token count": FEWEST_TOKENS, "rung": FEWEST_RUNGS}
+    here = _counted([rung.place for rung in ladder.rungs])
+    lacking = [_count(fewest - len(here[noun]), noun) for noun, fewest in wanted.items() if len(here[noun]) < fewest]
+    if not lacking:
+        return ""
+    text = (
+        f"a law over sizes and tokens, of {PARAMETERS} constants, takes {FEWEST_SIZES} model sizes, {FEWEST_TOKENS} "
+        f"token counts and {FEWEST_RUNGS} rungs (a size at a token count)"
+    )
+    there = _counted([*(rung.place for rung in ladder.rungs), *ladder.left_out])
+    text = f"{text}. These runs have {_described(there)}"
+    if ladder.left_out:
+        out = [f"{short(n)} / {short(d)}: {why}" for (n, d), why in ladder.left_out.items()]
+        text += f", of which {_described(here)} can be fitted to ({'; '.join(out)})"
+    return f"{text}. Lacking: {', '.join(lacking)}"
 
 
-def _of(values: list[int], noun: str) -> str:
-    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'} ({', '.join(map(short, values)) or 'none'})"
+def _counted(places: Sequence[Place]) -> dict[str, list[str]]:
+    """Return the sizes, the token counts and the rungs of `places`, in words."""
+    sizes, tokens = ({place[axis] for place in places} for axis in (0, 1))
+    return {
+        "model size": [short(each) for each in sorted(sizes)],
+        "token count": [short(each) for each in sorted(tokens)],
+        "rung": ["" for _ in places],
+    }
+
+
+def _described(counted: dict[str, list[str]]) -> str:
+    parts = []
+    for noun, names in counted.items():
+        listed = f" ({', '.join(names)})" if any(names) else ""
+        parts.append(f"{_count(len(names), noun)}{listed}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.precision.formats import FLOAT_MAX, FORMATS
-from lightning_llm.precision.linear import SeenCast
+from lightning_llm.precision.linear_plan import SeenCast
 from lightning_llm.precision.quantize import block_amax, count_beyond
 
 SUMS = (

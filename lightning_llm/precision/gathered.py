@@ -12,7 +12,7 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import inductor, quantize
 from lightning_llm.precision.formats import TORCH_DTYPES
 from lightning_llm.precision.gather_rules import codes_cast
-from lightning_llm.precision.linear import ROLES
+from lightning_llm.precision.linear_plan import ROLES
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.quantize import Scaled

@@ -15,7 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.linear import LinearCall, Record, Wanted, backward, forward
+from lightning_llm.precision.linear import Record, Wanted, backward, forward
+from lightning_llm.precision.linear_call import LinearCall
 from lightning_llm.precision.shared_casts import shared
 
 

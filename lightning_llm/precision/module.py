@@ -14,15 +14,9 @@ from lightning_llm.gemm import linear
 from lightning_llm.keyed_hash import StepKey, name_word
 from lightning_llm.precision import delayed, inductor, linear_operator
 from lightning_llm.precision.formats import FORMATS
-from lightning_llm.precision.linear import (
-    KEY_COUNT,
-    ROLES,
-    LinearCall,
-    LinearPlan,
-    Observe,
-    Record,
-    quantised_linear,
-)
+from lightning_llm.precision.linear import Record, quantised_linear
+from lightning_llm.precision.linear_call import LinearCall
+from lightning_llm.precision.linear_plan import KEY_COUNT, ROLES, LinearPlan, Observe
 from lightning_llm.precision.random_bits import hash_words
 from lightning_llm.precision.shared_casts import shared
 from lightning_llm.precision.weight_casts import KeptCasts

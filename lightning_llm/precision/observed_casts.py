@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightning_llm.precision.linear import LinearCall, LinearPlan
+from lightning_llm.precision.linear_call import LinearCall
+from lightning_llm.precision.linear_plan import LinearPlan
 
 
 def observe_casts(

@@ -9,7 +9,7 @@ from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.linear_plan import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.module_rules import fractions_of_no_block, nothing_converted, reasons_to_stay_high, rule_of
 from lightning_llm.precision.native.decide import Decision

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision.ablation import only_slot
-from lightning_llm.precision.linear import SLOT_NAMES, LinearPlan, quantised_linear
+from lightning_llm.precision.linear import quantised_linear
+from lightning_llm.precision.linear_plan import SLOT_NAMES, LinearPlan
 from lightning_llm.precision.module import HIGH_CASTS
 from lightning_llm.probe.comparison import Sums, compare
 from lightning_llm.probe.model import ProbedModel

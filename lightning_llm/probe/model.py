@@ -13,7 +13,7 @@ from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.dtypes import DTYPES
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.model.weights.whole import whole_decoder
-from lightning_llm.precision.linear import ROLES, SLOT_NAMES
+from lightning_llm.precision.linear_plan import ROLES, SLOT_NAMES
 from lightning_llm.precision.module import (
     QuantisedLinear,
     load_delayed_state,

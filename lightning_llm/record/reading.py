@@ -54,6 +54,8 @@ class Run:
     """Of metrics that `evaluate` measured, "eval/NAME": what on."""
     higher_is_better: set[str] = field(default_factory=set)
     """Of these, those that a better model has more of."""
+    words: tuple[str, ...] = ()
+    """Of a job of a sweep of which they are all that is known: its config, which is empty but for the seed, is not."""
 
     @property
     def name(self) -> str:

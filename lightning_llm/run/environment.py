@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.errors import ConfigError, Problem
 
@@ -43,6 +43,12 @@ def is_first_rank() -> bool:
     """Return whether this process speaks for the run: rank 0, or one that is no rank."""
     environment = rank_environment()
     return environment is None or environment.rank == 0
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print `text` once for all ranks."""
+    if is_first_rank():
+        print(text, file=stream, flush=True)
 
 
 def die_with_launcher() -> None:

@@ -1,17 +1,12 @@
 """One rank of one run, from a checked config to an exit code."""
 
 import gc
-import logging
 import signal
 import sys
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
-import lightning.pytorch as pl
 import torch
 from filelock import FileLock
 
@@ -20,38 +15,32 @@ from lightning_llm.config.commands import how_to_go_on
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, StorageError, UnhealthyError
+from lightning_llm.errors import CallbackFailedError, StorageError, UnhealthyError
 from lightning_llm.hardware import describe_device
-from lightning_llm.model.linear_names import has_bias
 from lightning_llm.parallel.cuda_environment import environment_line
-from lightning_llm.parallel.layout import Layout
-from lightning_llm.parallel.process_group import leave_process_group, record_collectives
+from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.compiled_blocks import compile_note
-from lightning_llm.plan.nodes import ranks_per_node
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
-from lightning_llm.precision.inductor import no_compiler
-from lightning_llm.precision.native.codes import check_native_casts
-from lightning_llm.precision.native.decide import Decision
-from lightning_llm.precision.swap import choose_backend
 from lightning_llm.record.loggers import LightningRunLogger
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.provenance import FINGERPRINT
 from lightning_llm.record.rank_liveness import RankSilentError
 from lightning_llm.record.state import is_among_jobs, mlflow_facts
-from lightning_llm.run.agreement import agree_on_data, agree_on_plan, decide_together
-from lightning_llm.run.attention_kernel import attention_kernels, attention_of, kernel_line
+from lightning_llm.run.agreement import agree_on_data, decide_together
+from lightning_llm.run.attention_kernel import attention_of, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
-from lightning_llm.run.build import build_callbacks, build_module, build_trainer, choose_device
+from lightning_llm.run.build import build_callbacks, build_module, build_trainer
 from lightning_llm.run.data_lines import chosen_lines, data_line, left_out_lines, phase_lines
-from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment
+from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
 from lightning_llm.run.first_files import prepare_folder
 from lightning_llm.run.health import joined_ranks, refuse_unhealthy
-from lightning_llm.run.host_memory import give_back, keep_memory
+from lightning_llm.run.host_memory import give_back
 from lightning_llm.run.initial import open_initial
+from lightning_llm.run.prepared_rank import Rank, prepare_rank, quiet_lightning
 from lightning_llm.run.requeue import requeue
 from lightning_llm.run.resume_history import resume_history
 from lightning_llm.run.rollback import go_back, rollback_line
@@ -140,65 +129,6 @@ def report_end(error: BaseException, folder: str) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What one rank trains with, past all that can be refused before a folder is touched."""
-
-    plan: Plan
-    device: torch.device
-    layout: Layout
-    callbacks: Mapping[str, pl.Callback]
-    attention: dict[str, str]
-
-
-def prepare_rank(plan: Plan) -> Rank:
-    """Look at what this machine makes of `plan`, and settle it with the other ranks. Collective.
-
-    Raises:
-        ConfigError: on every rank, what any of them refuses; at once where this one has no device to join them with.
-    """
-    config = plan.config
-    device = choose_device(config)
-    if device.type == "cpu":
-        keep_memory()
-    if config.trainer.threads:
-        torch.set_num_threads(config.trainer.threads)
-    callbacks: Mapping[str, pl.Callback] = {}
-    attention: dict[str, str] = {}
-    refusal = None
-    try:
-        callbacks = build_callbacks(config)
-        check_casts(config, plan.decision, device)
-        check_compiler(config, device)
-        attention = attention_kernels(plan, device)
-    except ConfigError as error:
-        refusal = error
-    layout = open_layout(plan, device)
-    plan = agree_on_plan(plan, refusal)
-    record_collectives(device, Path(plan.config.run.dir))
-    return Rank(plan, device, layout, callbacks, attention)
-
-
-def check_casts(config: Config, decision: Decision, device: torch.device) -> None:
-    """Raise ConfigError where the recipe's casts cannot run on `device`, or natively are not the recipe's."""
-    if decision.runs == "refused":  # a rank may find another machine than the one that was checked
-        raise ConfigError(decision.refusals())
-    if decision.runs == "emulated":
-        choose_backend(config.precision, device.type)
-    elif decision.natives:
-        unchecked = check_native_casts(config.precision, device, has_bias(config.model))
-        if unchecked is not None:
-            say(unchecked)
-
-
-def check_compiler(config: Config, device: torch.device) -> None:
-    """Raise ConfigError where blocks are to be compiled and `device` has no compiler."""
-    reason = no_compiler(device.type) if config.parallel.compile else None
-    if reason is not None:
-        text = f"is true, and {reason}. Mend that, or set trainer.compile=false, which it follows."
-        raise ConfigError(Problem("parallel.compile", text))
-
-
 def fit_and_go_back(rank: Rank, start: Start) -> None:
     """Train from `start`, and again from a checkpoint before it where spikes.policy=rollback has the run go back."""
     while (spike := _rollback_asked(rank, start)) is not None:
@@ -279,27 +209,6 @@ def say_where(config: Config) -> None:
         tracked = mlflow_facts(Path(config.run.dir))
         for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
             say(line)
-
-
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print `text` once for all ranks."""
-    if is_first_rank():
-        print(text, file=stream, flush=True)
-
-
-def open_layout(plan: Plan, device: torch.device) -> Layout:
-    """Return this rank's layout, with the process group joined that it needs; one rank that shards nothing has none."""
-    return Layout.joined(plan.parallel, plan.degrees, device, ranks_per_node(plan.config))
-
-
-def quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that are chosen here on purpose out of the user's terminal; FSDP2's, too.
-
-    It warns of views that modules return, which nothing here writes to.
-    """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"lightning\.pytorch")
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def run_loggers(config: Config) -> list[RunLogger]:

@@ -5,6 +5,7 @@ Which jobs come next follows from the runs in the sweep's folder and the design 
 twice.
 """
 
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import choose_factor
 from lightning_llm.compare.losses import LOSS
 from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.token_curve import unplanned
+from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.margin import read_margin
@@ -34,6 +35,7 @@ from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
 
+LENGTH = "trainer.max_steps"
 Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
 Definition = Callable[[], Sweep]
 
@@ -110,7 +112,7 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, D
     order = {seed: place for place, seed in enumerate(seeds)}
     jobs = sorted((job for job in jobs if job[1].seed in order), key=lambda job: order[job[1].seed])
     families = planned_families([config for _, config in jobs], seeds, keys.baseline)
-    _check_margin(keys, terms, families, [config for _, config in jobs], seeds)
+    _check_margin(keys, terms, families, jobs, seeds)
     recipes = max(len(family.recipes) for family in families)
     design = declare(looks, seeds, terms, keys.spending, recipes, keys.baseline)
     definition = partial(define, jobs, name, typed, {DESIGN: design.as_data()})
@@ -119,15 +121,36 @@ def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, D
 
 
 def _check_margin(
-    keys: SweepConfig, terms: Terms, families: Sequence[Family], configs: Sequence[Config], seeds: Sequence[int]
+    keys: SweepConfig,
+    terms: Terms,
+    families: Sequence[Family],
+    jobs: Sequence[tuple[list[str], Config]],
+    seeds: Sequence[int],
 ) -> None:
     """Raise ConfigError where a margin in tokens will not be known, before anything is run for it."""
-    problems = unplanned(families, [_planned(config) for config in configs], seeds, terms)
+    found = unplanned(families, [_planned(config) for _, config in jobs], seeds, terms)
+    words_of = {kind_of(config): words for words, config in jobs}
+    problems = [
+        Problem("sweep.margin", _what_to_plan(keys, each, words_of[str(each.baseline.folder)])) for each in found
+    ]
     if terms.token_margin is not None and not keys.metric.startswith(LOSS):
         text = f"in tokens is one of a loss, and sweep.metric is {keys.metric}. Give it in its unit."
         problems = [Problem("sweep.margin", text)]
     if problems:
         raise ConfigError(problems)
+
+
+def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -> str:
+    """Return which jobs a margin in tokens lacks, and how to give them. `words`: of a job of the baseline."""
+    where = f" ({lacking.setting})" if lacking.setting else ""
+    below, above = lacking.others
+    own = [word for word in words if not word.startswith(("seed=", f"{LENGTH}="))]
+    also = shlex.quote(f'sweep.also=["{" ".join([*own, f"{LENGTH}={below},{above}"])}"]')
+    return (
+        f"{keys.margin}{where} {NEEDS} at every seed of the looks, and these jobs have it at "
+        f"{', '.join(map(str, lacking.there))} steps. Give {LENGTH}={below},{lacking.steps},{above} for all recipes, "
+        f"or {also} for the baseline alone, or the margin in nats."
+    )
 
 
 def _planned(config: Config) -> Run:

@@ -108,7 +108,7 @@ def render(facts: dict[str, Any]) -> str:
         further = [("looks", f"{looks['words']}; {jobs}")]
     if search := facts.get("search"):
         further = [("search", search["words"]), *search["rows"]]
-    where = f"{facts['launcher']}, {facts['at_once']} at once"
+    where = f"numbered from 0; {facts['launcher']}, {facts['at_once']} at once"
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
     rows += further

@@ -29,6 +29,9 @@ class Leg:
 class Progress:
     """Prints a line as each of `jobs` jobs starts and ends; `outcomes` are in the order they ended.
 
+    Jobs go by their numbers, which count from 0 as their folders do; how many of them have started or ended is said as
+    a count, behind.
+
     `queued`: jobs start, here, when they are submitted, and how many of them run is not known. `leg`: of a search.
     """
 
@@ -51,7 +54,8 @@ class Progress:
         self._side_by_side = max(self._side_by_side, len(self._running))
         if self.leg and self.leg.step_of:
             self._from[job.number] = self.leg.step_of(job)
-        print(f"job    {self._started}/{self.jobs} {job.name}", flush=True)
+        how = "queued" if self.queued else "starts"
+        print(f"job    {job.name}: {how}, {self._started} of {self.jobs} so far", flush=True)
 
     def left_alone(self, job: Job) -> None:
         """Say that `job` runs in a process of another start, which may have been killed; it may have been started."""
@@ -82,8 +86,10 @@ class Progress:
             if not steps or self._steps <= 0:
                 return ""
             seconds = sum(outcome.seconds for outcome in self.outcomes) / self._steps * steps / self._side_by_side
-            return f" | {done}/{self.jobs} ended, at most about {duration(seconds)} left of the search"
-        return f" | {done}/{self.jobs} ended, about {duration(self._seconds_left())} left" if done < self.jobs else ""
+            return f" | {done} of {self.jobs} ended, at most about {duration(seconds)} left of the search"
+        return (
+            f" | {done} of {self.jobs} ended, about {duration(self._seconds_left())} left" if done < self.jobs else ""
+        )
 
     def _seconds_left(self) -> float:
         """Return the time for what is not done, jobs taking what they took so far, as many side by side as so far."""

@@ -226,8 +226,9 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
         _print_ending(job, "failed in another start")
     if stopped_by:
         stopped = [str(number) for number, state in states.items() if state == "stopped"]
-        text = f"stopped in job {', '.join(stopped) or 'none'} of {len(states)}"
-        print(f"{text}; go on: {command_to_go_on(whole)}", file=sys.stderr)
+        where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
+        left = f"{len(states) - finished - diverged} of {len(states)} jobs are left"
+        print(f"stopped {where}; {left}; go on: {command_to_go_on(whole)}", file=sys.stderr)
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
 

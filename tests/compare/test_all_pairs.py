@@ -75,4 +75,4 @@ def test_compare_prints_and_writes_all_pairs(sweep, capsys, tmp_path):
     assert "every recipe against every other, by loss alone; intervals hold together" in capsys.readouterr().out
     assert verdicts(capsys, sweep, "--output", tmp_path)["all_pairs"] == []
     assert main(["compare", str(sweep), "--all-pairs", "--best-of", "optim.learning_rate"]) == 2
-    assert "--all-pairs: is not for --best-of" in capsys.readouterr().err
+    assert "--all-pairs: goes without --best-of optim.learning_rate" in capsys.readouterr().err

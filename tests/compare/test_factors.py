@@ -1,8 +1,12 @@
 """What runs are compared by: the factor and its baseline, settings beside it, where casts ran."""
 
 import re
+import shlex
+import shutil
+from itertools import product
 
 import pytest
+import yaml
 from run_folders import make_run, make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
@@ -37,6 +41,30 @@ def test_another_factor_and_a_key(tmp_path, capsys):
     other = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")
     assert other["baseline"] == "optim.learning_rate=0.002"
     assert other["verdicts"][0]["gap"] == pytest.approx(-found["verdicts"][0]["gap"])
+
+
+def test_students_are_held_against_their_teachers_by_what_tells_them_apart(tmp_path, capsys):
+    """Runs without `distil` beside those of one ensemble: its path is neither a name of theirs nor a setting."""
+    for seed, weight in product(range(3), (None, 0.5, 1.0)):
+        folder = make_run(tmp_path / "s" / f"{seed}-{weight}", f"seed={seed}", noise=0.001 * seed * (weight or 0))
+        if weight:
+            config = yaml.safe_load((folder / "config.yaml").read_text())
+            distil = {"teachers": ["/runs/a", "/runs/b"], "weight": weight, "temperature": 1.0}
+            (folder / "config.yaml").write_text(yaml.safe_dump({**config, "distil": distil}))
+    found = verdicts(capsys, tmp_path / "s")
+    assert (found["factor"], found["baseline"]) == ("distil", "no distil")
+    assert list(found["by_name"]) == ["weight=0.5", "weight=1.0"]
+    (said,) = (note for note in found["notes"] if "as of the first run" in note)
+    other = verdicts(capsys, tmp_path / "s", *shlex.split(said.partition("another: ")[2].removesuffix(".")))
+    assert other["baseline"] == "weight=0.5"
+    by_weight = verdicts(capsys, tmp_path / "s", "--baseline", "distil.weight=null")
+    assert [(row["name"], row["setting"], row["controlled"]) for row in by_weight["verdicts"]] == [
+        ("distil.weight=0.5", {}, True),
+        ("distil.weight=1.0", {}, True),
+    ]
+    for folder in (tmp_path / "s").glob("*-0.5"):
+        shutil.rmtree(folder)
+    assert list(verdicts(capsys, tmp_path / "s")["by_name"]) == ["distil"]
 
 
 def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):

@@ -4,19 +4,24 @@ import math
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 from run_folders import make_run, make_sweep
 
+from lightning_llm.compare.best_of import BestOf
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.looks import look_at
 from lightning_llm.compare.methods import listed, spans
 from lightning_llm.compare.passages import PASSAGES
-from lightning_llm.compare.references import KNOWN, keys_in
+from lightning_llm.compare.recipe_sources import PAPERS, citation_of, sources_of
+from lightning_llm.compare.references import KNOWN, LADDER, keys_in
 from lightning_llm.compare.report.latex import bibliography, cited, document, methods_latex
+from lightning_llm.compare.report.page import page
+from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.tables import sources_latex, verdicts_latex
-from lightning_llm.compare.selection import BestOf
 from lightning_llm.record.reading import read_run
 
 
@@ -71,9 +76,9 @@ def test_mcnemar_is_cited_where_a_run_failed(several, alone):
 def test_the_runs_are_described_as_they_were(several, alone):
     text = several.methods.texts[0]
     assert text.startswith(
-        "Runs. mxfp8 (Transformer Engine MXFP8BlockScaling) and mxfp4_sr (Tseng, Yu and Park, arXiv 2502.20586) were "
-        "held against bf16 (Kalamkar et al., arXiv 1905.12322) (precision) in 3 pairs of runs each, of seeds 0 to 2: 9 "
-        "runs."
+        "Runs. mxfp8 (Transformer Engine, MXFP8BlockScaling; Mishra et al. 2025) and mxfp4_sr (Tseng et al. 2025; "
+        "amazon-science/mxfp4-llm, BW_USE_MXFP4=3) were held against bf16 (Kalamkar et al. 2019) (precision) in 3 "
+        "pairs of runs each, of seeds 0 to 2: 9 runs."
     )
     for words in (
         "llama_tiny (2.16M parameters, 4 layers, 192 wide), trained on 205K tokens of the data python (256 tokens a "
@@ -112,8 +117,43 @@ def test_citations_become_latex_and_bibtex(several):
     assert used == named
     for entry in entries.split("\n\n"):
         assert entry.count("{") == entry.count("}")
-    assert r"title = {{Precision recipe mxfp4\_sr}}" in entries
+    assert r"\cite[MXFP8BlockScaling]{transformer-engine}, \cite{mishra2025}" in methods_latex(several.methods)
     assert "pages = {1096--1121}" in entries
+
+
+def test_each_source_is_cited_once_with_its_number_once(several):
+    """Of two recipes by one paper, and in the forms of the list: .bib, words (PDF, compare.json), page."""
+    words = "Tseng, Yu and Park, arXiv 2502.20586 (ablation); amazon-science/mxfp4-llm, BW_USE_MXFP4=2"
+    both = sources_of(words) | sources_of("A. N. Other, arXiv:2501.00001v2, section 2; Transformer Engine X [a]")
+    assert [(source.label, place) for source, place in both.items()] == [
+        ("Tseng et al. 2025", "ablation"),
+        ("amazon-science/mxfp4-llm", "BW_USE_MXFP4=2"),
+        ("A. N. Other 2025", "section 2"),
+        ("Transformer Engine", "X (a)"),
+    ]
+    references = tuple(dict.fromkeys([*several.methods.references, *both, *LADDER]))
+    assert len({reference.key for reference in references}) == len(references)
+    assert [reference.text for reference in references].count(next(iter(both)).text) == 1
+    numbers = [reference.eprint for reference in references if reference.eprint]
+    assert len(numbers) == len(set(numbers)) >= 7
+    written = page(several, [], {}).partition('class="references"')[2].partition("</ol>")[0]
+    shown = re.sub(r"<[^>]*>", "", written)
+    for reference in references:
+        if not reference.eprint:
+            continue
+        _, entry = reference.as_bibtex({}).split("\n", 1)
+        assert (entry.count(reference.eprint), entry.count("arXiv")) == (1, 1)
+        assert reference.text.count("arXiv") == 1
+        assert shown.count(reference.eprint) == (reference in several.methods.references)
+
+
+def test_every_shipped_recipe_names_sources_that_are_known(several):
+    for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"):
+        words = yaml.safe_load(file.read_text()).get("reference") or ""
+        for source in sources_of(words):
+            assert source.eprint in ("", *PAPERS), f"{file.name}: {source.text}"
+        keys = keys_in(f"so {citation_of(sources_of(words))}.") if words else []
+        assert keys == [source.key for source in sources_of(words)]
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no TeX here")
@@ -122,11 +162,16 @@ def test_tex_sets_it(several, tmp_path):
     (tmp_path / "sources.tex").write_text(sources_latex(several))
     (tmp_path / "methods.tex").write_text(methods_latex(several.methods))
     (tmp_path / "references.bib").write_text(bibliography(several.methods.references))
-    (tmp_path / "report.tex").write_text(document("precision against bf16 & co", []))
+    words = ("a_recipe_with_a_long_name_of_its_own", "another_recipe_with_a_long_name", *6 * ["+0.0012 [-0.01, 0.01]"])
+    wide = Table("wide", "Wide", "As wide as the page.", words, (words,), ({},), names=2)
+    (tmp_path / "wide.tex").write_text(wide.latex)
+    (tmp_path / "report.tex").write_text(document("precision against bf16 & co", [], [wide.latex_float]))
     for command in (["pdflatex", "-interaction=nonstopmode", "report"], ["bibtex", "report"]) * 2:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:]
     assert "Warning" not in done.stdout
+    overfull = re.findall(r"Overfull .hbox \((\d+)", (tmp_path / "report.log").read_text())
+    assert not [points for points in overfull if int(points) > 10]
 
 
 def test_words_for_lists_and_spans():

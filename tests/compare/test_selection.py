@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
     assert {run["seed"] for run in found["runs"]} == {1, 2, 3}
     notes = "\n".join(found["notes"])
     assert "by the loss at seed 0; verdicts are over the other seeds" in notes
-    assert "optim=muon: learning_rate=0.004 of 0.001: 3.3" in notes
+    assert "optim=muon: best at learning_rate=0.004 (loss 3.3" in notes
+    assert "a factor of " in notes
+    assert not any("Each at its own best" in note for note in found["notes"])
 
 
 def test_lossy_at_the_chosen_rates_alone_is_not_lossy(sweep, capsys):
@@ -98,9 +101,31 @@ def test_a_best_rate_at_the_end_of_the_grid_is_not_judged(sweep, capsys):
         shutil.rmtree(folder)
     assert main([*words, "--baseline", "optim=muon"]) == 2
     told = capsys.readouterr().err
-    assert "optim=muon is best at 0.004, the last value above" in told
+    assert "optim=muon (at 0.004) is best at the greatest value of the grid" in told
     assert "Extend the grid above, to 0.008, say." in told
-    assert "fewer than two recipes are left" in told
+    assert "so fewer than two recipes are left" in told
+    for folder in sweep.glob("adamw-[48]e-3-*"):
+        shutil.rmtree(folder)
+    for folder in sweep.glob("muon-4e-3-*"):
+        shutil.rmtree(folder)
+    assert main([*words, "--baseline", "optim=muon"]) == 2
+    (line, _) = (each for each in capsys.readouterr().err.splitlines() if "--best-of optim" in each)
+    assert "optim=adamw (at 0.002) and optim=muon (at 0.002) are best at the greatest value" in line
+
+
+def test_a_grid_of_rates_that_is_compared_as_it_is_says_how_to_take_each_at_its_best(sweep, capsys):
+    (note,) = (each for each in verdicts(capsys, sweep)["notes"] if "Each at its own best" in each)
+    program, *words = shlex.split(note.partition("best: ")[2])
+    assert program.endswith("lightning-llm")
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "optim against adamw " in told
+    assert "another: --baseline optim=muon." in told
+    asked = verdicts(capsys, sweep, "--baseline", "optim.learning_rate=2e-3")  # rates are what is compared
+    assert not any("Each at its own best" in each for each in asked["notes"])
+    for folder in sweep.glob("*-[18]e-3-*"):
+        shutil.rmtree(folder)
+    assert not any("Each at its own best" in each for each in verdicts(capsys, sweep)["notes"])  # both are at an end
 
 
 def test_the_grid_is_extended_by_a_command_that_repeats_nothing(sweep, tmp_path):
@@ -176,7 +201,7 @@ def test_where_all_diverged_nothing_is_chosen(sweep, capsys):
     words = ["compare", str(sweep), "--best-of", "optim.learning_rate", "--choose-by", "0"]
     assert main(words) == 2
     told = capsys.readouterr().err
-    assert "optim=muon: no learning_rate can be chosen, all diverged (0.001: diverged, 0.002: diverged, 0" in told
+    assert "optim=muon: no learning_rate can be chosen, all diverged (diverged at 0.001, diverged at 0.002, " in told
     assert "Try lower values, or give other --choose-by seeds." in told
 
 

@@ -13,6 +13,7 @@ from lightning_llm.compare.estimate import Measured, Terms, judge_all
 from lightning_llm.compare.sequential import replay
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.errors import ConfigError
 from lightning_llm.record.reading import read_run
 
 E, B, BETA = 1.5, 300.0, 0.45
@@ -146,3 +147,25 @@ def test_a_look_waits_for_the_baselines_other_runs_and_goes_on_where_one_diverge
     assert "seed 1 left out: the baseline has no sound runs of other numbers of tokens there" in line_of(whole)
     waits = judged_at([run for run in runs if run.folder.name != "bf16-200-2"])
     assert (waits.stage.look, waits.decision) == (None, "inconclusive")
+
+
+def test_lengths_at_which_the_baseline_has_not_learned_are_there_and_tell_nothing(tmp_path):
+    terms = Terms(np.nan, token_margin=0.05, tail_share=0.0)
+
+    def said(steps_of_recipe: int, *lengths: int) -> str:
+        folder = tmp_path / f"{steps_of_recipe}-{len(lengths)}"
+        for seed in range(2):
+            for name, steps in (*(("bf16", each) for each in lengths), ("mxfp8", steps_of_recipe)):
+                losses = {step: curve(step) + 0.1 * seed for step in range(10, steps + 1, 10)}
+                learned = {"validation_unigram_nats": 2.0 if steps == 50 else 9.0}
+                words = (f"precision={name}", f"seed={seed}")
+                make_run(folder / f"{name}-{steps}-{seed}", *words, losses=losses, summary=learned)
+        with pytest.raises(ConfigError) as error:
+            compare_runs([read_run(each) for each in sorted(folder.iterdir())], terms)
+        return str(error.value)
+
+    told = said(100, 50, 100, 200)
+    assert "It is there at 100, 200 steps. At 50 steps the baseline has not learned, which tells nothing" in told
+    assert "Add 400 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in told
+    assert "Add 200 and 400 to the sweep" in said(100, 50, 100)
+    assert "is not known: at 50 steps the baseline has not learned" in said(50, 50, 100)

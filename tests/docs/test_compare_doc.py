@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llm.__main__ import _parser
+from lightning_llm.__main__ import _parser, main
 from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.compose import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + (DOCS / "sequential.md").read_text(encoding="utf-8"), re.DOTALL)
+SEQUENTIAL = (DOCS / "sequential.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT + SEQUENTIAL, re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 
 
@@ -28,6 +29,20 @@ def test_commands_parse_and_sweeps_compose(command, monkeypatch, tmp_path):
         read_sweep_keys(arguments.overrides)
     if arguments.verb == "train" and "recipe=quickstart" in arguments.overrides:
         assert len(compose_sweep(arguments.overrides)) >= 6
+
+
+def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    (command,) = (each for each in COMMANDS if "sweep.also=" in each)
+    words = ["-m", "sweep.max_seeds=3", *shlex.split(command, comments=True)[3:]]  # the first look, and no more
+    assert main(["plan", *words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["sequential"]["margin"] == "2%"
+    assert f"({plan['sequential']['first_jobs']} jobs for the first look" in SEQUENTIAL
+    assert main(["plan", *(word for word in words if not word.startswith("sweep.also"))]) == 2
+    said = capsys.readouterr().err
+    assert words[-1] in shlex.split(said.partition("for all recipes, or ")[2].partition(" for the baseline")[0])
+    assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in SEQUENTIAL
 
 
 def test_every_free_key_is_named():

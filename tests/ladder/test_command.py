@@ -118,7 +118,10 @@ def test_words_that_say_nothing_are_refused(words, said, ladder, capsys):
 
 def test_a_ladder_needs_rungs(ladder, capsys):
     some = [folder for folder in sorted(ladder.iterdir()) if folder.name.startswith("ladder_240k")]
-    assert "1 model size (238K), at least 3 are needed" in refusal(capsys, *some, "--ladder")
+    said = refusal(capsys, *some, "--ladder")
+    assert "These runs have 1 model size (238K), 3 token counts (8.19K, 16.4K, 32.8K) and 3 rungs. Lacking: " in said
+    assert "Lacking: 2 model sizes, 5 rungs. Add sizes (model=A,B,C)" in said
+    assert said.count("there is no ladder to fit") == 1
 
 
 @pytest.fixture(autouse=True)

@@ -97,15 +97,22 @@ def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():
 def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
     made = ladder()
     few = made.without(rung.place for rung in made.rungs if rung.parameters > 700e3)
-    assert "2 model sizes" in too_small(few)[0]
+    assert "These runs have 2 model sizes (" in too_small(few)
+    assert "and 6 rungs. Lacking: 1 model size, 2 rungs" in too_small(few)
     rows = made.rows()
     for row in rows:
         if row["recipe"] == "bf16" and row["tokens"] == 33_000:
             row["learned"] = False
     read = ladder_of_rows(rows, "bf16")
     assert set(read.left_out.values()) == {"the baseline has not learned there"}
-    assert "2 token counts (66K, 131K)" in too_small(read)[0]
-    assert "has not learned" in too_small(read)[0]
+    said = too_small(read)
+    assert "These runs have 4 model sizes (" in said
+    assert ", 3 token counts (33K, 66K, 131K) and 12 rungs, of which 4 model sizes" in said
+    assert "2 token counts (66K, 131K) and 8 rungs can be fitted to" in said
+    assert "has not learned" in said
+    assert said.endswith("Lacking: 1 token count")
+    none = ladder_of_rows([{**row, "learned": False} for row in rows], "bf16")
+    assert "and 12 rungs, of which 0 model sizes, 0 token counts and 0 rungs can be fitted to" in too_small(none)
     assert too_few_pairs(made.without(rung.place for rung in made.rungs[4:]), "recipe")
 
 

@@ -16,7 +16,7 @@ from lightning_llm.config.schema.precision import CastConfig, DelayedConfig, Had
 from lightning_llm.precision.formats import decode
 from lightning_llm.precision.gemm import multiply
 from lightning_llm.precision.hadamard import rotate, rotation
-from lightning_llm.precision.linear import SLOT_NAMES
+from lightning_llm.precision.linear_plan import SLOT_NAMES
 from lightning_llm.precision.operand import BlockScales, Operand
 from lightning_llm.precision.quantize import Origin, keyed_noise, quantise, tensor_amax
 from lightning_llm.precision.scales import NVFP4_RANGE, divide, e8m0_value

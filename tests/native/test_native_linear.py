@@ -9,7 +9,7 @@ from test_transformer_engine import compute_capability
 from torch import nn
 
 from lightning_llm.config.schema.precision import slots_of
-from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.linear_plan import LinearPlan
 from lightning_llm.precision.module import (
     QuantisedLinear,
     delayed_state,

@@ -50,6 +50,19 @@ def test_contenders_stand_side_by_side_and_a_miss_is_bold_with_its_reason(tmp_pa
     assert "3 processes wanted a core" in facts
 
 
+def test_what_a_user_starts_stands_first_at_every_shape_that_was_measured_whole(tmp_path: Path) -> None:
+    rows = [[name.format(dtype), 1.25, ">= 1.2"] for dtype in ("bf16", "fp32") for name in readme.AT_A_GLANCE]
+    rows[3][1] = 1.1
+    kept(tmp_path, "2026-01-03", "peers_2m", rows)
+    kept(tmp_path, "2026-01-03", "peers", rows[1:])
+    lines = readme.rendered(["peers", "peers_2m"], tmp_path).splitlines()
+    table = [line for line in lines[: lines.index("### `peers`")] if line.startswith("| ")]
+    assert table == [
+        "| | bf16 | bf16, compiled | bf16, peak bytes | fp32 | fp32, compiled | fp32, peak bytes |",
+        "| 2M, 8 x 256 tokens | 1.25 | 1.25 | 1.25 | **1.1** | 1.25 | 1.25 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "target", "missed"),
     [

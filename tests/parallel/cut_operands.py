@@ -15,7 +15,8 @@ from lightning_llm.parallel.quantised import place_shards
 from lightning_llm.plan.degrees import Degrees, resolve_degrees
 from lightning_llm.plan.divisibility import CONTRACTION
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear import LinearCall, LinearPlan
+from lightning_llm.precision.linear_call import LinearCall
+from lightning_llm.precision.linear_plan import LinearPlan
 from lightning_llm.precision.module import quantised_layers, set_step_key
 from lightning_llm.precision.swap import swap_linears
 

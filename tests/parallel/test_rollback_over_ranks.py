@@ -13,7 +13,8 @@ from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.run.agreement import decide_together
-from lightning_llm.run.rank import fit_and_go_back, prepare_rank
+from lightning_llm.run.prepared_rank import prepare_rank
+from lightning_llm.run.rank import fit_and_go_back
 
 WORDS = [
     "trainer.max_steps=44", "schedule.total_steps=44", "trainer.validate_every_steps=null",

@@ -6,7 +6,8 @@ import yaml
 
 from lightning_llm.config.schema.precision import SLOTS, PrecisionConfig, slots_of
 from lightning_llm.precision.ablation import all_but_slot, as_yaml_values, only_slot
-from lightning_llm.precision.linear import KEY_COUNT, LinearPlan, quantised_linear
+from lightning_llm.precision.linear import quantised_linear
+from lightning_llm.precision.linear_plan import KEY_COUNT, LinearPlan
 from lightning_llm.precision.lint import lint
 from tests.precision.recipes import RECIPES, load
 

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_llm.config.schema.precision import DelayedConfig
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision import delayed, inductor
-from lightning_llm.precision.linear import ROLES, SLOT_NAMES, LinearPlan
+from lightning_llm.precision.linear_plan import ROLES, SLOT_NAMES, LinearPlan
 from lightning_llm.precision.module import (
     QuantisedLinear,
     delayed_state,

@@ -21,7 +21,7 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
-from lightning_llm.precision.linear import LinearCall
+from lightning_llm.precision.linear_call import LinearCall
 from lightning_llm.precision.module import (
     QuantisedLinear,
     delayed_state,

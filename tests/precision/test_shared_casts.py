@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_llm.precision import inductor
-from lightning_llm.precision.linear import LinearPlan
+from lightning_llm.precision.linear_plan import LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from tests.precision.recipes import load
 

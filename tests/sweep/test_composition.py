@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from lightning_llm.config import composition
 from lightning_llm.config.compose import compose_config, compose_sweep
 from lightning_llm.config.composition import Composed, Composer
-from lightning_llm.config.overrides import forced
+from lightning_llm.config.overrides import MOST_JOBS, forced, parse_overrides, values_of
 from lightning_llm.errors import ConfigError
 
 VALUES = [
@@ -110,6 +110,9 @@ def test_files_of_a_config_dir_are_read_each_time(tmp_path: Path) -> None:
     [
         (["seed=range(0,100000)"], "values: seed more than 10,000"),
         (["seed=range(0,1000000000000)", "precision=bf16,fp32"], "values: seed more than 10,000, precision 2"),
+        (["seed=shuffle(range(0,1000000000000))"], "values: seed more than 10,000"),
+        (["seed=float(range(0,1e300,1e-300))"], "values: seed more than 10,000"),
+        (["seed=sort(range(0,1000000000000),reverse=true)"], "values: seed more than 10,000"),
         (["seed=range(0,101)", "trainer.max_steps=range(1,101)"], "values: seed 101, trainer.max_steps 100"),
     ],
 )
@@ -121,6 +124,32 @@ def test_more_jobs_than_anybody_means_are_refused_before_any_is_composed(
     assert "sweep: would have more than 10,000 jobs" in str(error.value)
     assert said in str(error.value)
     assert len(made) <= 2
+
+
+def test_a_shuffled_range_is_all_of_it() -> None:
+    (parsed,) = parse_overrides(["seed=shuffle(range(0,50))"])
+    assert sorted(map(int, values_of(parsed, MOST_JOBS))) == list(range(50))
+    assert len(values_of(parsed, 20)) == 20
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("seed=range(0,3),range(5,7)", "seed: has a range among several values. Give one range, or the values"),
+        ("seed=range(0,10,0)", "seed: range(0,10,0) cannot be listed: range() arg 3 must not be zero."),
+        ("seed=interval(0,1)", "seed: an interval cannot be enumerated"),
+    ],
+)
+def test_values_that_cannot_be_listed_are_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_sweep([word, "precision=bf16"])
+    assert said in str(error.value)
+
+
+def test_looks_count_the_seeds_of_a_range_by_its_bounds() -> None:
+    words = ["precision=bf16,fp8_current", "sweep.until=decided", "sweep.max_seeds=3"]
+    with pytest.raises(ConfigError, match="values: precision 2, seed more than 10,000"):
+        compose_sweep([*words, "seed=shuffle(range(0,1000000000000))"])
 
 
 def test_more_seeds_than_that_are_refused_where_looks_ask_for_them() -> None:

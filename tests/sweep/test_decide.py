@@ -92,6 +92,14 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert (other["margin"], other["sequential"]) == (0.03, None)
     assert any("margin 0.03 in place of 0.02" in note and "declared error" in note for note in other["notes"])
     assert all(row["look"] is None for row in other["verdicts"])
+    assert main(["compare", folder, "--all-pairs"]) == 2
+    told = capsys.readouterr().err
+    assert "--all-pairs: is a table of one look" in told
+    assert f"compare {folder}/[0-9]* --all-pairs" in told
+    runs = sorted(str(each) for each in Path(folder).glob("[0-9]*"))
+    pairs = verdicts(capsys, *runs, "--all-pairs")
+    assert len(pairs["all_pairs"]) == 3
+    assert any("do not have the declared error" in note for note in pairs["notes"])
     part = verdicts(capsys, *(f"{folder}/{number}" for number in range(6)))
     assert any("not all of the sweep's" in note for note in part["notes"])
     assert main(["train", *words(tmp_path, "sweep.margin=0.01")]) == 2

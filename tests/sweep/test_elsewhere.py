@@ -41,6 +41,7 @@ def loss(config: dict[str, Any], step: int) -> float:
 @pytest.fixture(autouse=True)
 def often_looked_at(undrawn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SECONDS", 0.05)
+    monkeypatch.setattr(elsewhere, "AWAITED_EVERY_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -99,21 +100,61 @@ def test_what_an_earlier_attempt_left_does_not_make_it_a_failed_one(tmp_path, or
     assert "failed in another start" not in told.err
 
 
+def left_behind(folder: Path, script: str) -> subprocess.Popen:
+    """Have a process, by the folder's summary, train the job there: `script` of bash, which ends with its summary."""
+    process = subprocess.Popen(["bash", "-c", script], cwd=folder)
+    started = psutil.Process(process.pid).create_time()
+    (folder / "stopped.json").write_text(json.dumps({"status": "stopped"}))
+    (folder / "own.json").write_text((folder / "summary.json").read_text())
+    summary = {"status": "running", "process": f"{platform.node()} {process.pid} {started:.0f}"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "begin").touch()
+    return process
+
+
+BEGINS = "until [ -e begin ]; do sleep 0.02; done; "
+SAVES = "trap 'sleep 0.5; cp stopped.json summary.json; exit 143' TERM; " + BEGINS + "while :; do sleep 0.02; done"
+
+
 def test_a_halving_stops_what_it_ends_and_another_start_trains(tmp_path, monkeypatch, capsys):
     """Both jobs of a recipe are ended at the rung: one is a process of this machine, the other of a distant one."""
     make_jobs(monkeypatch, loss)
     asked = words(tmp_path, "sweep.search=halving", "sweep.rungs=[0.5]")
     assert main(["train", *asked]) == 0
-    folders = [tmp_path / "default" / "killed" / number for number in ("2", "3")]
-    process = subprocess.Popen(["sleep", "60"])
-    started = psutil.Process(process.pid).create_time()
-    for folder, mark in zip(folders, (f"{platform.node()} {process.pid} {started:.0f}", "distant 7 0"), strict=True):
-        (folder / "summary.json").write_text(json.dumps({"status": "running", "process": mark}))
+    near, far = (tmp_path / "default" / "killed" / number for number in ("2", "3"))
+    process = left_behind(near, SAVES)
+    (far / "summary.json").write_text(json.dumps({"status": "running", "process": "distant 7 0"}))
     assert main(["train", *asked]) == 0
-    assert process.wait(60) == -signal.SIGTERM
+    assert process.poll() == 128 + signal.SIGTERM  # it was awaited, and not only told
     told = capsys.readouterr()
     assert "ended  job 2, which another start runs or has left behind: told to stop" in told.out
-    assert f"job 3 is ended, and process 7 of the machine distant trains it on, in {folders[1]}" in told.err
+    assert "waits for job 2, which another start runs or has left behind: it saves and stops" in told.out
+    assert f"job 3 is ended, and process 7 of the machine distant trains it on, in {far}" in told.err
+    assert "2 of 4 jobs finished, 2 ended by the search, 1 running elsewhere" in told.out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("sweep.until=decided", "sweep.looks=[2]", "sweep.max_seeds=2"),
+        ("sweep.search=halving", "sweep.rungs=[0.5]"),
+    ],
+)
+def test_a_process_that_was_left_behind_is_awaited_to_its_end(more, tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    assert main(["train", *words(tmp_path, *more)]) == 0
+    folder, started = tmp_path / "default" / "killed" / "0", len(kind.started)
+    metrics = folder / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text("".join(whole.splitlines(keepends=True)[:5]))  # before the rung
+    (folder / "whole").write_text(whole)
+    process = left_behind(folder, f"{BEGINS} sleep 0.5; cp whole metrics.jsonl; cp own.json summary.json")
+    assert main(["train", *words(tmp_path, *more)]) == 0
+    assert process.wait(60) == 0
+    told = capsys.readouterr().out.partition("jobs finished")[2]
+    assert "waits for job 0, which another start runs or has left behind" in told
+    assert len(kind.started) == started
+    assert ("look   " if "decided" in more[0] else "rung 1 of 1") in told.partition("waits for job 0")[2]
 
 
 def test_one_that_takes_the_folder_first_makes_no_failed_job(tmp_path, monkeypatch, capsys):

@@ -34,7 +34,7 @@ def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, ca
     (done.parent / "sweep.json").write_text(json.dumps({"jobs": facts_of_jobs(facts)}))
     assert main(["plan", "-m", *words]) == 0
     printed = capsys.readouterr().out
-    assert "4 (local, 1 at once): 3 new, 1 finished" in printed
+    assert "4 (numbered from 0; local, 1 at once): 3 new, 1 finished" in printed
     assert f"3 jobs, at most {3 * alone['total_tokens']:,} tokens" in printed
     (done / "summary.json").write_text('{"stat')
     assert main(["plan", "-m", *words]) == 0
@@ -75,7 +75,7 @@ def test_a_job_that_turns_out_to_run_elsewhere_is_not_counted(tmp_path: Path, ca
     told.left_alone(jobs[1])  # its process was refused
     capsys.readouterr()
     told.starting(jobs[2])
-    assert capsys.readouterr().out.startswith("job    1/1 2 seed=2")
+    assert capsys.readouterr().out == "job    2 seed=2: starts, 1 of 1 so far\n"
 
 
 def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
@@ -86,10 +86,11 @@ def test_of_queued_jobs_the_pace_so_far_tells_the_time_left(
     told = progress.Progress(4, queued=True)
     for job in jobs:  # all are submitted at once, and one runs at a time
         told.starting(job)
+    assert "job    3 seed=3: queued, 4 of 4 so far" in capsys.readouterr().out
     for number in range(2):
         clock[0] += 100.0
         told.ended(Outcome(jobs[number], 0, clock[0]))
-    assert "2/4 ended, about 3m20s left" in capsys.readouterr().out
+    assert "2 of 4 ended, about 3m20s left" in capsys.readouterr().out
 
 
 def test_of_a_search_the_steps_that_are_left_tell_the_time(
@@ -112,9 +113,9 @@ def test_of_a_search_the_steps_that_are_left_tell_the_time(
         made[number] += 15
         told.ended(Outcome(jobs[number], 143, 15.0))
         said.append(capsys.readouterr().out.splitlines()[-1])
-    assert "paused at rung 1, after 15s | 1/3 ended, at most about 4m30s left of the search" in said[0]
+    assert "paused at rung 1, after 15s | 1 of 3 ended, at most about 4m30s left of the search" in said[0]
     assert "at most about 4m15s left of the search" in said[1]
-    assert "exit code 143 after 15s | 3/3 ended, at most about 4m00s left" in said[2]  # not the search's doing
+    assert "exit code 143 after 15s | 3 of 3 ended, at most about 4m00s left" in said[2]  # not the search's doing
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_every_combination_runs_under_one_parent_and_is_not_run_again(tmp_path, 
     assert [folder.name for folder in folders] == ["0", "1"]
     assert f"2 of 2 jobs finished, in {folders[0].parent}" in told
     assert (told.count("plan   "), told.count("resume none"), told.count("curves ")) == (2, 0, 1)
-    assert told.index("job    1/2 0 seed=3") < told.index("job    2/2 1 seed=4")
+    assert told.index("job    0 seed=3: starts, 1 of 2") < told.index("job    1 seed=4: starts, 2 of 2")
     for folder in folders:
         assert status(folder) == "finished"
         assert steps_saved(folder) == [1]
@@ -152,7 +152,7 @@ def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run)
     (only,) = job_folders(tmp_path)
     assert status(only) == "stopped"
     assert steps_saved(only) == [read_metrics(only)[-1]["step"]]
-    assert "stopped in job 0 of 2" in told
+    assert "stopped in job 0; 2 of 2 jobs are left; go on: " in told
     assert "Traceback" not in told
 
 

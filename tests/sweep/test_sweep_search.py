@@ -148,6 +148,9 @@ def test_hydras_sweep_syntax_is_the_space():
     }  # fmt: skip
     assert words_of({"a": 1e-4, "b": 3, "d": "x"}) == ["a=0.0001", "b=3", "d=x"]
     assert len(corners_of(found)) == 8
+    assert distributions_of(space_of("c=shuffle(range(0,1000000000000))")) == {"c": IntDistribution(0, 10**12 - 1)}
+    with pytest.raises(ConfigError, match=r"c: cannot be searched: it has more than 10,000 values, and an interval"):
+        distributions_of(space_of("c=shuffle(range(0,1,1e-12))"))
     with pytest.raises(ConfigError, match=r"the interval from 2\.0 to 1\.0 is empty"):
         distributions_of(space_of("a=interval(2,1)"))
 

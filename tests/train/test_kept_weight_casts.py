@@ -25,7 +25,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.plan.check import check_config
 from lightning_llm.plan.memory import memory_bytes
 from lightning_llm.plan.resolve import plan_of
-from lightning_llm.precision.linear import LinearCall
+from lightning_llm.precision.linear_call import LinearCall
 from lightning_llm.precision.module import quantised_layers
 from lightning_llm.precision.operand import Operand
 from lightning_llm.precision.weight_cast_rules import kept_slots

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lightning_llm.compare.methods import Methods
-from lightning_llm.compare.references import CITATION, Reference, keys_in
+from lightning_llm.compare.references import CITATION, Reference, citations_in
 from lightning_llm.compare.report.pictures import Picture
 
 ESCAPED = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -35,10 +35,19 @@ def cited(text: str) -> str:
     r"""Return `text` for LaTeX, "[@key, section 3]" as `\cite[section 3]{key}`."""
     parts, end = [], 0
     for found in CITATION.finditer(text):
-        place = f"[{escape(found[2])}]" if found[2] else ""
-        parts += [escape(text[end : found.start()]), rf"~\cite{place}{{{','.join(keys_in(found[0]))}}}"]
+        parts += [escape(text[end : found.start()]), f"~{_cite(citations_in(found[0]))}"]
         end = found.end()
     return _unbroken("".join([*parts, escape(text[end:])]))
+
+
+def _cite(citations: Sequence[tuple[str, str]]) -> str:
+    r"""Return a `\cite` of all keys; one for each where a place in any of them is said."""
+    if not any(place for _, place in citations):
+        return rf"\cite{{{','.join(key for key, _ in citations)}}}"
+    places = [f"[{{{escape(place)}}}]" if set(place) & set("[],") else f"[{escape(place)}]" for _, place in citations]
+    return ", ".join(
+        rf"\cite{at if place else ''}{{{key}}}" for at, (key, place) in zip(places, citations, strict=True)
+    )
 
 
 def _unbroken(text: str) -> str:

@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.methods import Methods
-from lightning_llm.compare.references import CITATION, keys_in
+from lightning_llm.compare.references import CITATION, citations_in
 from lightning_llm.compare.report.headline import headlines, sentence
 from lightning_llm.compare.report.pictures import Picture
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
@@ -77,8 +77,11 @@ def _with_numbers(text: str, methods: Methods) -> Markup:
     numbers = {reference.key: number for number, reference in enumerate(methods.references, 1)}
     parts, end = [], 0
     for found in CITATION.finditer(text):
-        links = [Markup('<a href="#ref-{}">{}</a>').format(key, numbers[key]) for key in keys_in(found[0])]
-        place = f", {found[2]}" if found[2] else ""
-        parts += [escape(text[end : found.start()]), Markup(" [{}{}]").format(Markup(", ").join(links), place)]
+        links = [
+            Markup('<a href="#ref-{}">{}</a>{}').format(key, numbers[key], f", {place}" if place else "")
+            for key, place in citations_in(found[0])
+        ]
+        between = Markup("; ") if any(place for _, place in citations_in(found[0])) else Markup(", ")
+        parts += [escape(text[end : found.start()]), Markup(" [{}]").format(between.join(links))]
         end = found.end()
     return Markup("").join([*parts, escape(text[end:])])

@@ -47,9 +47,10 @@ class Table:
 
     @property
     def latex_float(self) -> str:
-        r"""The table in a `table` with its caption, read in from `name.tex`."""
+        r"""The table in a `table` with its caption, read in from `name.tex`, made smaller to fit the page."""
         lead, end = r"\begin{table}[htbp]\centering\small", r"\end{table}"
-        return rf"{lead}\input{{{self.name}}}\caption{{{escape(self.caption)}}}{end}"
+        fitted = rf"\resizebox{{\ifdim\width>\linewidth\linewidth\else\width\fi}}{{!}}{{\input{{{self.name}}}}}"
+        return rf"{lead}{fitted}\caption{{{escape(self.caption)}}}{end}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_llm.config.schema.precision import CastConfig, PrecisionConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision.hadamard import fixed_signs, rotate, rotation
-from lightning_llm.precision.linear import DTYPES, ROLES, LinearPlan
+from lightning_llm.precision.linear_plan import DTYPES, ROLES, LinearPlan
 from lightning_llm.precision.native.transformer_engine import NativeLinear, engine
 from lightning_llm.precision.quantize import quantise
 from lightning_llm.precision.scales import divide

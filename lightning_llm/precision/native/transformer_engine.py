@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision.linear import ROLES, LinearPlan
+from lightning_llm.precision.linear_plan import ROLES, LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.decide import MULTIPLES
 from lightning_llm.precision.native.express import NativeRecipe, express

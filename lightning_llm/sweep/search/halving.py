@@ -167,7 +167,7 @@ def halve(asked: Asked) -> int:
             if not _run_to(halving, rung, step, relay, outcomes):
                 break
             if step is not None:
-                drop_at(halving, rung, step)
+                drop_at(halving, rung, step, relay)
                 write_results(halving.whole.folder, _rows(halving), halving.not_judged)
     write_results(halving.whole.folder, _rows(halving), halving.not_judged)
     code = close(halving.whole, outcomes, relay.received, set(halving.ended))
@@ -215,31 +215,43 @@ def steps_left(halving: Halving) -> int:
     return sum(max(0, job.config.trainer.max_steps - _step_of(job)) for job in jobs)
 
 
-def drop_at(halving: Halving, rung: int, step: int) -> None:
-    """End the recipes that are worse than the best at `step` by more than the margin, and print which."""
+def drop_at(halving: Halving, rung: int, step: int, relay: Relay) -> None:
+    """End the recipes that are worse than the best at `step` by more than the margin, and print which.
+
+    Those of their jobs that another start runs or has left behind are awaited: until they have stopped, they take the
+    cores of the others, and what became of them is not known.
+    """
     names = list(halving.alive)
     losses = losses_at([[run_in(job.folder) for job in halving.recipes[name]] for name in names], step, halving.keys)
+    told: list[Job] = []
     for place, (best, gap, low, high) in worse_than_best(losses, halving.keys, len(halving.rungs)).items():
         dropped = Dropped(names[place], step, names[best], gap, low, high)
         halving.dropped[names[place]] = dropped
         print(f"ended  {dropped.words}", flush=True)
-        stop_elsewhere(halving.recipes[names[place]])
+        told += stop_elsewhere(halving.recipes[names[place]])
+    await_elsewhere(told, relay, "it saves and stops")
     print(
         f"sweep  rung {rung + 1} of {len(halving.rungs)}, step {step}: {len(halving.alive)} recipes go on", flush=True
     )
 
 
-def stop_elsewhere(jobs: Sequence[Job]) -> None:
-    """Have those of `jobs` that another start runs or has left behind save and stop, or say where to do that."""
+def stop_elsewhere(jobs: Sequence[Job]) -> list[Job]:
+    """Have those of `jobs` that another start runs or has left behind save and stop, or say where to do that.
+
+    Returns those that were told to.
+    """
+    told = []
     for job in jobs:
         if not runs_elsewhere(job):
             continue
         if signal_ranks(job.folder, signal.SIGTERM):
+            told.append(job)
             print(f"ended  job {job.number}, which another start runs or has left behind: told to stop", flush=True)
         else:
             mark = str(summary_of(job.folder).get("process", "")) if state_of(job.folder) == "running" else ""
             text = f"note   job {job.number} is ended, and {whose(mark)} trains it on, in {job.folder}: stop it there"
             print(text, file=sys.stderr, flush=True)
+    return told
 
 
 def losses_at(runs: Sequence[Sequence[Run | None]], step: int, keys: SweepConfig) -> np.ndarray:

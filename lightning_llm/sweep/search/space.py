@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from lightning_llm.config.identity import in_hash
+from lightning_llm.config.overrides import MOST_JOBS, values_of
 from lightning_llm.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -77,13 +78,15 @@ def _distribution(each: Override) -> "BaseDistribution":
         if isinstance(low, int) and isinstance(high, int):
             return IntDistribution(low, high, log=log)
         return FloatDistribution(float(low), float(high), log=log)
-    if isinstance(value, RangeSweep) and not value.shuffle:
+    if isinstance(value, RangeSweep):  # whatever its order
         start, stop, step = value.start, value.stop, value.step
         if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int) and step > 0 and stop > start:
             last = start + (stop - start - 1) // step * step
             return IntDistribution(start, last, step=step)
-    if not (values := list(each.sweep_string_iterator())):
+    if not (values := values_of(each, MOST_JOBS + 1)):
         raise ValueError("it has no value")
+    if len(values) > MOST_JOBS:
+        raise ValueError(f"it has more than {MOST_JOBS:,} values, and an interval has as many as are wanted")
     return CategoricalDistribution(values)
 
 

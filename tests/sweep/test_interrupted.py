@@ -1,0 +1,134 @@
+"""What `compare` says of a sweep that was interrupted: a line per cause, and commands that go on with it as typed."""
+
+import json
+import math
+import platform
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_jobs import Killed, killed_after, make_jobs
+
+from lightning_llm.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+NAMES = ("bf16", "fp8_current")
+
+
+def loss(config: dict[str, Any], step: int) -> float:
+    seed, recipe = config["seed"], NAMES.index(config["precision"]["name"])
+    return 3 + math.exp(-step / 40) + 0.1 * seed + 1e-4 * recipe * (1 + seed)
+
+
+def words(folder: Path, lengths: str, *more: str) -> list[str]:
+    return [
+        "-m", "model=llama_tiny", "data=python", f"trainer.max_steps={lengths}", f"precision={','.join(NAMES)}",
+        "seed=0,1", "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
+        f"run.root={folder}", "run.name=mine", *more,
+    ]  # fmt: skip
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, lengths: str, ended: int, *more: str) -> Path:
+    """Return the folder of a sweep whose process was killed once `ended` of its jobs were done."""
+    killed_after(make_jobs(monkeypatch, loss), ended)
+    with pytest.raises(Killed):
+        main(["train", *words(folder, lengths, *more)])
+    make_jobs(monkeypatch, loss)
+    return folder / "default" / "mine"
+
+
+def told(capsys: pytest.CaptureFixture[str], sweep: Path, *flags: str, expect: int = 2) -> list[str]:
+    """Return the problems that `compare` names, a line each."""
+    capsys.readouterr()
+    assert main(["compare", str(sweep), *flags]) == expect
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+
+
+def pasted(line: str, behind: str, before: str) -> list[str]:
+    program, *command = shlex.split(
+        line.partition(behind)[2].rpartition(before)[0] if before else line.split(behind)[1]
+    )
+    assert program.endswith("lightning-llm")
+    return command
+
+
+def test_lengths_that_are_jobs_are_gone_on_with_and_not_added(tmp_path, monkeypatch, capsys):
+    sweep = interrupted(monkeypatch, tmp_path, "30,60,120", 8)
+    jobs, *margins = told(capsys, sweep, "--margin", "2%")
+    assert "4 of its 12 jobs are not finished: never begun, jobs 8, 9, 10, 11 (numbered from 0). Left out; " in jobs
+    assert len(margins) == 2  # of runs over 30 steps, and over 60
+    for line in margins:
+        assert "It is there at 30, 60 steps. At 120 steps (seeds 0, 1) its runs are there and not finished" in line
+        assert "Add" not in line
+    command = pasted(jobs, "Left out; ", " begins them.")
+    assert pasted(margins[0], "goes on with them: ", "") == command
+    assert main(command) == 0
+    assert told(capsys, sweep, "--margin", "2%", expect=0) == []
+
+
+def test_only_what_no_job_has_is_to_be_added(tmp_path, monkeypatch, capsys):
+    sweep = interrupted(monkeypatch, tmp_path, "60,120", 4)
+    line = told(capsys, sweep, "--margin", "2%")[-1]
+    assert "It is there at 60 steps. At 120 steps (seeds 0, 1) its runs are there and not finished" in line
+    assert "Add 30 to the sweep (trainer.max_steps), at seeds 0, 1, or run by run: " in line
+
+
+@pytest.mark.full
+def test_declared_looks_by_a_margin_in_tokens_say_the_same(tmp_path, monkeypatch, capsys):
+    looks = ("sweep.until=decided", "sweep.margin=2%", "sweep.looks=[2]", "sweep.max_seeds=2")
+    sweep = interrupted(monkeypatch, tmp_path, "30,60,120", 8, *looks)
+    (jobs, *margins) = told(capsys, sweep)
+    assert "4 of its 12 jobs are not finished" in jobs
+    assert all("At 120 steps (seed" in line and "Add" not in line for line in margins)
+    assert main(pasted(jobs, "Left out; ", " begins them.")) == 0
+    assert "look   " in capsys.readouterr().out
+
+
+def test_unfinished_jobs_are_a_line_per_cause(tmp_path, monkeypatch, capsys):
+    sweep = interrupted(monkeypatch, tmp_path, "20,40,80", 12 - 2)
+    dead = f"{platform.node()} 999999999 0"
+    for number, summary in {
+        2: {"status": "failed", "detail": "OSError: no space left\nmore"},
+        3: {"status": "failed", "detail": "OSError: no room"},
+        4: {"status": "stopped"},
+        6: {"status": "running", "process": dead},
+        7: {"status": "running", "process": dead},
+    }.items():
+        (sweep / str(number) / "summary.json").write_text(json.dumps(summary))
+    lines = told(capsys, sweep)
+    here = f"  - {sweep}: "
+    assert [line.partition(". Left out")[0] for line in lines[:4]] == [
+        f"{here}2 of its 12 jobs are not finished: failed after step 20 (OSError: no room; and others), "
+        "jobs 2, 3 (numbered from 0)",
+        f"  - {sweep}/4: is not finished: stopped after step 40",
+        f"{here}2 of its 12 jobs are not finished: killed, its process is gone after step 40, jobs 6, 7 "
+        "(numbered from 0)",
+        f"{here}2 of its 12 jobs are not finished: never begun, jobs 10, 11 (numbered from 0)",
+    ]
+    goes_on = [line for line in lines[:4] if "goes on with" in line]
+    assert len(goes_on) == 3
+    assert main(pasted(lines[0], "Left out; ", " goes on with them.")) == 0
+    assert told(capsys, sweep, expect=0) == []
+
+
+def test_many_jobs_are_named_by_the_first_and_a_recipe_without_any_run_once(tmp_path, monkeypatch, capsys):
+    make_jobs(monkeypatch, loss)
+    assert main(["train", *words(tmp_path, "20")]) == 0
+    sweep = tmp_path / "default" / "mine"
+    about = json.loads((sweep / "sweep.json").read_text())
+    more = [
+        {"number": 4 + n, "words": ["precision=mxfp8", f"seed={n % 2}"], "key": f"k{n}", "kind": "k", "seed": n % 2}
+        for n in range(11)
+    ]
+    (sweep / "sweep.json").write_text(json.dumps({**about, "jobs": [*about["jobs"], *more]}))
+    first, last = told(capsys, sweep)
+    assert "11 of its 15 jobs are not finished: never begun, jobs 4, 5, 6, 7, 8, 9, 10, 11 and 3 more" in first
+    assert last == "  - mxfp8: has no verdict: none of its runs is finished (seeds 0, 1)."
+    (sweep / "2" / "metrics.jsonl").unlink()
+    (line,) = (line for line in told(capsys, sweep) if "unreadable" in line)
+    assert "seed=0,1 run.name=mine" in line
+    assert line.endswith(" makes it anew once the folder is removed.")
+    shutil.rmtree(sweep / "2")
+    assert main(pasted(line, "Left out; ", " makes it anew")) == 0
