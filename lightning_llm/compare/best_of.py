@@ -25,7 +25,8 @@ class Choice:
     """What was chosen for one recipe; `losses`: their mean over the choosing seeds by value, infinite where one failed.
 
     `words` name the recipe. `value` is None where all failed, `lost_seeds` the judging seeds that failed at it;
-    `plateau`: the range of values within the margin of the best, by the mean over all seeds that have all values.
+    `plateau`: the range of values within the margin of the best by the mean over all seeds that have all values, which
+    `best_over_all` seeds may be another value than those that chose took, at the grid's end, too.
     """
 
     words: str
@@ -33,6 +34,7 @@ class Choice:
     losses: dict[Any, float]
     lost_seeds: tuple[int, ...] = ()
     plateau: tuple[float, float] | None = None
+    best_over_all: Any = None
 
     @property
     def at_the_edge(self) -> bool:
@@ -50,8 +52,9 @@ class Choice:
         edge = " It is the last of the grid." if self.at_the_edge else ""
         if self.plateau is not None:
             low, high = self.plateau
-            flat = f"From {low:.3g} to {high:.3g}, a factor of {high / low:.3g}" if low else ""
-            edge += f" {flat}, the loss is within the margin of it." if flat else ""
+            flat = f"from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}" if low else ""
+            least = "" if self.best_over_all in (None, self.value) else f", {self.best_over_all:g},"
+            edge += f" Over all seeds the loss is within the margin of its best{least} {flat}." if flat else ""
         seeds = f"seed{'s' if len(self.lost_seeds) > 1 else ''} {', '.join(map(str, self.lost_seeds))}"
         lost = f" At {seeds}, which chose nothing, it diverged." if self.lost_seeds else ""
         return f"{self.words}: best at {name}={self.value:g} (loss {losses}).{edge}{lost}"

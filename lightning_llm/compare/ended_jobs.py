@@ -38,7 +38,7 @@ def without_ended(found: Found) -> Kept:
         return Kept(found.folders, set(ended), [])
     why = "; ".join(dict.fromkeys(ended[folder] for folder in left_out))
     numbers = ", ".join(folder.name for folder in left_out)
-    note = f"Ended by the search before their last step, and left out here: job {numbers} ({why})."
+    note = f"Ended by the search, and left out here: job {numbers} ({why})."
     return Kept([folder for folder in found.folders if folder not in ended], set(ended), [note])
 
 

@@ -125,7 +125,7 @@ def name_settings(families: Sequence[Family]) -> None:
     for group, keys in groups.items():
         values = [tuple(str(family.setting.get(key)) for key in keys) for family in families]
         names = [str(family.judged.config.get(f"{group}.name") or "") for family in families]
-        named = len(keys) > 1 and len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
+        named = len({*values}) == len({*names}) == len({*zip(values, names, strict=True)}) > 1
         for family, name, found in zip(families, names, words, strict=True):
             found += [f"{group}={name}"] if named else [f"{key}={family.setting.get(key)}" for key in keys]
     for family, found in zip(families, words, strict=True):

@@ -104,7 +104,8 @@ def select_best(runs: Sequence[Run], unfinished: Sequence[Run], asked: BestOf, t
         lost = tuple(sorted(run.seed for run in judged if run.lost_its_loss))
         over_all = _losses_over_all(finished, asked.key, terms)
         flat = plateau(over_all, terms.margin) if math.isfinite(terms.margin) else None  # in tokens: not known yet
-        selection.choices.append(choice := Choice(words, best, losses, lost, flat))
+        least = min(over_all, key=lambda value: over_all[value], default=None)
+        selection.choices.append(choice := Choice(words, best, losses, lost, flat, least))
         if choice.at_the_edge:
             beyond.setdefault(beyond_of(choice, [*finished, *rest]), []).append(choice)
             continue

@@ -11,7 +11,7 @@ FILE = "search.json"
 
 
 def write_results(folder: Path, trials: Sequence[Mapping[str, Any]], ended: Mapping[int, str]) -> None:
-    """Write the trials, and {job number: why it was ended early}."""
+    """Write the trials, and {job number: why it, or its recipe, was ended early}: those that are not compared."""
     write_json(folder / FILE, {"trials": list(trials), "ended": {str(number): why for number, why in ended.items()}})
 
 

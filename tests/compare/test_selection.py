@@ -59,7 +59,16 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
     assert "by the loss at seed 0; verdicts are over the other seeds" in notes
     assert "optim=muon: best at learning_rate=0.004 (loss 3.3" in notes
     assert "a factor of " in notes
+    assert "Over all seeds the loss is within the margin of its best from 0.00" in notes
     assert not any("Each at its own best" in note for note in found["notes"])
+
+
+def test_a_plateau_says_whose_it_is_where_the_choosing_seed_chose_another_value(sweep, capsys):
+    asked = ("--best-of", "optim.learning_rate", "--baseline", "optim=adamw", "--choose-by", "1")
+    notes = "\n".join(verdicts(capsys, sweep, *asked)["notes"])
+    assert "optim=muon: best at learning_rate=0.002 " in notes
+    assert notes.count("Over all seeds the loss is within the margin of its best, 0.004, from 0.00") == 1
+    assert notes.count("Over all seeds the loss is within the margin of its best, 0.002, from 0.00") == 1
 
 
 def test_lossy_at_the_chosen_rates_alone_is_not_lossy(sweep, capsys):

@@ -138,6 +138,18 @@ def test_what_cannot_be_scored_is_said(race, capsys, words, text):
     assert text in refusal(capsys, race, *words.split(), "--baseline", "optim=adamw")
 
 
+def test_models_that_differ_in_their_blocks_alone_go_by_their_names(tmp_path, capsys):
+    """As the workloads of `sweep/time_to_target`, which gives both one shape."""
+    shape = ["num_layers=2", "hidden_size=64", "num_heads=2", "num_kv_heads=2", "ffn_hidden_size=172"]
+    for number, (model, optim) in enumerate(product(("llama_tiny", "gla_tiny"), ("adamw", "muon"))):
+        words = [f"model={model}", f"optim={optim}", *(f"model.{each}" for each in shape)]
+        make_run(tmp_path / "race" / str(number), *words)
+    targets = ["--target", "model=llama_tiny:4.4", "--target", "model=gla_tiny:4"]
+    asked = ["compare", str(tmp_path / "race"), "--time-to-target", "--baseline", "optim=adamw", "--json"]
+    assert main([*asked, *targets]) == 0
+    assert json.loads(capsys.readouterr().out)["targets"] == {"model=llama_tiny": 4.4, "model=gla_tiny": 4.0}
+
+
 def test_where_there_is_one_setting_it_has_no_name():
     (problem,) = read_targets(["model=foo:3"]).check([""])
     assert problem.text == "'model=foo:3' names a setting, and these runs are of one, which needs no name: --target 3."

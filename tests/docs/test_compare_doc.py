@@ -33,7 +33,7 @@ def test_commands_parse_and_sweeps_compose(command, monkeypatch, tmp_path):
 
 def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
-    (command,) = (each for each in COMMANDS if "sweep.also=" in each)
+    (command,) = (each for each in COMMANDS if "sweep.margin=2% 'sweep.also=" in each)
     words = ["-m", "sweep.max_seeds=3", *shlex.split(command, comments=True)[3:]]  # the first look, and no more
     assert main(["plan", *words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -48,6 +48,16 @@ def test_a_margin_in_tokens_can_be_declared_as_it_is_typed(monkeypatch, tmp_path
     assert main(["plan", *rest, also, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sequential"]["first_jobs"] == plan["sequential"]["first_jobs"] + 3
     assert f"at three lengths have {3 * len(plan['axes']['precision']) * 3})" in SEQUENTIAL
+
+
+def test_the_sweep_that_was_run_to_its_end_has_the_lengths_that_its_margin_takes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(tmp_path))
+    (command,) = (each for each in COMMANDS if "sweep.margin=5%" in each)
+    assert main(["plan", "sweep.max_seeds=4", "--json", *shlex.split(command)[2:]]) == 0  # the look that decided
+    words = [job["words"] for job in json.loads(capsys.readouterr().out)["jobs"]]
+    lengths = [word for each in words for word in each if word.startswith("trainer.max_steps")]
+    assert sorted(set(lengths)) == ["trainer.max_steps=256", "trainer.max_steps=64"]
+    assert len(words) == 20  # of which one was not run: mxfp8 was decided after three seeds
 
 
 def test_every_free_key_is_named():

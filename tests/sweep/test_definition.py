@@ -62,6 +62,12 @@ def test_what_is_typed_takes_the_place_of_a_recipes_choices(recipes: Path) -> No
     assert {config.trainer.max_steps for _, config in jobs} == {9}
 
 
+def test_lines_that_are_typed_keep_their_choices(recipes: Path) -> None:
+    also = "sweep.also=['precision=bf16 seed=3 trainer.max_steps=5,20']"
+    jobs = compose_sweep(["recipe=mine", "trainer.max_steps=10", also], recipes)
+    assert [(c.seed, c.trainer.max_steps) for _, c in jobs] == [(0, 10), (1, 10), (0, 10), (1, 10), (3, 5), (3, 20)]
+
+
 @pytest.mark.parametrize(
     ("also", "said"),
     [

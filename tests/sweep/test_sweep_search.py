@@ -119,7 +119,7 @@ def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdic
     assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["verdicts"]) == len(whole)
-    assert any("Ended by the search before their last step" in note for note in found["notes"])
+    assert any("Ended by the search, and left out" in note for note in found["notes"])
     started = len(kind.started)
     assert (
         main(["train", *optuna_words(tmp_path, "sweep.trials=7", "sweep.startup_trials=3", "sweep.sampler=random")])
@@ -296,6 +296,25 @@ def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(t
     kind.pauses = staticmethod(lambda config: None)
     assert main(["train", *asked]) == 0
     assert "2 of 4 jobs finished, 2 ended by the search" in capsys.readouterr().out
+
+
+def test_a_seed_of_an_ended_recipe_that_came_to_its_end_is_not_judged(tmp_path, monkeypatch, capsys):
+    """As where a killed start left its job behind: it trains on, past the rung at which its recipe is ended."""
+    kind = make_jobs(monkeypatch, recipe_loss)
+
+    def waits(config: dict[str, Any]) -> int | None:
+        starts = sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started)
+        left_behind = config["precision"]["name"] == "fp8_current" and config["seed"] == 0
+        return None if left_behind else (10, 20, None)[starts - 1]
+
+    kind.pauses = staticmethod(waits)
+    asked = words(tmp_path, "sweep.search=halving", "precision=bf16,fp32,fp8_current", "seed=0,1,2")
+    assert main(["train", *asked]) == 0
+    assert "7 of 9 jobs finished, 2 ended by the search" in capsys.readouterr().out
+    assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["verdicts"]] == ["fp32"]
+    assert any("left out here: job 6, 7, 8 (precision=fp8_current" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])

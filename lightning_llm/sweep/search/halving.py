@@ -79,6 +79,22 @@ class Halving:
             if state_of(job.folder) not in SETTLED
         }
 
+    @property
+    def not_judged(self) -> dict[int, str]:
+        """{Job number: why}, of jobs that are no evidence: of ended recipes, a seed that came to its end, too.
+
+        One that was left behind by a killed start trains on, and its recipe's other seeds did not. Where no job was
+        ended early (all diverged), they are a result.
+        """
+        ended = self.ended
+        numbers = {name: [job.number for job in self.recipes[name]] for name in self.dropped}
+        return {
+            number: self.dropped[name].words
+            for name, own in numbers.items()
+            for number in own
+            if not ended.keys().isdisjoint(own)
+        }
+
 
 def planned_halving(asked: Asked) -> Halving:
     """Return the halving, nothing of it started.
@@ -141,8 +157,8 @@ def halve(asked: Asked) -> int:
                 break
             if step is not None:
                 drop_at(halving, rung, step, relay)
-                write_results(halving.whole.folder, _rows(halving), halving.ended)
-    write_results(halving.whole.folder, _rows(halving), halving.ended)
+                write_results(halving.whole.folder, _rows(halving), halving.not_judged)
+    write_results(halving.whole.folder, _rows(halving), halving.not_judged)
     code = close(halving.whole, outcomes, relay.received, set(halving.ended))
     print_where_to_judge(halving.whole)
     return code
