@@ -10,10 +10,10 @@ from run_folders import make_sweep
 
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.report import typesetting
 from lightning_llm.compare.report.pdf import pages
 from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.supplement import Table, tables_of
-from lightning_llm.compare.report import typesetting
 from lightning_llm.compare.report.typesetting import PAGE_HEIGHT, PAGE_WIDTH, SIDE, TOP, Line, pages_of, table
 from lightning_llm.record.reading import read_run
 
