@@ -1,6 +1,5 @@
 """A whole comparison: runs in, verdicts out, with everything that could not be used and why."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,10 +27,10 @@ from lightning_llm.compare.target import NO_TARGETS
 from lightning_llm.compare.token_curve import curve_of
 from lightning_llm.compare.token_margin import in_nats
 from lightning_llm.compare.unfinished import levels_without_a_run, unfinished_problems
+from lightning_llm.compare.usable import newest_of_same, split_usable, why_incomparable
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.config.identity import NOT_IDENTITY, below
 from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.record.reading import Run, facts, read_run
+from lightning_llm.record.reading import Run, read_run
 from lightning_llm.terminal.waiting import Waiting
 
 
@@ -154,12 +153,12 @@ def compare_runs(
     Raises:
         ConfigError: where no verdict at all can be given, with every reason.
     """
-    usable, waiting = _usable(runs)
+    usable, waiting = split_usable(runs)
     problems = unfinished_problems(waiting)
     unfinished = [run for run in waiting if not run.words]
-    if incomparable := _incomparable(usable, terms.metric):
+    if incomparable := why_incomparable(usable, terms.metric):
         raise ConfigError([*problems, incomparable])
-    usable, notes = _newest_of_same(usable)
+    usable, notes = newest_of_same(usable)
     selection = None
     try:
         if best_of is not None:
@@ -177,21 +176,7 @@ def compare_runs(
     comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
-    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
-    for family in comparison.families:
-        curve = curve_of(family, usable, factor, terms)
-        try:
-            here = in_nats(terms, family, curve, of_baseline)
-        except ConfigError as error:
-            comparison.problems += error.problems
-            continue
-        verdicts, floor, found = judge(family, factor, here, curve, design)
-        if selection is not None:
-            verdicts = borne_out(verdicts, selection)
-        comparison.verdicts += verdicts
-        comparison.problems += found
-        if family.aa_groups:
-            comparison.floors.append((family, floor))
+    _judge_families(comparison, unfinished)
     if not comparison.verdicts:
         raise ConfigError(comparison.problems)
     comparison.families = [each for each in comparison.families if comparison.verdicts_of(each)]
@@ -203,6 +188,26 @@ def compare_runs(
     return comparison
 
 
+def _judge_families(comparison: Comparison, unfinished: Sequence[Run]) -> None:
+    """Add the verdicts, and the noise, of each setting; or why there are none. `unfinished`: that may yet go on."""
+    factor, terms, usable, selection = comparison.factor, comparison.terms, comparison.runs, comparison.selection
+    of_baseline = [run for run in (*usable, *unfinished) if factor.level(run) == factor.baseline]
+    for family in comparison.families:
+        curve = curve_of(family, usable, factor, terms)
+        try:
+            here = in_nats(terms, family, curve, of_baseline)
+        except ConfigError as error:
+            comparison.problems += error.problems
+            continue
+        verdicts, floor, found = judge(family, factor, here, curve, comparison.design)
+        if selection is not None:
+            verdicts = borne_out(verdicts, selection)
+        comparison.verdicts += verdicts
+        comparison.problems += found
+        if family.aa_groups:
+            comparison.floors.append((family, floor))
+
+
 def _add_all_pairs(comparison: Comparison) -> None:
     """Hold every recipe against every other, or note why none is."""
     for family in comparison.families:
@@ -211,41 +216,3 @@ def _add_all_pairs(comparison: Comparison) -> None:
         comparison.notes.append(
             "No table of all pairs: the baseline has not learned, or runs have no validation in common."
         )
-
-
-def _incomparable(usable: Sequence[Run], metric: str) -> Problem | None:
-    """Return why finished runs cannot be held against each other by `metric` at all, None where they can."""
-    if len(usable) < 2:
-        text = f"{len(usable)} finished run{'' if len(usable) == 1 else 's'}: a verdict needs a baseline and another."
-        return Problem("RUN", text)
-    measured = [run for run in usable if metric in run.validations]
-    if not measured:
-        known = ", ".join(sorted({key for run in usable for key in run.validations})) or "none at all"
-        return Problem("--metric", f"no run has a validation of '{metric}'. These runs' validations have: {known}.")
-    measured_on = {run.evaluated_on.get(metric, "") for run in measured}
-    if len(measured_on) > 1:
-        text = f"'{metric}' was not measured on the same in all runs: {'; '.join(sorted(measured_on))}. Evaluate "
-        return Problem("--metric", f"{text}them alike, with one --limit and one --data.")
-    return None
-
-
-def _usable(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Return the runs that reached their end, or lost their loss on the way, which is a result, too; and the others."""
-    usable = [run for run in runs if run.finished or run.lost_its_loss]
-    return usable, [run for run in runs if not (run.finished or run.lost_its_loss)]
-
-
-def _newest_of_same(runs: list[Run]) -> tuple[list[Run], list[str]]:
-    """Return the runs without those made again in the same way to the same end, of which the newest counts.
-
-    Made again in the same way to other losses (kernels whose sums depend on timing), both stay: an A/A pair.
-    """
-    newest: dict[str, Run] = {}
-    for run in sorted(runs, key=lambda run: run.started_at):
-        config = {key: value for key, value in run.config.items() if not below(key, NOT_IDENTITY)}
-        same = (config, dict(facts(run)), not run.lost_its_loss and run.validations)
-        newest[json.dumps(same, sort_keys=True, default=str)] = run
-    kept = {id(run) for run in newest.values()}
-    dropped = [run.name for run in runs if id(run) not in kept]
-    notes = [f"Made again later to the same losses, so left out: {', '.join(dropped)}."] if dropped else []
-    return [run for run in runs if id(run) in kept], notes

@@ -4,12 +4,25 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 
-from lightning_llm.compare.references import Reference
+from lightning_llm.compare.references import KNOWN, Reference
 
-ARXIV = re.compile(r"arXiv[ :]?(\d{4}\.\d{4,5})(?:v\d+)?")
+ARXIV = re.compile(
+    r"(?:arXiv[ :]*|(?:https?://)?(?:www\.)?arxiv\.org/(?:abs|pdf)/)(\d{4}\.\d{4,5})(?:v\d+)?(?:\.pdf)?", re.IGNORECASE
+)
+"""A number at arXiv, or its address there."""
+_PART = r"(?:sections?|sec\.|tables?|appendix|figures?|fig\.|equations?|eq\.|chapters?|pages?|p\.)"
+BETWEEN = re.compile(
+    rf"[ ,]*(?P<place>\([^)]*\)|{_PART} [\w.]*\w)?(?:[ ,&]|and\b)*(?P<names>.*)",
+    re.IGNORECASE,
+)
+"""Of two numbers: where in the first, and whose the second is."""
+PLACE = re.compile(rf"{_PART} .*|\S*[=/_.]\S*[^\s.]", re.IGNORECASE)
+"""What is a place in a source, and none of its title: a section, a file, an option."""
+YEAR = re.compile(r"(?:, ?| ?\()((?:19|20)\d\d)\)?$")
 PAPERS = {
     paper.eprint: paper
     for paper in (
+        *(known for known in KNOWN.values() if known.eprint),
         Reference("micikevicius2017", "misc", "Micikevicius, Paulius and others", "Mixed precision training", "2017",
                   eprint="1710.03740"),
         Reference("kalamkar2019", "misc", "Kalamkar, Dhiraj and others",
@@ -29,7 +42,7 @@ PAPERS = {
                   eprint="2509.25149"),
     )
 }  # fmt: skip
-"""By arXiv number: those that shipped recipes name."""
+"""By arXiv number: those that shipped recipes name, and those that methods do."""
 PROGRAMS = (
     Reference("transformer-engine", "misc", "", "Transformer Engine", "",
               "NVIDIA, https://github.com/NVIDIA/TransformerEngine"),
@@ -39,26 +52,53 @@ PROGRAMS = (
 
 def sources_of(words: str) -> dict[Reference, str]:
     """Return {source: where in it} of `words` such as "Transformer Engine DelayedScaling; Smith et al., arXiv 1.2"."""
-    found: dict[Reference, str] = {}
+    found: dict[str, tuple[Reference, list[str]]] = {}
     for part in (" ".join(each.replace("[", "(").replace("]", ")").split()) for each in words.split(";")):
-        if part:
-            source, place = _source(part)
-            found[source] = ", ".join(filter(None, (found.get(source), place)))
+        for source, place in _sources(part) if part else ():
+            _, places = found.setdefault(source.key, (source, []))
+            if place and place not in places:
+                places.append(place)
+    return {source: ", ".join(places) for source, places in found.values()}
+
+
+def _sources(part: str) -> list[tuple[Reference, str]]:
+    """Return the sources that a part names, with where in each: one, or one for each number at arXiv."""
+    numbers = list(ARXIV.finditer(part))
+    if not numbers:
+        return [_by_title(part)]
+    names, found = part[: numbers[0].start()], []
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        source = _by_number(number[1], names.rstrip(" ,(:"))
+        if following is None:
+            return [*found, (source, part[number.end() :].strip(" ,()."))]
+        between = BETWEEN.fullmatch(part[number.end() : following.start()].lstrip(")"))
+        place, names = (between["place"] or "", between["names"]) if between else ("", "")
+        found.append((source, place.strip("()")))
     return found
 
 
-def _source(part: str) -> tuple[Reference, str]:
-    if found := ARXIV.search(part):
-        before, after = part[: found.start()].rstrip(" ,("), part[found.end() :].strip(" ,().")
-        number = found[1]
-        unknown = Reference(f"arxiv-{number}", "misc", "", before or "A preprint", f"20{number[:2]}", eprint=number)
-        return PAPERS.get(number, unknown), after
+def _by_number(number: str, names: str) -> Reference:
+    title, year = _dated(names)
+    unknown = Reference(f"arxiv-{number}", "misc", "", title or "A preprint", year or f"20{number[:2]}", eprint=number)
+    return PAPERS.get(number, unknown)
+
+
+def _by_title(part: str) -> tuple[Reference, str]:
     for program in PROGRAMS:
         if part == program.title or part.startswith(f"{program.title} "):
             return program, part.removeprefix(program.title).strip()
-    title, _, place = part.partition(", ")
+    title, _, place = part.rpartition(", ")
+    if not title or not PLACE.fullmatch(place):
+        title, place = part, ""
     key = f"{re.sub(r'[^A-Za-z0-9]+', '-', title)[:32]}-{sha256(title.encode()).hexdigest()[:6]}"
-    return Reference(key, "misc", "", title, ""), place
+    title, year = _dated(title)
+    return Reference(key, "misc", "", title, year), place
+
+
+def _dated(title: str) -> tuple[str, str]:
+    """Return a title, or names, without the year at its end, and that."""
+    year = YEAR.search(title)
+    return (title[: year.start()], year[1]) if year else (title, "")
 
 
 def citation_of(sources: Mapping[Reference, str]) -> str:

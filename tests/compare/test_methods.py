@@ -147,6 +147,40 @@ def test_each_source_is_cited_once_with_its_number_once(several):
         assert shown.count(reference.eprint) == (reference in several.methods.references)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("Kumar et al., arXiv 2411.04330", [("kumar2024", "")]),
+        ("https://arxiv.org/abs/2502.20586", [("tseng2025", "")]),
+        ("Tseng (https://arxiv.org/pdf/2502.20586v2.pdf), section 3", [("tseng2025", "section 3")]),
+        ("Tseng, arXiv:2502.20586 (https://arxiv.org/abs/2502.20586)", [("tseng2025", "")]),
+        ("arXiv 2502.20586 and arXiv 2411.04330, section 2", [("tseng2025", ""), ("kumar2024", "section 2")]),
+        ("Tseng, arXiv 2502.20586, section 4.1, and Doe, arXiv 2401.00001", [("tseng2025", "section 4.1"),
+                                                                              ("arxiv-2401.00001", "")]),
+        ("Tseng, arXiv 2502.20586 (ablation), Doe, arXiv 2401.00001 (b)", [("tseng2025", "ablation"),
+                                                                            ("arxiv-2401.00001", "b")]),
+    ],
+)  # fmt: skip
+def test_numbers_at_arxiv_are_found_in_every_form_and_each_once(words, expected):
+    found = sources_of(words)
+    assert [(source.key, place) for source, place in found.items()] == expected
+    assert {source.title for source in found if source.key.startswith("arxiv-")} <= {"Doe"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("Doe, J., My paper, 2024", ("Doe, J., My paper", "2024", "")),
+        ("Doe, J. and Roe, R., My paper (2023), section 3", ("Doe, J. and Roe, R., My paper", "2023", "section 3")),
+        ("OCP Microscaling Formats v1.0, section 6.3", ("OCP Microscaling Formats v1.0", "", "section 6.3")),
+        ("amazon-science/mxfp4-llm, te1.5/linear.py", ("amazon-science/mxfp4-llm", "", "te1.5/linear.py")),
+    ],
+)
+def test_a_source_without_a_number_keeps_its_whole_title(words, expected):
+    ((source, place),) = sources_of(words).items()
+    assert (source.title, source.year, place) == expected
+
+
 def test_every_shipped_recipe_names_sources_that_are_known(several):
     for file in (Path(__file__).parents[2] / "conf" / "precision").glob("*.yaml"):
         words = yaml.safe_load(file.read_text()).get("reference") or ""

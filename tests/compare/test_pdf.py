@@ -10,6 +10,7 @@ from run_folders import make_sweep
 
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.report import typesetting
 from lightning_llm.compare.report.pdf import pages
 from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.compare.report.supplement import Table, tables_of
@@ -84,3 +85,49 @@ def test_a_table_that_fits_has_a_line_per_row(runs):
     assert len(texts) == (1 + len(pairs.rows)) * len(pairs.columns)
     for row in pairs.rows:
         assert set(row) <= {words for words, *_ in texts}
+
+
+def test_labels_without_blanks_are_measured_in_few_steps(monkeypatch):
+    """A row per pair of 6 recipes of 140 letters: letters that are measured, over those that there are."""
+    measured, width_of = [], typesetting._METRICS.get_text_width_height_descent
+
+    def counting(words, *more, **options):
+        measured.append(len(words))
+        return width_of(words, *more, **options)
+
+    monkeypatch.setattr(typesetting._METRICS, "get_text_width_height_descent", counting)
+    names = [f"recipe{number}" + 22 * "abcdef" for number in range(6)]
+    rows = [Line([one, other, "inconclusive", "-0.0012 [-0.0135, +0.0112]"]) for one, other in combinations(names, 2)]
+    with drawing_style():
+        blocks = table(("recipe", "against", "verdict", "gap"), rows, 3)
+    assert len(blocks) > 2 * len(rows)  # names of several lines each
+    assert sum(measured) < 12 * sum(len(word) for row in rows for word in row.words)
+
+
+def test_a_table_that_goes_on_has_its_head_on_every_page_and_its_rows_whole():
+    rows = [Line([f"recipe {number} " + 5 * "has_a_long_name ", "same", "0.1"]) for number in range(150)]
+    rows[100:100] = ["a setting"]
+    with drawing_style():
+        found = [[each.get_text() for each in page.texts] for page in pages_of(table(("recipe", "is", "gap"), rows, 2))]
+    assert len(found) > 2
+    for words in found:
+        assert words[:3] == ["recipe", "is", "gap"]
+        assert words.count("gap") == 1
+        assert words[3].startswith("recipe ")
+        assert words[-1] != "a setting"
+    assert sum(word == "0.1" for words in found for word in words) == 150
+
+
+def test_a_row_that_is_higher_than_a_page_goes_on_on_the_next():
+    name = 150 * "layers.0-7.attention/"
+    row = Line([name, *9 * ["-0.0012 [-0.0135, +0.0112]"]])
+    with drawing_style():
+        columns = ("recipe", *(f"gap on source {number}" for number in range(9)))
+        found = [extents(page) for page in pages_of(table(columns, [row, Line(["next", *9 * ["0"]])], 1))]
+    assert len(found) > 2
+    for texts in found:
+        assert min(bottom for *_, bottom, _ in texts) > TOP - 0.1
+        assert max(top for *_, top in texts) < PAGE_HEIGHT - TOP + 0.1
+        assert texts[0][0] == "recipe"
+    said = "".join(words for texts in found for words, left, *_ in texts if left < SIDE + 0.01)
+    assert said.replace("recipe", "") == name + "next"

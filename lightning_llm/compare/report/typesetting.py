@@ -1,7 +1,9 @@
 """Text on pages of A4, set by matplotlib: paragraphs and tables as blocks that stay within the margins."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -12,7 +14,7 @@ from lightning_llm.compare.report.style import FAINT, INK
 PAGE_WIDTH, PAGE_HEIGHT = 8.27, 11.69
 """A4, inches."""
 SIDE, TOP = 0.7, 0.7
-TEXT_WIDTH = PAGE_WIDTH - 2 * SIDE
+TEXT_WIDTH, PAGE_ROOM = PAGE_WIDTH - 2 * SIDE, PAGE_HEIGHT - 2 * TOP
 POINT = 1 / 72
 LEADING = 1.35
 """Distance of lines over the size of the letters."""
@@ -29,10 +31,15 @@ _METRICS = TextToPath()
 
 @dataclass(frozen=True)
 class Block:
-    """What is set as a whole: its height, inches; and how, given the page's figure and its upper edge from the top."""
+    """What is set as a whole: its height, inches; and how, given the page's figure and its upper edge from the top.
+
+    `below`: inches of what follows that stay on the page with it; `head`: what is set again above it on a new page.
+    """
 
     height: float
     paint: Callable[[Figure, float], None]
+    below: float = 0.0
+    head: tuple["Block", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,13 @@ def pages_of(blocks: Sequence[Block]) -> list[Figure]:
     figures: list[Figure] = []
     top = PAGE_HEIGHT
     for block in blocks:
-        if top + block.height > PAGE_HEIGHT - TOP or not figures:
+        whole = [block]
+        if top + block.height + block.below > PAGE_HEIGHT - TOP or not figures:
             figures.append(Figure(figsize=(PAGE_WIDTH, PAGE_HEIGHT)))
-            top = TOP
-        block.paint(figures[-1], top)
-        top += block.height
+            top, whole = TOP, [*block.head, block]
+        for each in whole:
+            each.paint(figures[-1], top)
+            top += each.height
     return figures
 
 
@@ -84,8 +93,7 @@ def wrapped(words: str, font: FontProperties, width: float) -> list[str]:
 
 def _pieces(word: str, font: FontProperties, width: float) -> Iterator[str]:
     """Yield a word in pieces of at most `width` inches, of one letter at least."""
-    while width_of(word, font) > width and len(word) > 1:
-        fits = next((n for n in range(len(word) - 1, 1, -1) if width_of(word[:n], font) <= width), 1)
+    while (fits := max(1, _letters_that_fit(word, font, width))) < len(word):
         end = max((word.rfind(mark, 0, fits) for mark in BREAKS), default=-1) + 1
         end = end if end > fits / 2 else fits
         yield word[:end]
@@ -93,8 +101,17 @@ def _pieces(word: str, font: FontProperties, width: float) -> Iterator[str]:
     yield word
 
 
+def _letters_that_fit(word: str, font: FontProperties, width: float) -> int:
+    """Return how many letters of a word take `width` inches at most, measuring few more than these: more are wider."""
+    most = 1
+    while most < len(word) and width_of(word[:most], font) <= width:
+        most *= 2
+    return bisect_right(range(1, min(most, len(word)) + 1), width, key=lambda letters: width_of(word[:letters], font))
+
+
+@lru_cache(maxsize=1 << 14)
 def width_of(words: str, font: FontProperties) -> float:
-    """Return how wide `words` are, inches."""
+    """Return how wide `words` are, inches; `font` is one that nobody changes."""
     width, _, _ = _METRICS.get_text_width_height_descent(words, font, ismath=False)
     return float(width) * POINT
 
@@ -110,9 +127,10 @@ def write(
 
 
 def table(columns: Sequence[str], rows: Sequence[Line | str], names: int) -> list[Block]:
-    """Return a table as wide as the text, a block per row.
+    """Return a table as wide as the text, a block per line, with its first row again on each page that it goes on to.
 
-    A table that is wider has smaller letters, and then cells of several lines in its widest columns.
+    A table that is wider has smaller letters, and then cells of several lines in its widest columns. A row stays on one
+    page if that is high enough.
 
     Args:
         rows: a word alone is a heading over the rows below it.
@@ -127,14 +145,20 @@ def table(columns: Sequence[str], rows: Sequence[Line | str], names: int) -> lis
             break
     widths = _fitted(natural, room)
     space = GAP + (room - sum(widths)) / max(1, len(columns) - 1)
-    blocks = [_row(lines[0], widths, space, bold, names)]
+    head = _row(lines[0], widths, space, bold, names, PAGE_ROOM)
+    height = sum(block.height for block in head)
+    again = tuple(replace(block, below=0.0) for block in head) if height < PAGE_ROOM / 2 else ()
+    left = PAGE_ROOM - (height if again else 0.0)
+    blocks = []
     for row in rows:
         if isinstance(row, str):
-            italic = FontProperties(size=size, style="italic")
-            blocks += _heading(row, italic)
+            blocks += _heading(row, FontProperties(size=size, style="italic"))
         else:
-            blocks.append(_row(row, widths, space, font, names))
-    return blocks
+            blocks += _row(row, widths, space, font, names, left)
+    blocks = [replace(block, head=again) for block in blocks]
+    if blocks:
+        head = [replace(block, below=block.below + blocks[0].height) for block in head]
+    return [*head, *blocks]
 
 
 def _fitted(natural: Sequence[float], room: float) -> list[float]:
@@ -153,19 +177,28 @@ def _heading(words: str, font: FontProperties) -> list[Block]:
         return lambda figure, top: write(figure, SIDE, top, line, font, FAINT)
 
     height = font.get_size_in_points() * POINT * (1 + ROW_GAP)
-    return [Block(height, painting(line)) for line in wrapped(words, font, TEXT_WIDTH)]
+    return [Block(height, painting(line), below=height) for line in wrapped(words, font, TEXT_WIDTH)]
 
 
-def _row(line: Line, widths: Sequence[float], space: float, font: FontProperties, names: int) -> Block:
+def _row(
+    line: Line, widths: Sequence[float], space: float, font: FontProperties, names: int, room: float
+) -> list[Block]:
+    """Return a row, a block per line; they stay together if they are not higher than `room`, inches."""
     cells = [wrapped(words, font, width + 1e-6) for words, width in zip(line.words, widths, strict=True)]
     size = font.get_size_in_points() * POINT
+    lefts = [SIDE + sum(widths[:place]) + place * space for place in range(len(widths))]
 
-    def paint(figure: Figure, top: float) -> None:
-        left = SIDE
-        for place, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-            at, align = (left, "left") if place < names else (left + width, "right")
-            for number, words in enumerate(cell):
-                write(figure, at, top + number * size * LEADING, words, font, line.colours.get(place, INK), align)
-            left += width + space
+    def painting(number: int) -> Callable[[Figure, float], None]:
+        def paint(figure: Figure, top: float) -> None:
+            for place, (cell, left) in enumerate(zip(cells, lefts, strict=True)):
+                if number < len(cell):
+                    at, align = (left, "left") if place < names else (left + widths[place], "right")
+                    write(figure, at, top, cell[number], font, line.colours.get(place, INK), align)
 
-    return Block(size * (max(map(len, [*cells, [""]])) * LEADING + ROW_GAP), paint)
+        return paint
+
+    several = max(1, *map(len, cells))
+    whole = size * (several * LEADING + ROW_GAP)
+    heights = [size * LEADING] * (several - 1) + [size * (LEADING + ROW_GAP)]
+    first, *others = [Block(height, painting(number)) for number, height in enumerate(heights)]
+    return [replace(first, below=whole - first.height if whole <= room else 0.0), *others]
