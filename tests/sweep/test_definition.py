@@ -40,14 +40,6 @@ def test_a_recipe_adds_jobs_beside_its_product(recipes: Path) -> None:
     assert jobs[4][0] == ["precision=bf16", "data.micro_batch_size=1", "seed=0"]
 
 
-def test_lines_that_are_typed_are_as_they_are_typed(recipes: Path) -> None:
-    words = ["recipe=mine", "seed=0", "trainer.max_steps=60", "sweep.also=['precision=bf16 trainer.max_steps=30,120']"]
-    jobs = compose_sweep(words, recipes)
-    assert [(c.precision.name, c.trainer.max_steps) for _, c in jobs] == [
-        ("bf16", 60), ("fp32", 60), ("bf16", 30), ("bf16", 120),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("words", [["seed=0,0,1"], ["seed=0", "precision=bf16,fp32,bf16"]])
 def test_a_value_that_is_there_twice_is_refused(words: list[str], recipes: Path) -> None:
     with pytest.raises(ConfigError, match=r"has (0|bf16) more than once.*Give it once"):
