@@ -66,7 +66,8 @@ def _sources(part: str) -> list[tuple[Reference, str]]:
     numbers = list(ARXIV.finditer(part))
     if not numbers:
         return [_by_title(part)]
-    names, found = part[: numbers[0].start()], []
+    names = part[: numbers[0].start()]
+    found: list[tuple[Reference, str]] = []
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         source = _by_number(number[1], names.rstrip(" ,(:"))
         if following is None:
