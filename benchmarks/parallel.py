@@ -13,7 +13,7 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.rotation import Row, interleaved_minima
-from benchmarks.shape import config, loop_steps
+from benchmarks.shape import config, loop_steps, plain_model
 from benchmarks.trainer_overhead import trainer_steps
 from lightning_llm.config.schema import Config
 from lightning_llm.data.opening import open_corpus
@@ -25,7 +25,7 @@ REDUCTIONS = ("native", "tree")
 
 def fully_sharded(run: Config) -> Decoder:
     """Return the model under torch's FSDP2: bf16 compute, fp32 reduction, each block a unit."""
-    model = Decoder(run.model, torch.bfloat16)
+    model = plain_model(run)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         fully_shard(block, mp_policy=policy)
@@ -60,7 +60,7 @@ def _rank(rank: int, world: int, folder: str) -> None:
     ours = {name: trainer_steps(run, corpus) for name, run in runs.items()}
     variants: dict[str, Any] = {name: steps for name, (steps, _, _) in ours.items()}
     if world == 1:
-        variants["loop"] = loop_steps(Decoder(runs["tree"].model, torch.bfloat16), runs["tree"], corpus)
+        variants["loop"] = loop_steps(plain_model(runs["tree"]), runs["tree"], corpus)
     variants["fsdp"] = loop_steps(fully_sharded(runs["tree"]), runs["tree"], corpus, rank)
     best = interleaved_minima(variants, rounds=10, steps=3)
     for _, turnstile, thread in ours.values():

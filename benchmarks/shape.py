@@ -55,9 +55,15 @@ def config(*more: str, shape: Shape = MIDDLE, steps: int = 10_000) -> Config:
     ])  # fmt: skip
 
 
+def plain_model(run: Config) -> Decoder:
+    """Return the run's model, whole and with its initial weights, that computes in bf16."""
+    model = Decoder(run.model, torch.bfloat16)
+    initialise(model, run.seed)
+    return model
+
+
 def loop_steps(model: Decoder, run: Config, corpus: Corpus, rank: int = 0) -> Iterator[None]:
     """Yield after each step of a hand-written loop: loss, clipping, optimizer and batches as ours, and no trainer."""
-    initialise(model, run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     step = 0
     while True:

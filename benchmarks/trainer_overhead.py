@@ -9,9 +9,8 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.rotation import Row, interleaved_minima, stepping
-from benchmarks.shape import config, loop_steps
+from benchmarks.shape import config, loop_steps, plain_model
 from lightning_llm.data.opening import open_corpus
-from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.check import check_config
 from lightning_llm.run.build import build_module, build_trainer
 from lightning_llm.run.first_files import prepare_folder
@@ -69,7 +68,7 @@ def measure() -> Iterator[Row]:
     run = config()
     corpus = open_corpus(run.data, run.seed, run.model.vocab_size)
     ours, turnstile, thread = trainer_steps(run, corpus)
-    loop = loop_steps(Decoder(run.model, torch.bfloat16), run, corpus)
+    loop = loop_steps(plain_model(run), run, corpus)
     best = interleaved_minima({"trainer": ours, "loop": loop}, rounds=12, steps=5)
     turnstile.go.put(False)
     thread.join(timeout=60)
