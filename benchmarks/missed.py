@@ -16,16 +16,4 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         "`roofline_60m`); with 1,024 tokens attention is torch's own kernel, too. What is saved beside them weighs "
         "less.",
     ),
-    (
-        "precision",
-        "*mxfp4_sr,*",
-        "At the quickstart's size (512 tokens of 192 numbers, four times a step) GEMMs are small, and casts weigh "
-        "most: `mxfp4_sr` hashes every element's number to round it, and rotates four operands.",
-    ),
-    (
-        "precision",
-        "*fp16_mxfp8,*",
-        "`fp16_mxfp8` multiplies what is fp16 in fp32, where bf16's products have units of their own on this machine; "
-        "attention's alone are a third of its step.",
-    ),
 )
