@@ -96,10 +96,11 @@ def too_few_pairs(ladder: Ladder, recipe: str) -> list[str]:
 
 def refusals(fit: Fit, recipe: str, target: Target | None = None, decades: float = DECADES) -> list[str]:
     """Return every reason not to predict from the fit, in words; [] where it may be."""
-    return [*_law_misfit(fit), *_gap_misfit(fit, recipe), *_not_foreseen(fit, recipe), *_too_far(fit, target, decades)]
+    return [*law_misfit(fit), *_gap_misfit(fit, recipe), *_not_foreseen(fit, recipe), *_too_far(fit, target, decades)]
 
 
-def _law_misfit(fit: Fit) -> list[str]:
+def law_misfit(fit: Fit) -> list[str]:
+    """Return why no cost is read off the fit at all: the baseline's law does not hold; [] where it may."""
     share = fit.misfit / fit.fall if fit.fall else 1.0
     known = not math.isnan(fit.lack_of_fit)
     if share <= MATERIAL_SHARE or (known and fit.lack_of_fit >= MISFIT_LEVEL):

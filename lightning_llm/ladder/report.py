@@ -14,6 +14,7 @@ from lightning_llm.ladder.effect import Effect, effect_at
 from lightning_llm.ladder.fit import Fit
 from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.refusal import law_misfit
 from lightning_llm.ladder.wording import gap_line, law_line, prediction_line, share, tally
 
 
@@ -31,6 +32,15 @@ class Report:
     graded: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def misfit(self) -> list[str]:
+        """Why no recipe's cost is read off the fit; [] where it is, or there is none."""
+        return [] if self.fit is None else law_misfit(self.fit)
+
+    def costs(self, effect: Effect) -> str:
+        """Return what the recipe costs in tokens, in words, "-" where the law does not hold that it is read off."""
+        return "-" if self.misfit else share(effect)
 
     def effects(self, recipe: str) -> list[Effect]:
         """Return what the recipe costs at each rung it was run on, by the fit."""
@@ -107,6 +117,8 @@ def measured_gap(ladder: Ladder, effect: Effect) -> float:
 def print_report(report: Report, console: Console) -> None:
     """Print the fit, a line per recipe and rung, what was predicted or refused, and the ledger."""
     if report.fit is not None:
+        for reason in report.misfit:
+            _line(console, f"No cost is read off this fit: {reason}.", "yellow")
         _line(console, law_line(report.fit))
         for name, gap in report.fit.gaps.items():
             _line(console, gap_line(name, gap))
@@ -139,6 +151,6 @@ def _table(report: Report, fit: Fit) -> Table:
         for each in report.effects(name):
             table.add_row(
                 name, short(each.parameters), short(each.tokens), f"{each.tokens / each.parameters:.2g}",
-                nats(measured_gap(report.ladder, each), signed=True), nats(each.gap, signed=True), share(each),
+                nats(measured_gap(report.ladder, each), signed=True), nats(each.gap, signed=True), report.costs(each),
             )  # fmt: skip
     return table

@@ -15,7 +15,7 @@ from lightning_llm.ladder.fit import Fit
 from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.panels import AXES, Panel, panels_of
 from lightning_llm.ladder.report import Report, measured_gap
-from lightning_llm.ladder.wording import gap_line, law_line, share
+from lightning_llm.ladder.wording import gap_line, law_line
 
 HEADING = "The ladder: what a recipe costs in tokens"
 IN_FIGURES = "The ladder, rung by rung"
@@ -34,7 +34,7 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
     for name in fit.gaps:
         for effect in report.effects(name):
             measured = measured_gap(report.ladder, effect)
-            words = nats(measured, signed=True), nats(effect.gap, signed=True), share(effect)
+            words = nats(measured, signed=True), nats(effect.gap, signed=True), report.costs(effect)
             rows.append((name, *_place(effect.parameters, effect.tokens), *words))
             figures.append(_figures("measured", effect, measured))
         for each in predictions:
@@ -43,10 +43,12 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
                 rows.append((f"{name}, predicted", *_place(each.claim["parameters"], each.claim["tokens"]), *words))
                 figures.append(_predicted(each))
     level = f"{100 * report.confidence:g} %"
+    refused = "".join(f" No cost is read off this fit: {reason}." for reason in report.misfit)
     caption = (
         f"Gaps to {fit.ladder.baseline} in nats per token, as measured and by the fit, and the tokens more that make "
         f"up for them, with {level} intervals, one by one. {law_line(fit)}. "
         + " ".join(f"{gap_line(name, gap)}." for name, gap in fit.gaps.items())
+        + refused
     )
     columns = ("recipe", "parameters", "tokens", "tokens per parameter", "measured gap", "fitted", "costs")
     return Table("ladder", IN_FIGURES, caption, columns, tuple(rows), tuple(figures))

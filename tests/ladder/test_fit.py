@@ -1,9 +1,11 @@
 """The fit against scipy's, closed forms and a law without noise; the ledger's arithmetic."""
 
 import json
+from io import StringIO
 
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy import stats
 from scipy.optimize import least_squares
 
@@ -15,6 +17,8 @@ from lightning_llm.ladder.law import PRIOR_EXPONENT, PRIOR_WIDTH, Rungs, fit_law
 from lightning_llm.ladder.ledger import Prediction, add_predictions, grade, read_ledger
 from lightning_llm.ladder.measured import Ladder, Rung, ladder_of_rows
 from lightning_llm.ladder.refusal import refusals, too_few_pairs, too_small
+from lightning_llm.ladder.report import Report, print_report
+from lightning_llm.ladder.supplement import supplement_of
 
 SIZES, TOKENS = (240e3, 690e3, 1.1e6, 2.2e6), (33e3, 66e3, 131e3)
 
@@ -92,6 +96,17 @@ def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():
     for rung in bent.rungs[:3]:
         rung.losses = {seed: loss + 0.8 * (rung.tokens < 40e3) for seed, loss in rung.losses.items()}
     assert "do not follow E + A N^-alpha" in refusals(fit_ladder(bent), "recipe")[0]
+    for made, says_what_it_costs in ((bent, False), (ladder(noise=0.003), True)):
+        report = Report(made, 0.95, fit_ladder(made))
+        with StringIO() as told:
+            print_report(report, Console(file=told, width=200))
+            assert ("% more tokens [" in told.getvalue()) == says_what_it_costs
+            assert ("No cost is read off this fit: the baseline's losses do not follow" in told.getvalue()) != (
+                says_what_it_costs
+            )
+        (table,) = supplement_of(report, []).tables
+        assert any("% more tokens [" in row[-1] for row in table.rows) == says_what_it_costs
+        assert ("No cost is read off" in table.caption) != says_what_it_costs
 
 
 def test_a_ladder_of_two_sizes_or_of_what_has_not_learned_is_none():
