@@ -167,28 +167,36 @@ def recompute_contexts(
     """Return `context_fn` for `torch.utils.checkpoint.checkpoint` (non-reentrant) over a part of `model`.
 
     The recomputation then sees the keys of the forward pass it repeats, also where other micro-batches ran in between,
-    and no observer sees its casts a second time.
+    and no observer sees its casts a second time. It makes as many products as that pass did, whose results selective
+    checkpointing hands out in their order: an observed pass shares no casts, and its repetition does not either.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         layers = quantised_layers(model)
-        return _with_keys(layers, None), _with_keys(layers, [layer.keys for layer in layers])
+        again = [(layer.keys, None if layer.observe is None else _unseen) for layer in layers]
+        return _repeated(layers, None), _repeated(layers, again)
 
     return contexts
 
 
+def _unseen(cast: Any) -> None:
+    """Observe a cast that was seen before."""
+
+
 @contextmanager
-def _with_keys(layers: list[QuantisedLinear], keys: list[Tensor | None] | None) -> Iterator[None]:
-    """Set the layers' keys for a while, unobserved; None leaves them."""
+def _repeated(
+    layers: list[QuantisedLinear], again: list[tuple[Tensor | None, Observe | None]] | None
+) -> Iterator[None]:
+    """Set the layers' keys and observers for a while, None leaves them; no cast from outside it is shared within."""
     before = [(layer.keys, layer.observe) for layer in layers]
-    if keys is not None:
-        for layer, each in zip(layers, keys, strict=True):
-            layer.keys, layer.observe = each, None
+    shared.forget()
+    for layer, (keys, observe) in zip(layers, again or before, strict=True):
+        layer.keys, layer.observe = keys, observe
     try:
         yield
     finally:
-        for layer, (own, observe) in zip(layers, before, strict=True):
-            layer.keys, layer.observe = own, observe
+        for layer, (keys, observe) in zip(layers, before, strict=True):
+            layer.keys, layer.observe = keys, observe
 
 
 @contextmanager
