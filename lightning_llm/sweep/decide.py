@@ -181,8 +181,7 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
     try:
         families, problems = pair_runs(runs, choose_factor(runs, baseline))
     except ConfigError as error:
-        found = [Problem("sweep.until", f"has nothing to decide: {each.key} {each.text}") for each in error.problems]
-        raise ConfigError(found) from error
+        raise ConfigError(map(_of_a_sweep, error.problems)) from error
     for family in families:
         for label, (pair,) in family.recipes.items():
             both = seeds_of[str(pair.run.folder)] & seeds_of[str(pair.baseline.folder)]
@@ -194,6 +193,13 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
     if problems:
         raise ConfigError(problems)
     return families
+
+
+def _of_a_sweep(problem: Problem) -> Problem:
+    """Return what is wrong with a comparison as what is wrong with the keys of the sweep that declares it."""
+    if problem.key == "--baseline":
+        return Problem("sweep.baseline", problem.text.replace("--baseline ", "sweep.baseline="))
+    return Problem("sweep.until", f"has nothing to decide: {problem.text}")
 
 
 def next_stage(whole: Sweep, design: Design) -> Stage:

@@ -156,7 +156,8 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
         (["precision=bf16"], "sweep.until: has nothing to decide"),
         (["sweep.search=halving"], "until and search do not go together"),
-        (["sweep.baseline=precision=fp32"], "fp32"),
+        (["sweep.baseline=precision=fp32"], "sweep.baseline: 'fp32' is the level of no run. Known here: bf16, "),
+        (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose one: sweep.baseline="),
         (
             ["sweep.margin=2%"],
             "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",
