@@ -33,8 +33,15 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
     about = {key: value for key, value in search.first.declared[SEARCH].items() if key != "derived"}
     seeds = len(search.baseline)
     jobs = f"{seeds} job{'s' * (seeds > 1)} of the baseline, at most {keys.trials * seeds} of trials"
-    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, pruning {keys.pruning}: {jobs}"
+    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, {_pruning(keys)}: {jobs}"
     return search.first, {**about, "words": words, "rows": [(key, values) for key, values in about["space"].items()]}
+
+
+def _pruning(keys: SweepConfig) -> str:
+    if keys.pruning == "none":
+        return "no pruning"
+    here = "" if keys.startup_trials < keys.trials else ", so none here"
+    return f"pruning by the {keys.pruning} after {keys.startup_trials} whole trials{here}"
 
 
 def _done(whole: Sweep) -> int:
