@@ -41,7 +41,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     composed = checked_jobs(arguments, to_train=False)
     if keys.until is None:
         return sweep_facts(define(*composed))
-    from lightning_llm.sweep.decide import declared_sweep, most_jobs
+    from lightning_llm.sweep.declared import declared_sweep, most_jobs
 
     definition, design = declared_sweep(composed, keys)
     whole = definition()

@@ -22,10 +22,11 @@ from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
 from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
+from lightning_llm.sweep.ending import close, print_where_to_judge
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
+from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import losses_at, worse_than_best

@@ -21,10 +21,11 @@ from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, t
 from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
+from lightning_llm.sweep.ending import close, print_where_to_judge
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
+from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
