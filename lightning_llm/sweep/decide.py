@@ -47,6 +47,8 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
         while True:
             stage = next_stage(whole, design)
             _print_look(stage, design)
+            if relay.received:  # as the last job that the look needed came to its end
+                break
             todo = left_to_do(stage.jobs)
             if not todo and not await_elsewhere(stage.jobs, relay, "the next look needs it"):
                 break
@@ -55,10 +57,11 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
             whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
             begun = _with_started(whole, stage.jobs)
             outcomes += start(_same(whole, todo), relay)
-            if relay.received or any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
+            if any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
                 break
     begun = begun or _with_started(whole, ())
-    code = close(replace(whole, jobs=begun), outcomes, relay.received)
+    further = "another look" if stage.jobs else ""
+    code = close(replace(whole, jobs=begun), outcomes, relay.received, further=further)
     print_where_to_judge(whole)
     return code
 

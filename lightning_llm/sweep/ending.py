@@ -19,10 +19,13 @@ from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.progress import STOPPED
 
 
-def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = ()) -> int:
+def close(
+    whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = (), further: str = ""
+) -> int:
     """Print how the sweep came out, tell MLflow, and return the exit code.
 
-    `ended`: numbers of jobs that a search ended before their end, which are no failures.
+    `ended`: numbers of jobs that a search ended before their end, which are no failures. `further`: what is still to
+    come beside the jobs that there are, such as "look 2 of 6".
     """
     states = {job.number: state_of(job.folder) for job in whole.jobs}
     counted = Counter(states.values())
@@ -63,17 +66,23 @@ def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collect
     for job in elsewhere:
         _print_ending(job, "failed in another start")
     if stopped_by:
-        _print_stop(whole, {number: states[number] for number in left})
+        _print_stop(whole, {number: states[number] for number in left}, further)
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
 
 
-def _print_stop(whole: Sweep, left: Mapping[int, str]) -> None:
-    """Print where a signal stopped the sweep, and how to go on. `left`: {number: state} of jobs not at their end."""
+def _print_stop(whole: Sweep, left: Mapping[int, str], further: str) -> None:
+    """Print where a signal stopped the sweep, and how to go on, if there is anything to go on with.
+
+    `left`: {number: state} of jobs not at their end; `further`: what comes behind those that there are.
+    """
+    if not left and not further:
+        print(f"stopped after the last job: all {len(whole.jobs)} have come to their end", file=sys.stderr)
+        return
     stopped = [str(number) for number, state in left.items() if state == "stopped"]
     where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
-    how_many = f"{len(left)} of {len(whole.jobs)} jobs are left"
-    print(f"stopped {where}; {how_many}; go on: {command_to_go_on(whole)}", file=sys.stderr)
+    jobs = f"{len(left)} of {len(whole.jobs)} jobs are left" if left else f"{further} is still to come"
+    print(f"stopped {where}; {jobs}; go on: {command_to_go_on(whole)}", file=sys.stderr)
 
 
 def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:

@@ -145,7 +145,8 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
             if not _run_batch(study, search, batch, relay, outcomes):
                 break
     whole = search.whole()
-    code = close(whole, outcomes, relay.received, set(search.ended))
+    further = "" if study is None else _trials_to_come(study, search)
+    code = close(whole, outcomes, relay.received, set(search.ended), further)
     if lost and not relay.received:
         print(
             f"error: the baseline did not finish ({', '.join(map(str, lost))}); no gap can be taken to it",
@@ -166,6 +167,12 @@ def _study(search: Search) -> "Study":
         if trial.state.name == "PRUNED":
             _note_pruned(search, trial.number, max(trial.intermediate_values, default=0))
     return study
+
+
+def _trials_to_come(study: "Study", search: Search) -> str:
+    """Return how many of the trials have not come to their end, "" where all have."""
+    left = search.keys.trials - sum(trial.state.is_finished() for trial in study.trials)
+    return f"the search's rest of {left} trial{'s' * (left > 1)}" if left > 0 else ""
 
 
 def _compose(study: "Study", search: Search, number: int, params: Mapping[str, Any]) -> None:
