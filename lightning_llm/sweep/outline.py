@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         from lightning_llm.sweep.search.outline import search_facts
 
         whole, about = search_facts(arguments, keys)
-        return sweep_facts(whole) | {"search": about}
+        return sweep_facts(whole, about.get("ended", ())) | {"search": about}
     composed = checked_jobs(arguments, to_train=False)
     if keys.until is None:
         return sweep_facts(define(*composed))
@@ -51,13 +52,13 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sweep_facts(whole: Sweep) -> dict[str, Any]:
+def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
     """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run.
 
-    A stopped job counts whole there; it may go on from a checkpoint.
+    A stopped job counts whole there; it may go on from a checkpoint. `ended`: numbers of jobs that a search has ended.
     """
-    jobs = [_job_facts(job) for job in whole.jobs]
-    left = [job for job in jobs if job["state"] not in (*SETTLED, "running")]
+    jobs = [_job_facts(job) | ({"state": "ended"} if job.number in ended else {}) for job in whole.jobs]
+    left = [job for job in jobs if job["state"] not in (*SETTLED, "running", "ended")]
     return {
         "folder": str(whole.folder),
         "hash": whole.hash,

@@ -281,6 +281,31 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     assert len(kind.started) == started
 
 
+def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
+    """What `compare` advises, or anyone types, begins no ended recipe again."""
+    kind = make_jobs(monkeypatch, recipe_loss)
+    kind.pauses = staticmethod(lambda config: 10 if len(kind.started) <= 6 else None)
+    asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current", "seed=0,1")
+    assert main(["train", *asked]) == 0
+    folder, more = tmp_path / "default" / "searched", [*asked[:-1], "seed=0,1,2"]
+    kind = make_jobs(monkeypatch, recipe_loss)
+    capsys.readouterr()
+    assert main(["plan", *more]) == 0
+    told = capsys.readouterr().out
+    assert "ended before" in told
+    assert "9 (numbered from 0; local, 1 at once): 4 finished, 2 new, 3 ended" in told
+    assert main(["train", *more]) == 0
+    assert sorted((each["precision"]["name"], each["seed"]) for each in kind.started) == [("bf16", 2), ("fp32", 2)]
+    told = capsys.readouterr().out
+    assert "above precision=fp32 at step 10, in an earlier start: not run on" in told
+    assert "6 of 9 jobs finished, 3 ended by the search" in told
+    assert main(["compare", "--json", str(folder)]) == 0
+    assert [row["pairs"] for row in json.loads(capsys.readouterr().out)["verdicts"]] == [3]
+    (folder / "search.json").write_text('{"trials": [{"jobs": [4], "ended_at": {}}], "ended": {}}')
+    assert main(["plan", *more]) == 2
+    assert "search.json: cannot be read: " in capsys.readouterr().err
+
+
 def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(tmp_path, monkeypatch, capsys):
     kind = make_jobs(monkeypatch, recipe_loss)
 

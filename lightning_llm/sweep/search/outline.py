@@ -26,7 +26,9 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
         steps = ", ".join(map(str, halving.rungs))
         worse = f"those worse than the best by more than {keys.margin_nats:g}"
         words = f"halving of {len(halving.recipes)} recipes: {worse} end at "
-        return halving.whole, {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": []}
+        ended = [("ended before", each.words) for each in halving.dropped.values()]
+        about = {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": ended}
+        return halving.whole, {**about, "ended": sorted(halving.ended)}
     from lightning_llm.sweep.search.optuna_search import planned_search
 
     search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
