@@ -11,7 +11,7 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.methods import Methods
 from lightning_llm.compare.references import CITATION, citations_in
 from lightning_llm.compare.report.headline import headlines, sentence
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
 from lightning_llm.compare.report.supplement import Table
