@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -80,6 +81,9 @@ def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_for
     assert "<h2>The ladder, rung by rung</h2>" in page
     assert "<strong>Ladder.</strong> The baseline" in page
     assert "mxfp4_sr, predicted" in page
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings.index("Gaps") < headings.index("Verdicts") < headings.index("Methods")  # of nine rungs
+    assert headings.index("Verdicts") < headings.index("Along the run, by model, trainer.max_steps")
     assert (folder / "figure-ladder-0-tokens.svg").is_file()
     assert len(json.loads((ladder / "compare" / "looks.json").read_text())["looks"]) == 1  # its verdicts were seen
 

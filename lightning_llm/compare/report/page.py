@@ -54,6 +54,7 @@ def page(
             if (verdicts := comparison.verdicts_of(baseline.family))
         ],
         pictures=[(group, list(found)) for group, found in groupby(pictures, key=lambda each: each.group)],
+        many=any(picture.folded for picture in pictures),  # a table of so many is to look things up in
         sources=sorted({source for found in sources.values() for source in found}),
         source_gaps=[(verdict, sources[id(verdict)]) for verdict in comparison.verdicts],
         paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],
