@@ -31,17 +31,25 @@ Level = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Factor:
-    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels."""
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels.
+
+    `chosen`: one of the keys, of which each level has a value of its own in each setting, and so is not told by it.
+    """
 
     name: str
     keys: tuple[str, ...]
     labels: dict[Level, str]
     baseline: Level
     note: str = ""
+    chosen: str | None = None
 
     def level(self, run: Run) -> Level:
-        """Return the values of the factor's keys."""
-        return _level(run, self.keys)
+        """Return the values of the keys that tell levels apart."""
+        return _level(run, self._telling)
+
+    @property
+    def _telling(self) -> tuple[str, ...]:
+        return tuple(key for key in self.keys if key != self.chosen)
 
     def label(self, run: Run) -> str:
         """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
@@ -49,7 +57,7 @@ class Factor:
 
     def in_words(self, run: Run) -> str:
         """Return the run's level as its keys and their values: "optim.learning_rate=0.002"."""
-        return ", ".join(f"{key}={_word(value)}" for key, value in zip(self.keys, self.level(run), strict=True))
+        return ", ".join(f"{key}={_word(value)}" for key, value in zip(self._telling, self.level(run), strict=True))
 
     @property
     def baseline_label(self) -> str:
@@ -83,8 +91,8 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
     keys = (
         (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
     )
-    if not single and chosen in found and chosen not in keys:
-        keys += (str(chosen),)
+    own = str(chosen) if not single and chosen in found and keys and keys != (chosen,) else None
+    keys = tuple(key for key in keys if key != own)
     levels = list(dict.fromkeys(_level(run, keys) for run in runs))
     if len(levels) < 2:
         same = name if asked or varying else "config, but for the seed"
@@ -94,7 +102,7 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
         raise ConfigError(Problem("RUN", text))
     labels = _labels(runs, name, keys, levels)
     baseline, reason = _baseline(name, labels, wanted, runs, keys)
-    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, reason))))
+    return Factor(name, (*keys, *([own] if own else [])), labels, baseline, " ".join(filter(None, (note, reason))), own)
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
