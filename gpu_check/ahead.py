@@ -28,6 +28,7 @@ from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import quantize
 from lightning_llm.precision.blocks import block_shape, blocked, unblocked
 from lightning_llm.precision.inductor import OPTIONS
+from lightning_llm.precision.keyed_noise import Origin
 
 RECIPES = ("mxfp8", "nvfp4", "mxfp4_sr", "fp8_subchannel")
 CAPABILITIES = (90, 100)
@@ -62,7 +63,7 @@ def cast_stages(cast: CastConfig, axis: int) -> tuple[Callable[..., Any], list[T
             return operand(x, key, delayed)
 
     def operand(x: Tensor, key: Tensor, delayed: Tensor) -> Tensor:
-        shape, origin = block_shape(cast.block, axis), quantize.Origin(row_stride=SIZE)
+        shape, origin = block_shape(cast.block, axis), Origin(row_stride=SIZE)
         return unblocked(
             quantize.cast_blocks(blocked(x, shape), cast, shape, None, delayed, key, origin).operand, x, shape
         )

@@ -186,8 +186,9 @@ PASSAGES = (
         "N^-alpha + c_O D / N: tokens, and parameters [@kumar2024], that count for less, and what grows with tokens "
         "per parameter. Intervals are by a wild bootstrap over runs [@wu1986] of residuals over one less their "
         "leverage [@mackinnon1985], with degrees of freedom by Satterthwaite [@satterthwaite1946]; they hold one by "
-        "one. Nothing is predicted where law or gaps miss by more than seeds scatter (F test for lack of fit "
-        "[@fisher1922]), where the smaller sizes do not predict the largest, or further than is said.",
+        "one. Nothing is predicted where the law misses by more than seeds scatter (F test for lack of fit "
+        "[@fisher1922]) or gaps do (the same with each size's own variance [@brown1974]), where the smaller sizes do "
+        "not predict the largest (its variance moderated by theirs [@smyth2004]), or further than is said.",
     ),
 )  # fmt: skip
 """In the order of the report; passages of one heading stand together, and make a paragraph."""

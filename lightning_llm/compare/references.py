@@ -211,6 +211,16 @@ LADDER = (
         "The goodness of fit of regression formulae, and the distribution of regression coefficients", "1922",
         "Journal of the Royal Statistical Society", "85(4):597-612", "10.2307/2341124",
     ),
+    Reference(
+        "brown1974", "article", "Brown, Morton B. and Forsythe, Alan B.",
+        "The small sample behavior of some statistics which test the equality of several means", "1974",
+        "Technometrics", "16(1):129-132", "10.1080/00401706.1974.10489158",
+    ),
+    Reference(
+        "smyth2004", "article", "Smyth, Gordon K.",
+        "Linear models and empirical Bayes methods for assessing differential expression in microarray experiments",
+        "2004", "Statistical Applications in Genetics and Molecular Biology", "3(1):3", "10.2202/1544-6115.1027",
+    ),
 )  # fmt: skip
 """What the fit over sizes and tokens is taken from."""
 SOFTWARE = (

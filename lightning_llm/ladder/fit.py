@@ -27,6 +27,7 @@ from scipy import special
 
 from lightning_llm.ladder.law import LEAST_NOISE, PARAMETERS, Array, Law, Rungs, fit_law, refit
 from lightning_llm.ladder.measured import Ladder
+from lightning_llm.ladder.scatter import lack_of_fit, pure_error, unequal_lack_of_fit
 
 DRAWS = 400
 TERMS = 3
@@ -61,9 +62,9 @@ class Runs:
 @dataclass(frozen=True)
 class Gap:
     """One recipe's fitted gap. `terms`: c_D, c_N, c_O, [3]; `drawn`: the same by bootstrap, [B, 3]; `fitted`, [R], on
-    every rung; `sd`: of one pair's difference about the fit, nats, with `df`; `lack_of_fit`: the F test's p, that means
-    of rungs scatter about the fit no more than their pairs do; NaN where no rung has two pairs; `influence`, [n, 3]: of
-    each pair on the terms, and `residuals`, [n], over 1 - leverage."""
+    every rung; `sd`: of one pair's difference about the fit, nats, with `df`; `lack_of_fit`: p of the test that means
+    of rungs scatter about the fit no more than their pairs do, each size by its own; NaN where no rung has two pairs;
+    `influence`, [n, 3]: of each pair on the terms, and `residuals`, [n], over 1 - leverage."""
 
     terms: Array
     drawn: Array
@@ -127,7 +128,7 @@ def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
     runs = Runs.of(ladder)
     counts = np.isfinite(runs.losses).sum(1)
     means = np.nanmean(runs.losses, axis=1)
-    noise, pure_df, pure = _pure_error(runs.losses)
+    noise, pure_df, pure = pure_error(runs.losses)
     rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else LEAST_NOISE, LEAST_NOISE) ** 2)
     law = fit_law(rungs, means)
     fitted = law.loss(runs.parameters, runs.tokens)[0]
@@ -136,7 +137,7 @@ def fit_ladder(ladder: Ladder, draws: int = DRAWS, seed: int = 0) -> Fit:
     rungs = Rungs(runs.parameters, runs.tokens, counts / max(noise if pure_df else 0.0, scatter, LEAST_NOISE) ** 2)
     law = refit(rungs, means[None], law)
     fitted = law.loss(runs.parameters, runs.tokens)[0]
-    lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), len(means) - PARAMETERS, pure, pure_df)
+    lack = lack_of_fit(float((counts * (means - fitted) ** 2).sum()), len(means) - PARAMETERS, pure, pure_df)
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), (draws, *runs.losses.shape))
     inflate = math.sqrt(len(means) / max(len(means) - PARAMETERS, 1))
     # Of a run: where its rung lies about the law, and where it lies in its rung.
@@ -177,8 +178,7 @@ def _fit_gap(runs: Runs, differences: Array, law: Law, laws: Law, signs: Array) 
     scaled = residuals / np.maximum(1 - leverage, 0.2)[:, None]
     drawn_means = fitted + (signs * scaled).sum(2) / np.maximum(counts, 1)
     drawn, _ = _least_squares(design(laws, runs.parameters, runs.tokens), counts, drawn_means)
-    _, pure_df, pure = _pure_error(differences)
-    lack = _lack_of_fit(float((counts * (means - fitted) ** 2).sum()), int(on.sum()) - TERMS, pure, pure_df)
+    lack = unequal_lack_of_fit(terms[0], differences, runs.parameters)
     influence = np.broadcast_to((terms[0] @ inverse[0])[:, None, :], (*there.shape, TERMS))[there]
     return Gap(solved[0], drawn, fitted, sd, df, lack, influence, scaled[there])
 
@@ -192,19 +192,3 @@ def _least_squares(terms: Array, counts: Array, means: Array) -> tuple[Array, Ar
     solved = np.einsum("bij,brj,r,br->bi", inverse, unit, counts, means) / scale[:, 0]
     back = inverse / scale[:, 0, :, None] / scale[:, 0, None, :]
     return solved, back
-
-
-def _pure_error(values: Array) -> tuple[float, int, float]:
-    """Return the SD about the rungs' means over [R, S], its degrees of freedom, and the sum of squares."""
-    counts = np.isfinite(values).sum(1)
-    df = int(np.maximum(counts - 1, 0).sum())
-    means = np.nansum(values, axis=1) / np.maximum(counts, 1)
-    squares = float(np.nansum((values - means[:, None]) ** 2))
-    return (math.sqrt(squares / df) if df else math.nan), df, squares
-
-
-def _lack_of_fit(between: float, between_df: int, within: float, within_df: int) -> float:
-    """Return p of the F test for lack of fit (R. A. Fisher, J. R. Stat. Soc. 85 (1922) 597-612)."""
-    if between_df < 1 or within_df < 1 or within == 0:
-        return math.nan
-    return float(special.fdtrc(between_df, within_df, between / between_df / (within / within_df)))

@@ -9,9 +9,10 @@ from scipy import special
 
 from lightning_llm.compare.wording import nats, short
 from lightning_llm.ladder.effect import effect_at
-from lightning_llm.ladder.fit import TERMS, Fit, fit_ladder
+from lightning_llm.ladder.fit import TERMS, Fit, Runs, fit_ladder
 from lightning_llm.ladder.law import PARAMETERS
 from lightning_llm.ladder.measured import Ladder, Place
+from lightning_llm.ladder.scatter import own_variance
 
 FEWEST_SIZES, FEWEST_TOKENS = 3, 3
 FEWEST_RUNGS = PARAMETERS + 3
@@ -132,22 +133,22 @@ def _not_foreseen(fit: Fit, recipe: str) -> list[str]:
     if not measured or too_small(smaller) or too_few_pairs(smaller, recipe):
         return []
     before = fit_ladder(smaller, draws=len(fit.drawn_laws.theta))
-    miss, spread = [], []
-    for rung in measured:
-        pairs = list(rung.differences[recipe].values())
-        foreseen = effect_at(before, recipe, rung.parameters, rung.tokens)
-        miss.append(float(np.mean(pairs)) - foreseen.gap)
-        spread.append((foreseen.gap_se, foreseen.pair_sd / len(pairs) ** 0.5))
+    foreseen = [effect_at(before, recipe, *rung.place) for rung in measured]
+    values = Runs.of(Ladder(fit.ladder.baseline, fit.ladder.metric, measured)).differences[recipe]
+    miss = np.nanmean(values, axis=1) - [each.gap for each in foreseen]
+    variance, own_df = own_variance(miss, values, before.gaps[recipe].sd ** 2)
     # What the fit does not know its predictions share, so those errors add up; those of the pairs average out.
-    shared, own = (np.array(each) for each in zip(*spread, strict=True))
-    error = float(np.hypot(shared.mean(), np.sqrt((own**2).sum()) / len(own)))
-    t = float(np.mean(miss)) / error if error else 0.0
-    p = 2 * float(special.stdtr(before.gaps[recipe].df, -abs(t)))
+    shared = float(np.mean([each.gap_se for each in foreseen])) ** 2
+    own = variance * float((1 / np.isfinite(values).sum(1)).sum()) / len(measured) ** 2
+    t = float(miss.mean()) / (shared + own) ** 0.5 if shared + own else 0.0
+    shared_df = float(np.mean([each.df for each in foreseen]))
+    df = (shared + own) ** 2 / (shared**2 / shared_df + own**2 / own_df) if shared + own else own_df
+    p = 2 * float(special.stdtr(df, -abs(t)))
     if p >= MISFIT_LEVEL / len(fit.gaps):
         return []
     return [
         f"the smaller sizes do not predict its own largest, {short(largest)}: measured less predicted is "
-        f"{nats(float(np.mean(miss)), signed=True)} nats (p = {p:.1g})"
+        f"{nats(float(miss.mean()), signed=True)} nats (p = {p:.1g})"
     ]
 
 

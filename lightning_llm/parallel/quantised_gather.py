@@ -19,9 +19,9 @@ from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.fully_shard import reshard, sharded_modules
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.torch_private import fsdp_parameters, keeping_version
+from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.gathered import GatheredWeight
 from lightning_llm.precision.module import QuantisedLinear, quantised_layers
-from lightning_llm.precision.quantize import Scaled
 
 Travels = tuple[CastConfig, Scaled] | None
 """What codes mean that are on their way; None: the weight is, in the compute dtype."""

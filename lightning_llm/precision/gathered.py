@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.precision import inductor, quantize
+from lightning_llm.precision import block_scale, inductor
+from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.formats import TORCH_DTYPES
 from lightning_llm.precision.gather_rules import codes_cast
 from lightning_llm.precision.linear_plan import ROLES
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Scaled
 from lightning_llm.precision.weight_casts import OwnCasts, WantedCast
 
 
@@ -55,7 +55,7 @@ class GatheredWeight(OwnCasts):
         if cast.scale == "delayed":
             self.layer.materialise_state(shard.device)
             delayed = None if self.layer.scale is None else self.layer.scale[ROLES.index("w")]
-        return quantize.scale(shard, cast, 1, self.amax, delayed)
+        return block_scale.scale(shard, cast, 1, self.amax, delayed)
 
     def codes(self, shard: Tensor, cast: CastConfig, scaled: Scaled) -> Tensor:
         """Return the codes of `shard` [n, K] of the weight in the compute dtype: uint8 [n, K]."""

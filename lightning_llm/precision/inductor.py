@@ -17,11 +17,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.precision import quantize, scales
+from lightning_llm.precision import block_scale, quantize, scales
+from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.blocks import BlockShape, block_shape, blocked, unblocked
 from lightning_llm.precision.kernel_cache import Kernels
+from lightning_llm.precision.keyed_noise import Origin
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import CastBlocks, Origin, Scaled
+from lightning_llm.precision.quantize import CastBlocks
 from lightning_llm.precision.shapes import only_shapes
 
 OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
@@ -141,8 +143,8 @@ def run_by(backend: Backend, function: Callable[P, R], identity: Any) -> Callabl
 
 @functools.cache
 def tensor_amax(backend: Backend) -> Callable[[Tensor], Tensor]:
-    """Return `quantize.tensor_amax` for `backend`."""
-    return run_by(backend, quantize.tensor_amax, "tensor_amax")
+    """Return `block_scale.tensor_amax` for `backend`."""
+    return run_by(backend, block_scale.tensor_amax, "tensor_amax")
 
 
 CastFunction = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Origin], CastBlocks]
@@ -222,7 +224,7 @@ def operand(
     gets what was rounded, scales and result.
     """
     x, amax = x.detach(), None
-    if reduce_amax is not None and quantize.needs_tensor_amax(cast):
+    if reduce_amax is not None and block_scale.needs_tensor_amax(cast):
         amax = reduce_amax(tensor_amax(backend)(x))
     delayed = delayed if cast.scale == "delayed" else None
     if cast.stochastic:  # rows are as long as those of the whole tensor, not as the padded blocks

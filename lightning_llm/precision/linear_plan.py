@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import SLOTS, CastConfig, PrecisionConfig
+from lightning_llm.precision.block_scale import Scaled
 from lightning_llm.precision.inductor import Backend
+from lightning_llm.precision.keyed_noise import Origin
 from lightning_llm.precision.operand import Operand
-from lightning_llm.precision.quantize import Origin, Scaled
 from lightning_llm.precision.weight_casts import WeightCasts
 
 SLOT_NAMES = tuple(f"{gemm}.{operand}" for gemm, operand in SLOTS)

@@ -1,8 +1,8 @@
 """Quantise a 2-D tensor by a cast: blocks along an axis, a scale per block, elements rounded to a small format.
 
 Three pure stages, so that a reduction over ranks can come between the first two and each fuses into one kernel:
-`tensor_amax` (where the cast has a tensor-level scale), `scale`, and `round_blocks`. `quantise` runs all of them and
-returns everything that can be looked at.
+`tensor_amax` (where the cast has a tensor-level scale) and `scale` of `block_scale.py`, and `round_blocks`. `quantise`
+runs all of them and returns everything that can be looked at.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import scales
+from lightning_llm.precision.block_scale import Scaled, needs_tensor_amax, scale, scale_blocks, tensor_amax
 from lightning_llm.precision.blocks import (
     BlockShape,
     axes_within,
@@ -22,42 +23,10 @@ from lightning_llm.precision.blocks import (
     per_block,
     unblocked,
 )
-from lightning_llm.precision.formats import FLOAT_MAX, FORMATS, copy_sign, encode
+from lightning_llm.precision.formats import FORMATS, copy_sign, encode
+from lightning_llm.precision.keyed_noise import Origin, keyed_noise
 from lightning_llm.precision.operand import BlockScales
-from lightning_llm.precision.random_bits import uniform_noise, word
 from lightning_llm.precision.rounding import round_to_format
-
-
-class Origin(NamedTuple):
-    """Where a shard lies in the whole tensor, so that its elements keep their random bits; stride 0: all columns.
-
-    Where rows are tokens of sequences that ranks share, `positions` (int64) are those of a sequence's tokens that the
-    shard has, of `length` in all.
-    """
-
-    row: int = 0
-    column: int = 0
-    row_stride: int = 0
-    positions: Tensor | None = None
-    length: int = 0
-
-    def rows(self, count: int, device: torch.device) -> Tensor:
-        """Return the row in the whole tensor, int64 [count], of each of the shard's `count` rows."""
-        rows = torch.arange(count, device=device, dtype=torch.int64)
-        if self.positions is not None:
-            own = self.positions.shape[0]
-            rows = rows // own * self.length + self.positions[rows % own]
-        return rows + self.row
-
-
-class Scaled(NamedTuple):
-    """Scales with size-1 block axes. Elements times `multiplier` are rounded; the result, times `block`, times
-    `tensor` where there is one, is the quantised number.
-    """
-
-    multiplier: Tensor
-    block: Tensor | None
-    tensor: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -80,11 +49,6 @@ class Quantised:
         return encode(self.values, self.format)
 
 
-def needs_tensor_amax(cast: CastConfig) -> bool:
-    """Whether the cast's scale depends on the whole tensor's amax, which shards must agree on."""
-    return cast.scale == "two_level_e4m3" or (cast.block == "tensor" and cast.scale != "delayed")
-
-
 def read_by_cast(cast: CastConfig) -> CastConfig:
     """Return `cast` with defaults for all that `cast_blocks` does not read: one kernel serves all casts of one such."""
     kept = {"format", "block", "scale", "prescale", "rounding", "clip_gradient"}
@@ -92,105 +56,11 @@ def read_by_cast(cast: CastConfig) -> CastConfig:
     return CastConfig.model_construct(**{key: value for key, value in cast if key in kept})
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude of `x`, an fp32 scalar; NaN is ignored, Inf is not."""
-    return scales.magnitudes(x).amax()
-
-
-def scale(x: Tensor, cast: CastConfig, axis: int, amax: Tensor | None = None, delayed: Tensor | None = None) -> Scaled:
-    """Return the scale of every block of `x` [R, C] by `cast.scale`; see `scales` for each kind's source.
-
-    `amax`: the whole tensor's (fp32 scalar), where `needs_tensor_amax`. `delayed`: the multiplier kept from earlier
-    steps. Raises ValueError where one is missing.
-    """
-    shape = block_shape(cast.block, axis)
-    return scale_blocks(x if cast.scale == "delayed" else blocked(x, shape), cast, shape, amax, delayed)
-
-
-def scale_blocks(
-    blocks: Tensor, cast: CastConfig, shape: BlockShape, amax: Tensor | None = None, delayed: Tensor | None = None
-) -> Scaled:
-    """Return the `scale` of every block of what is already `blocked` to `shape`."""
-    if cast.scale == "delayed":
-        if delayed is None:
-            raise ValueError("scale: delayed needs the scale kept from earlier steps")
-        return Scaled(delayed, None, scales.divide(1.0, delayed))
-    if needs_tensor_amax(cast) and amax is None:
-        raise ValueError(f"scale: {cast.scale} of block {cast.block} needs the tensor's amax")
-    if cast.scale == "quest":
-        return _quest(blocks, axes_within(shape), int(cast.block.split("x")[1]))
-    if cast.block == "tensor" and amax is not None:
-        return _plain(amax, cast, FLOAT_MAX)
-    magnitude = blocks.float().abs()
-    # microxcaling's maximum propagates NaN into the block's exponent; CUDA's ignores it.
-    ignored = float("inf") if cast.scale == "e8m0_floor" else 0.0
-    block_amax = torch.where(magnitude == magnitude, magnitude, ignored).amax(dim=axes_within(shape), keepdim=True)
-    if cast.scale == "two_level_e4m3" and amax is not None:
-        sf, multiplier = scales.nvfp4_block_scale(block_amax, scales.nvfp4_tensor_scale(amax))
-        return Scaled(multiplier, sf, amax * (1.0 / scales.NVFP4_RANGE))
-    if cast.scale in ("e8m0_ceil", "e8m0_floor"):
-        exponent_of = scales.e8m0_ceil if cast.scale == "e8m0_ceil" else scales.e8m0_floor
-        exponent = exponent_of(block_amax, cast.format)
-        multiplier = scales.e8m0_reciprocal(exponent) * cast.prescale
-        factor = None if cast.prescale == 1 else torch.full((), 1.0 / cast.prescale, device=blocks.device)
-        return Scaled(multiplier, scales.e8m0_value(exponent), factor)
-    return _plain(block_amax, cast, torch.finfo(blocks.dtype).max)
-
-
 def _stored(scaled: Scaled, cast: CastConfig) -> Tensor:
     """Return the form of the scales that kernels keep; of E8M0 that is biased exponents."""
     if scaled.block is None:
         return scaled.multiplier
     return scales.e8m0_exponent(scaled.block) if cast.scale.startswith("e8m0") else scaled.block
-
-
-def _plain(amax: Tensor, cast: CastConfig, value_for_inf: float) -> Scaled:
-    """Return fp32 or power-of-two scales. A power of two stays with the operand, where it is exact."""
-    multiplier = scales.scale_from_amax(amax, cast.format, cast.scale == "power_of_two", value_for_inf)
-    inverse = scales.divide(1.0, multiplier)
-    if cast.block == "tensor" and cast.scale == "fp32":
-        return Scaled(multiplier, None, inverse)
-    return Scaled(multiplier, inverse, None)
-
-
-def _quest(blocked: Tensor, axes: tuple[int, ...], size: int) -> Scaled:
-    """Return QuEST's scales from the first two moments of blocks of `size` (a power of two) along one axis."""
-    x, axis = blocked.float(), axes[0]
-    mean, square = (_sum_in_order(each, axis, size) * (1.0 / size) for each in (x, x * x))  # exact: no division
-    power = scales.quest_scale(mean, square)
-    return Scaled(scales.divide(1.0, power), power, None)
-
-
-def _sum_in_order(x: Tensor, axis: int, size: int) -> Tensor:
-    """Return the sum over an axis of `size` by halving: one order whatever the backend. The axis stays, of size 1."""
-    while size > 1:
-        size //= 2
-        x = x.narrow(axis, 0, size) + x.narrow(axis, size, size)
-    return x
-
-
-def keyed_noise(
-    x: Tensor, cast: CastConfig, key: Tensor | None, origin: Origin, shape: BlockShape = None
-) -> Tensor | None:
-    """Return noise for `x` [R, C], or for what is `blocked` to `shape`, in its shape.
-
-    It is a function of `key` (int64 scalar) and each element's place in the whole tensor. None where `cast` draws no
-    random bits. Raises ValueError where it does and there is no key.
-    """
-    if not cast.stochastic:
-        return None
-    if key is None:
-        raise ValueError(f"rounding '{cast.rounding}' draws random bits and needs a key; none was set for this step")
-    height, width = shape or (1, 1)
-    split_rows, split_columns = height > 1, width > 1  # into two axes each
-    count = x.shape[0] * x.shape[1] if split_rows else x.shape[0]
-    length = x.shape[-2] * x.shape[-1] if split_columns else x.shape[-1]
-    first = word(origin.rows(count, x.device) * (origin.row_stride or length) + origin.column)  # of each row, int32
-    columns = torch.arange(length, device=x.device, dtype=torch.int32)
-    first = first.view(-1, height) if split_rows else first
-    columns = columns.view(-1, width) if split_columns else columns
-    index = first.view(*first.shape, *[1] * columns.dim()) + columns
-    return uniform_noise(key, index, cast.noise_bits)
 
 
 def _elements(blocks: Tensor, cast: CastConfig, multiplier: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:

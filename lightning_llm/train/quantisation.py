@@ -9,16 +9,14 @@ from torch import Tensor, nn
 
 from lightning_llm.config.schema import PrecisionConfig
 from lightning_llm.keyed_hash import StepKey
+from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.module import (
     QuantisedLinear,
-    delayed_state,
     high_precision_forward,
-    load_delayed_state,
     quantised_layers,
     set_recipe,
     set_step_key,
-    update_delayed,
 )
 from lightning_llm.precision.module_rules import block_of
 from lightning_llm.precision.native.decide import Decision

@@ -22,8 +22,9 @@ from lightning_llm.plan.check import check_config
 from lightning_llm.plan.report import plan_facts
 from lightning_llm.plan.resolve import plan_of
 from lightning_llm.precision import inductor
+from lightning_llm.precision.delayed_state import update_delayed
 from lightning_llm.precision.lint import RULES
-from lightning_llm.precision.module import set_step_key, update_delayed
+from lightning_llm.precision.module import set_step_key
 from lightning_llm.precision.swap import swap_linears
 
 ROOT = Path(__file__).parents[2]

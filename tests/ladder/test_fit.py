@@ -1,6 +1,7 @@
 """The fit against scipy's, closed forms and a law without noise; the ledger's arithmetic."""
 
 import json
+import math
 from io import StringIO
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_llm.ladder.ledger import Prediction, add_predictions, grade, read
 from lightning_llm.ladder.measured import Ladder, Rung, ladder_of_rows
 from lightning_llm.ladder.refusal import refusals, too_few_pairs, too_small
 from lightning_llm.ladder.report import Report, print_report
+from lightning_llm.ladder.scatter import own_variance, unequal_lack_of_fit
 from lightning_llm.ladder.supplement import supplement_of
 
 SIZES, TOKENS = (240e3, 690e3, 1.1e6, 2.2e6), (33e3, 66e3, 131e3)
@@ -81,7 +83,28 @@ def test_the_gaps_terms_are_numpys_least_squares_on_pairs():
     groups = np.array(pairs).reshape(12, 3)
     within = ((groups - groups.mean(1, keepdims=True)) ** 2).sum()
     ratio = ((squares[0] - within) / 9) / (within / 24)
-    assert gap.lack_of_fit == pytest.approx(stats.f.sf(ratio, 9, 24), rel=1e-4)
+    terms = np.stack(columns, 1)[::3]
+    assert unequal_lack_of_fit(terms, groups, np.zeros(12)) == pytest.approx(stats.f.sf(ratio, 9, 24), rel=1e-4)
+    assert gap.lack_of_fit == pytest.approx(unequal_lack_of_fit(terms, groups, n[::3]), rel=1e-4)
+
+
+def test_a_test_of_fit_holds_its_level_where_sizes_scatter_unlike():
+    rng = np.random.default_rng(0)
+    n, d = np.repeat(SIZES, 3), np.tile(TOKENS, 4)
+    terms, sd = np.stack([300 * d**-0.45, 60 * n**-0.3, d / n], 1), np.repeat(np.geomspace(1, 5, 4), 3)[:, None]
+    p = np.array([unequal_lack_of_fit(terms, sd * rng.standard_normal((12, 2)), n) for _ in range(2000)])
+    fishers = np.array([unequal_lack_of_fit(terms, sd * rng.standard_normal((12, 2)), 0 * n) for _ in range(2000)])
+    assert (p < 0.05).mean() < 0.05 + 3.1 * np.sqrt(0.05 * 0.95 / 2000)
+    assert (fishers < 0.05).mean() > 0.08, "one variance for all sizes would do, and this test shows nothing"
+
+
+def test_the_largest_sizes_variance_is_moderated_by_the_smaller_ones():
+    pairs = np.array([[0.1, 0.3], [0.0, math.nan], [0.5, 0.1]])
+    miss = np.array([0.2, 0.0, 0.3])
+    # About the mean miss of five pairs, 0.2, the five are 0.1, 0.1, 0.2, 0.3 and 0.1 off.
+    squares = 0.01 + 0.01 + 0.04 + 0.09 + 0.01
+    assert own_variance(miss, pairs, 0.004) == pytest.approx(((3 * 0.004 + squares) / 7, 7))
+    assert own_variance(miss, pairs, 0.04) == pytest.approx((0.04, 7)), "no quieter than the smaller sizes"
 
 
 def test_what_does_not_follow_the_terms_is_refused_and_what_does_is_not():

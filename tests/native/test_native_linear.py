@@ -9,15 +9,9 @@ from test_transformer_engine import compute_capability
 from torch import nn
 
 from lightning_llm.config.schema.precision import slots_of
+from lightning_llm.precision.delayed_state import delayed_state, load_delayed_state, update_delayed
 from lightning_llm.precision.linear_plan import LinearPlan
-from lightning_llm.precision.module import (
-    QuantisedLinear,
-    delayed_state,
-    high_precision_forward,
-    load_delayed_state,
-    set_recipe,
-    update_delayed,
-)
+from lightning_llm.precision.module import QuantisedLinear, high_precision_forward, set_recipe
 from lightning_llm.precision.native import transformer_engine as te
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.precision.native.transformer_engine import NativeLinear

@@ -11,6 +11,7 @@ from lightning_llm.precision import inductor, kernel_cache, quantize
 from lightning_llm.precision.blocks import block_shape, blocked
 from lightning_llm.precision.kernel_cache import Kernels, tally
 from lightning_llm.precision.kernel_key import signature
+from lightning_llm.precision.keyed_noise import Origin
 from recipes import RECIPES, load
 
 compiles = pytest.mark.skipif(inductor.no_compiler("cpu") is not None, reason="no C++ compiler")
@@ -154,9 +155,9 @@ def test_what_shapes_a_kernel_is_in_its_key(x):
     def kind(*args):
         return repr(signature(args))
 
-    origin = quantize.Origin(row=2)
+    origin = Origin(row=2)
     plain = kind(x, origin, 3, None)
-    assert kind(x[:3].contiguous(), quantize.Origin(row=7), 4, None) == plain
+    assert kind(x[:3].contiguous(), Origin(row=7), 4, None) == plain
     others = [
         kind(x.bfloat16(), origin, 3, None),
         kind(x.t(), origin, 3, None),
@@ -165,7 +166,7 @@ def test_what_shapes_a_kernel_is_in_its_key(x):
         kind(x[0], origin, 3, None),
         kind(x.clone().requires_grad_(), origin, 3, None),
         kind(torch.nn.Parameter(x), origin, 3, None),
-        kind(x, quantize.Origin(row=1), 3, None),
+        kind(x, Origin(row=1), 3, None),
         kind(x, origin, 1, None),
         kind(x, origin, -3, None),
         kind(x, origin, 3, True),
@@ -207,7 +208,7 @@ def test_casts_share_a_kernel_where_they_read_the_same(cast):
     key, one = torch.tensor(7), torch.ones(())
     for axis in (0, 1):
         spied, shape = Spied(cast), block_shape(cast.block, axis)
-        given = None, one, key, quantize.Origin(row_stride=70)
+        given = None, one, key, Origin(row_stride=70)
         made = quantize.cast_blocks(blocked(y, shape), spied, shape, *given)
         by = inductor.cast_by(cast, axis, "eager")
         assert by.shape == shape

@@ -21,15 +21,14 @@ from lightning_llm.model.init import initialise
 from lightning_llm.model.loss import next_token_loss_sum
 from lightning_llm.parallel.activation import checkpoint_blocks
 from lightning_llm.parallel.compile import compile_blocks
+from lightning_llm.precision.delayed_state import delayed_state, update_delayed
 from lightning_llm.precision.linear_call import LinearCall
 from lightning_llm.precision.module import (
     QuantisedLinear,
-    delayed_state,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
-    update_delayed,
 )
 from lightning_llm.precision.swap import swap_linears
 from tests.precision.recipes import RECIPES, load

@@ -12,7 +12,8 @@ from lightning_llm import keyed_hash
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.keyed_hash import MASK_32, StepKey
 from lightning_llm.precision import random_bits
-from lightning_llm.precision.quantize import Origin, keyed_noise, quantise
+from lightning_llm.precision.keyed_noise import Origin, keyed_noise
+from lightning_llm.precision.quantize import quantise
 from tests.precision.recipes import load
 
 SIZE = 1 << 18

@@ -9,13 +9,13 @@ from lightning_llm.errors import ConfigError
 from lightning_llm.gemm import product
 from lightning_llm.keyed_hash import StepKey
 from lightning_llm.precision import inductor
+from lightning_llm.precision.delayed_state import update_delayed
 from lightning_llm.precision.module import (
     QuantisedLinear,
     high_precision_forward,
     quantised_layers,
     set_recipe,
     set_step_key,
-    update_delayed,
 )
 from lightning_llm.precision.swap import choose_backend, swap_linears
 from tests.precision.recipes import RECIPES, load

@@ -8,6 +8,7 @@ import torch
 
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import quantize
+from lightning_llm.precision.keyed_noise import Origin, keyed_noise
 from lightning_llm.probe.comparison import compare, figures
 
 
@@ -66,7 +67,7 @@ def test_stochastic_rounding_is_unbiased_and_ties_to_even_are_not():
     x[:, ::32] = 4.0
     cast = CastConfig(format="e2m1", block="1x32", scale="e8m0_floor", rounding="stochastic")
     keys = [torch.tensor(k) for k in range(16)]
-    noisy = [quantize.quantise(x, cast, noise=quantize.keyed_noise(x, cast, k, quantize.Origin())) for k in keys]
+    noisy = [quantize.quantise(x, cast, noise=keyed_noise(x, cast, k, Origin())) for k in keys]
     chance = figures(compare(x, [each.dequantised for each in noisy]))
     assert chance["bias"] < chance["bias_floor"] < 0.1
     assert chance["variance"] == pytest.approx(0.25 * 31 / (6.25 * 31 + 16), rel=0.05)  # a coin of half a step
