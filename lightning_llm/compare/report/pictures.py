@@ -107,9 +107,9 @@ def _forests(rows: Sequence[ForestRow], frame: Frame) -> Picture:
     keys, titles = _titles(settings)
     panels = []
     for title, setting in zip(titles, settings, strict=True):
-        own = [row for row in rows if row.setting == setting]
-        one = _forest([replace(row, setting="") for row in own], frame)
-        panels.append(Panel(title, replace(one, paint=partial(one.paint, numbers=False))))
+        own = [replace(row, setting="") for row in rows if row.setting == setting]
+        paint = partial(draw.draw_forest, rows=own, frame=frame, numbers=False)
+        panels.append(Panel(title, replace(_forest(own, frame), paint=paint)))
     height = 0.25 + 0.2 * max(Counter(row.setting for row in rows).values())
     about = _about("gaps", "Gaps", f"{whole.caption} Panels: {keys}.", height)
     return replace(small_multiples(about, panels, "x", 2 * frame.margin), narrow=whole.narrow, alt=whole.alt)
