@@ -111,16 +111,28 @@ class StorageError(Exception):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for those of `known` that `word` begins, has the parts of, or is nearest to.
 
-    Where nothing is near, the list of what is known.
+    Where nothing is near, the list of what is known; of a folder that is ("sweep/nope") what lies in it, since a folder
+    in common makes no two names alike.
     """
     known = sorted(known)
-    parts = sorted(word.split("_"))
-    near = (
-        [each for each in known if word and each.startswith(word)]
-        or [each for each in known if sorted(each.split("_")) == parts]
-        or get_close_matches(word, known, n=1, cutoff=0.6)
-    )
+    folder = word[: word.rfind("/") + 1]
+    inside = [each for each in known if each.startswith(folder)]
+    if folder and inside:
+        names = [each.removeprefix(folder) for each in inside]
+        near = [folder + each for each in _near(word.removeprefix(folder), names)]
+        known = inside
+    else:
+        near = _near(word, known)
     if near and len(near) <= MOST_MEANT:
         *others, last = map(repr, near)
         return f" Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
     return f" Known here: {', '.join(known)}." if known else ""
+
+
+def _near(word: str, known: list[str]) -> list[str]:
+    parts = sorted(word.split("_"))
+    return (
+        [each for each in known if word and each.startswith(word)]
+        or [each for each in known if sorted(each.split("_")) == parts]
+        or get_close_matches(word, known, n=1, cutoff=0.6)
+    )

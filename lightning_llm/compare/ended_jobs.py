@@ -49,6 +49,9 @@ def read_found(found: Found) -> tuple[list[Run], list[Problem], list[str]]:
         ConfigError: a search's record cannot be read.
     """
     kept = without_ended(found)
-    runs, problems = read_all(kept.folders)
-    lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended)
+    runs, unreadable = read_all(kept.folders)
+    damage = {Path(each.key): each.text.replace(f"{each.key}/", "") for each in unreadable}
+    lost, without_kin = lost_jobs(found.sweeps, runs, kept.ended, damage)
+    told = {str(run.folder) for run in lost}  # as unfinished, with why
+    problems = [each for each in unreadable if each.key not in told]
     return [*runs, *lost], [*problems, *without_kin], kept.notes

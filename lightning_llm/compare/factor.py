@@ -4,10 +4,10 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_llm.compare.branches import equivalent_starts
 from lightning_llm.compare.differences import FREE, LAYOUT, ROUNDING
+from lightning_llm.compare.levels import WITHOUT, Level, as_text, as_word, labels_of, level_of, parsed, same_value
 from lightning_llm.config.identity import below
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.record.reading import Run
@@ -23,25 +23,28 @@ ITSELF, SEVERAL = "rounding", "configuration"
 differ in several keys of no one group."""
 NOT_COMPARED = (*(key for key in FREE if key not in NOT_THE_RECIPE), "seed")
 
-WITHOUT = "no"
-"""Before a group's name: runs that have nothing of it, the usual baseline of those that do."""
-
-Level = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class Factor:
-    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels."""
+    """`name`: a config group, one dotted key, or "rounding"; `keys`: those in which it varies; `labels`: its levels.
+
+    `chosen`: one of the keys, of which each level has a value of its own in each setting, and so is not told by it.
+    """
 
     name: str
     keys: tuple[str, ...]
     labels: dict[Level, str]
     baseline: Level
     note: str = ""
+    chosen: str | None = None
 
     def level(self, run: Run) -> Level:
-        """Return the values of the factor's keys."""
-        return _level(run, self.keys)
+        """Return the values of the keys that tell levels apart."""
+        return level_of(run, self._telling)
+
+    @property
+    def _telling(self) -> tuple[str, ...]:
+        return tuple(key for key in self.keys if key != self.chosen)
 
     def label(self, run: Run) -> str:
         """Return what the run's level is called: "mxfp8", "learning_rate=0.002"."""
@@ -49,7 +52,7 @@ class Factor:
 
     def in_words(self, run: Run) -> str:
         """Return the run's level as its keys and their values: "optim.learning_rate=0.002"."""
-        return ", ".join(f"{key}={_word(value)}" for key, value in zip(self.keys, self.level(run), strict=True))
+        return ", ".join(f"{key}={as_word(value)}" for key, value in zip(self._telling, self.level(run), strict=True))
 
     @property
     def baseline_label(self) -> str:
@@ -83,25 +86,25 @@ def choose_factor(runs: Sequence[Run], asked: str | None = None, chosen: str | N
     keys = (
         (name,) if single else tuple(key for key in varying if key.startswith(f"{name}.") and key not in NOT_THE_RECIPE)
     )
-    if not single and chosen in found and chosen not in keys:
-        keys += (str(chosen),)
-    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    own = str(chosen) if not single and chosen in found and keys and keys != (chosen,) else None
+    keys = tuple(key for key in keys if key != own)
+    levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
     if len(levels) < 2:
         same = name if asked or varying else "config, but for the seed"
         text = (
             f"all {len(runs)} runs have the same {same}; a verdict needs a baseline and something to hold against it."
         )
         raise ConfigError(Problem("RUN", text))
-    labels = _labels(runs, name, keys, levels)
+    labels = labels_of(runs, name, keys, levels)
     baseline, reason = _baseline(name, labels, wanted, runs, keys)
-    return Factor(name, keys, labels, baseline, " ".join(filter(None, (note, reason))))
+    return Factor(name, (*keys, *([own] if own else [])), labels, baseline, " ".join(filter(None, (note, reason))), own)
 
 
 def varying_keys(runs: Sequence[Run]) -> list[str]:
     """Return the config keys that differ between any two runs and can change what is learned, without the seed."""
     keys = sorted({key for run in runs for key in run.config})
     found = [
-        key for key in keys if len({_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
+        key for key in keys if len({as_text(run.config.get(key)) for run in runs}) > 1 and not below(key, NOT_COMPARED)
     ]
     same_start = equivalent_starts(runs)
     found = [key for key in found if key not in same_start]
@@ -139,65 +142,14 @@ def _itself(name: str, runs: Sequence[Run], keys: tuple[str, ...], wanted: str, 
     if wanted:
         text = f"'{wanted}' alone does not say of which key; the runs differ in {', '.join(keys)}. Give KEY=VALUE."
         raise ConfigError(Problem("--baseline", text))
-    levels = list(dict.fromkeys(_level(run, keys) for run in runs))
+    levels = list(dict.fromkeys(level_of(run, keys) for run in runs))
     first = levels[0]
     labels = {first: str(runs[0].config.get("precision.name") or "the first run")}
     for level in levels[1:]:
-        labels[level] = ", ".join(f"{k}={_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base)
+        labels[level] = ", ".join(
+            f"{k}={as_word(v)}" for k, v, base in zip(keys, level, first, strict=True) if v != base
+        )
     return Factor(name, keys, labels, first, note)
-
-
-def _level(run: Run, keys: tuple[str, ...]) -> Level:
-    return tuple(_text(run.config.get(key)) for key in keys)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _labels(runs: Sequence[Run], name: str, keys: tuple[str, ...], levels: list[Level]) -> dict[Level, str]:
-    """Return a name for each level: the group's `name`, with the keys that tell it from others of that name.
-
-    Of a group without names that not all runs have (`distil`): "no distil", and the others by what tells them apart.
-    """
-    named = {_level(run, keys): str(run.config.get(f"{name}.name") or "") for run in reversed(runs)}
-    without = [] if len(keys) < 2 else [_level(run, keys) for run in runs if _lacks(run, name)][:1]
-    labels = {}
-    for level in levels:
-        if level in without:
-            labels[level] = f"{WITHOUT} {name}"
-            continue
-        alike = [other for other in levels if named[other] == named[level] and other not in without]
-        apart = [i for i in range(len(keys)) if len({other[i] for other in alike}) > 1]
-        pairs = ", ".join(f"{keys[i].removeprefix(f'{name}.')}={_word(level[i])}" for i in apart)
-        if not named[level] or len(alike) == len(levels):
-            labels[level] = pairs or name
-        else:
-            labels[level] = f"{named[level]} ({pairs})" if pairs else named[level]
-    return labels
-
-
-def _lacks(run: Run, group: str) -> bool:
-    """Return whether the run's config has nothing of the group, whatever keys of it vary."""
-    return not any(value not in (None, {}) for key, value in run.config.items() if below(key, (f"{group}.",)))
-
-
-def parsed(word: str) -> Any:
-    """Return a value as typed on the command line: a number, true, null or text. (2e-3 is text to YAML alone.)"""
-    try:
-        return json.loads(word)
-    except ValueError:
-        return word
-
-
-def same_value(one: Any, other: Any) -> bool:
-    """Whether two values of a config are one: 0 and 0.0 are, 0 and false are not."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _word(value: str) -> str:
-    loaded = json.loads(value)
-    return loaded if isinstance(loaded, str) else value
 
 
 def _baseline(
@@ -206,7 +158,7 @@ def _baseline(
     """Return the baseline's level and what to say of how it was chosen."""
     by_name: dict[str, list[Level]] = {}
     for run in runs:
-        level = _level(run, keys)
+        level = level_of(run, keys)
         for word in {labels[level], str(run.config.get(f"{name}.name") or labels[level])}:
             if level not in by_name.setdefault(word, []):
                 by_name[word].append(level)

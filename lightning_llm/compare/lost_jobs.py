@@ -16,11 +16,12 @@ Described = Mapping[str, Any]
 
 
 def lost_jobs(
-    sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = ()
+    sweeps: Sequence[Path], runs: Sequence[Run], ended: Collection[Path] = (), damage: Mapping[Path, str] | None = None
 ) -> tuple[list[Run], list[Problem]]:
     """Return the jobs of whole `sweeps` that none of `runs` is, as runs without a step; and what is wrong with a sweep.
 
-    `ended`: folders of jobs that are not to be missed.
+    `ended`: folders of jobs that are not to be missed; `damage`: {folder: why it cannot be read}, which such a run has
+    as what it said of its end.
 
     What such a job was is known from a run that differs in the seed alone, or the trunk, as the sweep's file says, or
     in numbers alone, as its words do. Of others the words are all that is known (`Run.words`).
@@ -35,7 +36,7 @@ def lost_jobs(
             continue
         known = _Known([(job, by_folder[folder]) for job in jobs if (folder := _folder(sweep, job)) in by_folder])
         lost += [
-            _lost(_folder(sweep, job), job, known)
+            _lost(_folder(sweep, job), job, known, damage or {})
             for job in jobs
             if _folder(sweep, job) not in by_folder and _folder(sweep, job) not in ended
         ]
@@ -60,10 +61,12 @@ class _Known:
                 self.branches.setdefault(trunk, run.branch)
 
 
-def _lost(folder: Path, job: Described, known: _Known) -> Run:
+def _lost(folder: Path, job: Described, known: _Known, damage: Mapping[Path, str]) -> Run:
     """Return the job as a run without a step."""
     kind, seed = _kind_and_seed(job)
     summary: dict[str, Any] = {"status": UNREADABLE} if has_begun(folder) else {}
+    if folder in damage:
+        summary["detail"] = damage[folder]
     own: dict[str, Any] = {} if seed is None else {"seed": seed}
     if (sibling := known.by_kind.get(kind)) is not None and seed is not None:
         trunk = job.get("branch_from")

@@ -81,7 +81,7 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
 
 def _trained(study: Study) -> str:
     sizes = listed([short(each) for each in study.parameters])
-    models = listed([str(each) for each in study.values("model.name")]) or "one"
+    models = listed(study.models) or "one"
     data = listed([str(each) for each in study.values("data.name")])
     tokens = listed([short(each) for each in study.tokens])
     batch = _sizes(study, "data.global_batch_size", "sequences a step")

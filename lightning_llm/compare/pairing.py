@@ -42,14 +42,16 @@ class Family:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
     `words`: the setting in a line of text, as overrides; `recipes`: {label: pairs, one per seed}; `missing`: {label:
-    seeds whose runs failed or are unfinished where the baseline's finished}; `aa_groups`: runs of one recipe and seed
-    that differ in rounding alone.
+    seeds whose runs failed or are unfinished where the baseline's finished}; `unfinished`: {label, the baseline's among
+    them: its runs that have no end, at seeds at which it has no other}; `aa_groups`: runs of one recipe and seed that
+    differ in rounding alone.
     """
 
     setting: dict[str, Any]
     words: str = ""
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
+    unfinished: dict[str, list[Run]] = field(default_factory=dict)
     aa_groups: list[list[Run]] = field(default_factory=list)
 
     @property
@@ -101,9 +103,7 @@ def pair_runs(
     for family in families.values():
         family.recipes = {label: family.recipes[label] for label in factor.labels.values() if label in family.recipes}
         family.aa_groups = _aa_groups(runs, family, metric)
-        for label, pairs in family.recipes.items():
-            if seeds := _missing_seeds(pairs, unfinished, baselines, factor, metric):
-                family.missing[label] = seeds
+        _add_unfinished(family, unfinished, baselines, factor, metric)
     found = sorted(families.values(), key=_order)
     name_settings(found)
     return found, problems
@@ -145,17 +145,29 @@ def same_but_for_rounding(runs: Sequence[Run], metric: str) -> list[list[Run]]:
     return [group for group in groups if len(group) > 1]
 
 
-def _missing_seeds(
-    pairs: list[Pair], unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
-) -> list[int]:
-    """Return the seeds at which the recipe of `pairs` has no run that came to its end, and the baseline has one.
+def _add_unfinished(
+    family: Family, unfinished: Sequence[Run], baselines: list[Run], factor: Factor, metric: str
+) -> None:
+    """Note the runs without an end, and the seeds at which a recipe has none that came to it, and the baseline has one.
 
     Who is left of such a recipe may be those that were lucky.
     """
-    one, judged = pairs[0].run, {pair.run.seed for pair in pairs}
-    level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in judged]
-    alike = [run for run in level if same_config(run, one, (*ROUNDING, *equivalent_starts([run, one])))]
-    return sorted({run.seed for run in alike if _pairs_of([run], baselines, factor, metric)[0]})
+    first = next(iter(family.recipes.values()))[0].baseline
+    if found := _without_end(first, baselines, unfinished, factor):
+        family.unfinished[factor.baseline_label] = found
+    for label, pairs in family.recipes.items():
+        found = _without_end(pairs[0].run, [pair.run for pair in pairs], unfinished, factor)
+        if found:
+            family.unfinished[label] = found
+        if seeds := sorted({run.seed for run in found if _pairs_of([run], baselines, factor, metric)[0]}):
+            family.missing[label] = seeds
+
+
+def _without_end(one: Run, ended: Sequence[Run], unfinished: Sequence[Run], factor: Factor) -> list[Run]:
+    """Return those of `unfinished` that are as `one` but for the seed and rounding, at seeds of none that `ended`."""
+    seeds = {run.seed for run in ended}
+    level = [run for run in unfinished if factor.level(run) == factor.level(one) and run.seed not in seeds]
+    return [run for run in level if same_config(run, one, (*ROUNDING, *equivalent_starts([run, one])))]
 
 
 def _aa_groups(runs: Sequence[Run], family: Family, metric: str) -> list[list[Run]]:

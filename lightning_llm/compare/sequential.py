@@ -5,27 +5,34 @@ looks finds what it had found, and no look is spent twice. A recipe that is deci
 decided by, whatever later seeds of others make of the pooled variance.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_llm.compare.design import Design, Look
 from lightning_llm.compare.effective_data import Curve
 from lightning_llm.compare.estimate import Judged, LookLevels, Measured, judge_all, measure
 from lightning_llm.compare.pairing import Family
+from lightning_llm.compare.unfinished import status_of
+from lightning_llm.record.reading import Run
+
+MOST_AWAITED = 3
+"""Runs that a look waits for, named one by one."""
 
 
 @dataclass(frozen=True)
 class Stage:
     """Where a recipe stands: `look` its last one, None before the first; `coming` the one it waits for, None if none.
 
-    `unlearned`: the baseline has not learned, and no more seeds are run for that.
+    `unlearned`: the baseline has not learned, and no more seeds are run for that. `waits_for`: {label: runs}, of the
+    baseline and of every recipe that is open, whose runs at the seeds of the coming look have no end.
     """
 
     look: Look | None
     coming: Look | None
     design: Design
     unlearned: bool = False
+    waits_for: Mapping[str, Sequence[Run]] = field(default_factory=dict)
 
     @property
     def levels(self) -> LookLevels:
@@ -50,11 +57,24 @@ class Stage:
     @property
     def what_next(self) -> str:
         """What is to come where the recipe is open."""
+        if self.coming is not None and self.waits_for:
+            return f"open at {self.words}; the next, after {self.coming.seeds} seeds, waits for {self._awaited}"
         if self.coming is not None:
             return f"open at {self.words}; the next is after {self.coming.seeds} seeds"
         if self.unlearned:
             return f"open at {self.words}; more seeds would not help"
         return f"open at {self.words}, the last: the declared {self.design.last.seeds} seeds are spent"
+
+    @property
+    def _awaited(self) -> str:
+        """The runs that it waits for in words: "bf16 at seed 1 (job 3: unreadable)"."""
+        found = [
+            f"{label} at seed {run.seed} (job {run.folder.name}: {status_of(run)})"
+            for label, runs in self.waits_for.items()
+            for run in runs
+        ]
+        more = f" and {len(found) - MOST_AWAITED} more" if len(found) > MOST_AWAITED else ""
+        return f"{', '.join(found[:MOST_AWAITED])}{more}"
 
     def as_data(self) -> dict[str, Any]:
         """Return what `compare.json` has under "look"."""
@@ -65,6 +85,7 @@ class Stage:
             "interval_confidence": self.look.levels.intervals if self.look else None,
             "settled": self.settled,
             "next_seeds": self.coming.seeds if self.coming else None,
+            "waits_for": [str(run.folder) for runs in self.waits_for.values() for run in runs],
         }
 
 
@@ -93,7 +114,22 @@ def judge_by_looks(
         margins = None if share is None or curve is None else curve.within(seeds).margins(share)
         return measure(label, pairs, missing, design.terms, margins)
 
-    return replay(list(family.recipes), is_there, measured, floor_at, design)
+    found = replay(list(family.recipes), is_there, measured, floor_at, design)
+    return {label: (judged, _with_awaited(stage, family, found)) for label, (judged, stage) in found.items()}
+
+
+def _with_awaited(stage: Stage, family: Family, found: Mapping[str, tuple[Judged, Stage]]) -> Stage:
+    """Return where a recipe stands, with the runs that its coming look lacks: of any recipe that takes it, too."""
+    if stage.coming is None:
+        return stage
+    seeds = stage.design.seeds_at(stage.coming)
+    settled = {label for label, (_, each) in found.items() if each.coming is None}
+    lacking = {
+        label: [run for run in runs if run.seed in seeds]
+        for label, runs in family.unfinished.items()
+        if label not in settled
+    }
+    return replace(stage, waits_for={label: runs for label, runs in lacking.items() if runs})
 
 
 def replay(

@@ -8,6 +8,7 @@ from lightning_llm.compare.design import Design
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.looks import Look
+from lightning_llm.compare.named_models import models_of
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.selection import Selection
 from lightning_llm.compare.verdict import Verdict
@@ -89,6 +90,11 @@ class Study:
     def values(self, key: str) -> list[Any]:
         """Return the values of a config key over all runs, each once, in order of the runs."""
         return list(dict.fromkeys(value for run in self.runs if (value := run.config.get(key)) is not None))
+
+    @property
+    def models(self) -> list[str]:
+        """What the models are called, with the keys in which they are not as their files say."""
+        return models_of(self.runs)
 
     def recorded(self, key: str) -> list[str]:
         """Return what the runs' summaries have under a dotted key, each once."""

@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.compare.factor import Factor, Level, parsed, same_value
+from lightning_llm.compare.factor import Factor
+from lightning_llm.compare.levels import Level, parsed, same_value
 from lightning_llm.config.commands import resume_command
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import Run

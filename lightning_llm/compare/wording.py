@@ -149,7 +149,7 @@ def _failed(verdict: Verdict) -> str:
 
 def _missing(verdict: Verdict) -> str:
     missing = verdict.judged.measured.missing_seeds
-    if not missing:
+    if not missing or (verdict.stage is not None and verdict.stage.waits_for):  # which names them
         return ""
     lead = f"{_seeds(missing)} missing: crashed or unfinished where the baseline was not"
     spared = verdict.judged.loss == "lossless" and verdict.judged.stability.allows_lossless

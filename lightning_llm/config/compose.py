@@ -275,8 +275,7 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
             fill_from_weights(tree, [each.key_or_group for each in parsed])
         except ConfigError as error:
             problems += error.problems
-            others = [each for each in sound_overrides if each.key_or_group.partition(".")[0] != "model"]
-            tree, unknown["model"] = compose_tree_of(others, composer)[0], error.problems[0]
+            tree, unknown["model"] = _with_usual_model(sound_overrides, composer), error.problems[0]
         try:
             fill_steps(tree, typed)
         except ConfigError as error:
@@ -286,6 +285,16 @@ def _compose_one(parsed: Sequence[Override], composer: Composer, known: Sequence
         raise ConfigError([*problems, *error.problems]) from error
     except COMPOSITION_ERRORS as error:
         raise ConfigError([*problems, *not_composed(error).problems]) from error
+
+
+def _with_usual_model(parsed: Sequence[Override], composer: Composer) -> DictConfig:
+    """Return the tree of the overrides with the model that nobody chose, whose keys others are made of.
+
+    It stands in for one without weights, typed or of the recipe, so that nothing else is found wrong for it.
+    """
+    usual = compose_tree_of([], composer)[1]["model"]
+    others = [each for each in parsed if each.key_or_group.partition(".")[0] != "model"]
+    return compose_tree_of([*others, *parse_overrides([f"model={usual}"])], composer)[0]
 
 
 def _reading(reading: Reading, known: Sequence[Problem], problems: list[Problem], unknown: Iterable[str]) -> Reading:

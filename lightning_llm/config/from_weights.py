@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, TOKENIZER
+from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, NOT_SHAPE, TOKENIZER
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.integrity import parse_object, unseal
@@ -28,7 +28,6 @@ EXPECTED = (
 )
 END_TOKENS, EOS = "end_tokens", "eos_token_id"
 """Keys of weights.json, and of transformers' files."""
-NOT_SHAPE = ("name", "init_from", "parameters_published")
 NOT_OF_WEIGHTS = (*NOT_SHAPE, "init", "init_std")
 """Keys of `model` that say what weights are called and how they began, not what model they are of."""
 

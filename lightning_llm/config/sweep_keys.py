@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lightning_llm.config.composition import COMPOSITION_ERRORS, Composer
 from lightning_llm.config.overrides import MOST_JOBS, choices_of, parse_overrides, values_of
-from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.config.schema.sweep import READ_BY, SweepConfig
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 
@@ -33,12 +33,37 @@ def sweep_config(tree: DictConfig) -> SweepConfig:
     if isinstance(node, DictConfig):
         values = OmegaConf.to_container(node, resolve=True)
     try:
-        return SweepConfig.model_validate(values)
+        keys = SweepConfig.model_validate(values)
     except ValidationError as error:
         details = error.errors()
         wrong = {each["loc"][0] for each in details if len(each["loc"]) > 1}  # pydantic counts the sound items alone
         told = [each for each in details if each["type"] != "too_short" or each["loc"][0] not in wrong]
         raise ConfigError([_problem(each) for each in told]) from error
+    if problems := [*_unread(keys), *_never_pruned(keys)]:
+        raise ConfigError(problems)
+    return keys
+
+
+def _unread(keys: SweepConfig) -> Iterator[Problem]:
+    """Yield each key that is given, in a recipe's file or typed, and that this kind of sweep does nothing with."""
+    for key, kinds in READ_BY.items():
+        if key not in keys.model_fields_set or getattr(keys, key) is None or keys.kind in kinds:
+            continue
+        here = f"with {keys.kind} nothing reads it" if keys.kind else "this sweep has neither looks nor a search"
+        yield Problem(f"sweep.{key}", f"is of {' and '.join(kinds)}, and {here}. Leave it out.")
+
+
+def _never_pruned(keys: SweepConfig) -> Iterator[Problem]:
+    """Yield a number of whole trials, given and no usual one, that leaves none of a search to be pruned."""
+    if keys.search != "optuna" or keys.pruning == "none" or keys.startup_trials < keys.trials:
+        return
+    if "startup_trials" not in keys.model_fields_set:  # a first look by few trials, which more of them may follow
+        return
+    text = (
+        f"is {keys.startup_trials}, and of sweep.trials={keys.trials} none would be left to prune. Give fewer, more "
+        "trials, or sweep.pruning=none."
+    )
+    yield Problem("sweep.startup_trials", text)
 
 
 def _problem(details: Any) -> Problem:

@@ -1,4 +1,4 @@
-"""Names of the files of a folder of weights beside those of tensors; `TOKENIZER` is one of a run's folder, too."""
+"""Names of the files of a folder of weights beside those of tensors, and of keys; `TOKENIZER` is in a run's, too."""
 
 IMPORTED = "weights.json"
 """Of a folder that `import` made: what the weights are, and what was written."""
@@ -6,3 +6,5 @@ HUGGINGFACE = "config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+NOT_SHAPE = ("name", "init_from", "parameters_published")
+"""Keys of `model` that say nothing of its shape."""

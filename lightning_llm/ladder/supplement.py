@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
 from lightning_llm.compare.report.supplement import Supplement, Table
 from lightning_llm.compare.wording import nats, short
 from lightning_llm.ladder.draw import draw_costs
 from lightning_llm.ladder.effect import Effect
 from lightning_llm.ladder.fit import Fit
 from lightning_llm.ladder.ledger import Prediction
-from lightning_llm.ladder.panels import AXES, Panel, panels_of
+from lightning_llm.ladder.panels import AXES, panels_of
+from lightning_llm.ladder.panels import Panel as Costs
 from lightning_llm.ladder.report import Report, measured_gap
 from lightning_llm.ladder.wording import gap_line, law_line
 
@@ -88,22 +90,40 @@ def _share(each: Prediction) -> str:
 
 
 def _pictures(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Iterator[Picture]:
-    """Yield two pictures of each recipe: over tokens, a line per size, and over sizes, a line per token count."""
-    for number, name in enumerate(fit.gaps):
-        for axis in AXES:
-            panel = panels_of(report, fit, name, axis, predictions)
-            caption = (
-                f"{name}: tokens more that it needs, over {axis.label}. Lines and bands: the fit with its "
-                f"{100 * report.confidence:g} % intervals; points: each rung's mean gap read off the baseline's law"
-            )
-            caption += "; stars: what was predicted, with its interval." if panel.predicted else "."
-            yield Picture(
-                f"ladder-{number}-{axis.name}", HEADING, caption, f"{caption} {_said(panel)}",
-                partial(draw_costs, panel=panel), height=3.3,
-            )  # fmt: skip
+    """Yield two pictures of each recipe: over tokens, a line per size, and over sizes, a line per token count.
+
+    Of more than `MOST_APART` recipes they are panels of two.
+    """
+    made = {
+        (name, axis.name): _picture(report, panels_of(report, fit, name, axis, predictions), f"{number}-{axis.name}")
+        for number, name in enumerate(fit.gaps)
+        for axis in AXES
+    }
+    if len(fit.gaps) <= MOST_APART:
+        yield from made.values()
+        return
+    for axis in AXES:
+        caption = _caption(report, "Tokens more that a recipe needs", axis.label, predicted=bool(predictions))
+        about = Picture(f"ladder-{axis.name}", HEADING, caption, "", lambda _: None, height=1.6)
+        yield small_multiples(about, [Panel(name, made[name, axis.name]) for name in fit.gaps])
 
 
-def _said(panel: Panel) -> str:
+def _picture(report: Report, costs: Costs, name: str) -> Picture:
+    lead = f"{costs.name}: tokens more that it needs"
+    caption = _caption(report, lead, costs.axis.label, predicted=bool(costs.predicted))
+    paint = partial(draw_costs, panel=costs)
+    return Picture(f"ladder-{name}", HEADING, caption, f"{caption} {_said(costs)}", paint, height=3.3)
+
+
+def _caption(report: Report, lead: str, over: str, *, predicted: bool) -> str:
+    text = (
+        f"{lead}, over {over}. Lines and bands: the fit with its {100 * report.confidence:g} % intervals; points: each "
+        "rung's mean gap read off the baseline's law"
+    )
+    return f"{text}; stars: what was predicted, with its interval." if predicted else f"{text}."
+
+
+def _said(panel: Costs) -> str:
     lines = [
         f"{line.name}: " + ", ".join(f"{100 * y:.1f} % at {short(x)}" for x, y in zip(line.xs, line.costs, strict=True))
         for line in panel.lines

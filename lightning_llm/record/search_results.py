@@ -21,11 +21,30 @@ def ended_by_search(folder: Path) -> dict[Path, str]:
     Raises:
         ValueError: its file cannot be read.
     """
+    return {(folder / number).resolve(): str(why) for number, why in _part(folder, "ended", dict).items()}
+
+
+def read_trials(folder: Path) -> list[dict[str, Any]]:
+    """Return the trials, or recipes, of the search in `folder`, a row each; [] where there is no search.
+
+    Raises:
+        ValueError: its file cannot be read.
+    """
+    rows: list[dict[str, Any]] = _part(folder, "trials", list)
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{folder / FILE} is damaged: a trial is no object")
+    return rows
+
+
+def _part(folder: Path, key: str, kind: type) -> Any:
+    """Return one part of the file, empty without one. Raises ValueError."""
     file = folder / FILE
     if not file.is_file():
-        return {}
+        return kind()
     try:
-        ended = json.loads(file.read_text(encoding="utf-8"))["ended"]
-        return {(folder / number).resolve(): str(why) for number, why in ended.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = json.loads(file.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, kind):
+        raise ValueError(f"{file} is damaged: {key} is no {'list' if kind is list else 'object'}")
+    return found

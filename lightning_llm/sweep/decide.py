@@ -5,40 +5,23 @@ Which jobs come next follows from the runs in the sweep's folder and the design 
 twice.
 """
 
-import json
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 from lightning_llm.compare.comparison import Comparison, compare_runs
-from lightning_llm.compare.design import Design, declare, read_design
-from lightning_llm.compare.estimate import Terms
-from lightning_llm.compare.factor import choose_factor
-from lightning_llm.compare.losses import LOSS
-from lightning_llm.compare.pairing import Family, pair_runs
-from lightning_llm.compare.token_margin import NEEDS, Unplanned, unplanned
+from lightning_llm.compare.design import Design
 from lightning_llm.compare.wording import line_of
-from lightning_llm.config.identity import flatten
-from lightning_llm.config.margin import read_margin
-from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
-from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.record.reading import Run, read_run
+from lightning_llm.record.reading import read_run
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, kind_of, tracked, write
-from lightning_llm.record.sweep_file import DESIGN, FILE
+from lightning_llm.record.sweep_definition import Job, Sweep, kind_of, tracked, write
 from lightning_llm.run.relay import signals_passed_on
+from lightning_llm.sweep.declared import Composed, Definition, declared_sweep
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
+from lightning_llm.sweep.ending import close, print_where_to_judge
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
-from lightning_llm.sweep.judged_metric import check_metric
-from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
-
-LENGTH = "trainer.max_steps"
-Composed = tuple[list[tuple[list[str], Config]], str | None, Typed]
-Definition = Callable[[], Sweep]
+from lightning_llm.sweep.run import left_to_do, opened, start
 
 
 @dataclass(frozen=True)
@@ -64,6 +47,8 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
         while True:
             stage = next_stage(whole, design)
             _print_look(stage, design)
+            if relay.received:  # as the last job that the look needed came to its end
+                break
             todo = left_to_do(stage.jobs)
             if not todo and not await_elsewhere(stage.jobs, relay, "the next look needs it"):
                 break
@@ -72,10 +57,11 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
             whole = _opened_for(definition, stage.jobs, whole.parent_run_id if outcomes else None)
             begun = _with_started(whole, stage.jobs)
             outcomes += start(_same(whole, todo), relay)
-            if relay.received or any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
+            if any(state_of(job.folder) not in SETTLED and not runs_elsewhere(job) for job in todo):
                 break
     begun = begun or _with_started(whole, ())
-    code = close(replace(whole, jobs=begun), outcomes, relay.received)
+    further = "another look" if stage.jobs else ""
+    code = close(replace(whole, jobs=begun), outcomes, relay.received, further=further)
     print_where_to_judge(whole)
     return code
 
@@ -96,104 +82,6 @@ def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str 
 
 def _begun(whole: Sweep, further: Iterable[Job]) -> Sweep:
     return replace(whole, jobs=_with_started(whole, further))
-
-
-def declared_sweep(composed: Composed, keys: SweepConfig) -> tuple[Definition, Design]:
-    """Return what defines the sweep of all jobs that its looks may need, seed by seed, and the design it is begun with.
-
-    Raises:
-        ConfigError: there is nothing to decide, a recipe lacks seeds, or the folder was begun with other looks.
-    """
-    jobs, name, typed = composed
-    check_metric(keys.metric, [config for _, config in jobs])
-    looks = keys.looks_within_budget
-    nats, share = read_margin(keys.margin)
-    terms = Terms(nats, keys.confidence, keys.metric, keys.tail, token_margin=share)
-    seeds = tuple(dict.fromkeys(config.seed for _, config in jobs))[: looks[-1]]
-    order = {seed: place for place, seed in enumerate(seeds)}
-    jobs = sorted((job for job in jobs if job[1].seed in order), key=lambda job: order[job[1].seed])
-    families = planned_families([config for _, config in jobs], seeds, keys.baseline)
-    _check_margin(keys, terms, families, jobs, seeds)
-    recipes = max(len(family.recipes) for family in families)
-    design = declare(looks, seeds, terms, keys.spending, recipes, keys.baseline)
-    definition = partial(define, jobs, name, typed, {DESIGN: design.as_data()})
-    whole = definition()
-    return definition, read_design(whole.declared, str(whole.folder / FILE)) or design
-
-
-def _check_margin(
-    keys: SweepConfig,
-    terms: Terms,
-    families: Sequence[Family],
-    jobs: Sequence[tuple[list[str], Config]],
-    seeds: Sequence[int],
-) -> None:
-    """Raise ConfigError where a margin in tokens will not be known, before anything is run for it."""
-    found = unplanned(families, [_planned(config) for _, config in jobs], seeds, terms)
-    words_of = {kind_of(config): words for words, config in jobs}
-    problems = [
-        Problem("sweep.margin", _what_to_plan(keys, each, words_of[str(each.baseline.folder)])) for each in found
-    ]
-    if terms.token_margin is not None and not keys.metric.startswith(LOSS):
-        text = f"in tokens is one of a loss, and sweep.metric is {keys.metric}. Give it in its unit."
-        problems = [Problem("sweep.margin", text)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _what_to_plan(keys: SweepConfig, lacking: Unplanned, words: Sequence[str]) -> str:
-    """Return which jobs a margin in tokens lacks, and how to give them. `words`: of a job of the baseline."""
-    where = f" ({lacking.setting})" if lacking.setting else ""
-    below, above = lacking.others
-    own = [word for word in words if not word.startswith(("seed=", f"{LENGTH}="))]
-    lines = [
-        *keys.also,
-        " ".join([*own, f"{LENGTH}={below},{above}"]),
-    ]  # what is typed takes the place of all there were
-    also = shlex.quote(f"sweep.also={json.dumps(lines, ensure_ascii=False)}")
-    return (
-        f"{keys.margin}{where} {NEEDS} at every seed of the looks, and these jobs have it at "
-        f"{', '.join(map(str, lacking.there))} steps. Give {LENGTH}={below},{lacking.steps},{above} for all recipes, "
-        f"or {also} for the baseline alone, or the margin in nats."
-    )
-
-
-def _planned(config: Config) -> Run:
-    """Return the run of a job as it will be, with nothing but its config."""
-    flat = flatten(config.model_dump(mode="json"))
-    return Run(Path(kind_of(config)), flat, {"status": "finished"}, typed=config)
-
-
-def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: str | None) -> list[Family]:
-    """Return how jobs of these configs will be judged together: as `compare` would pair those of the first seed.
-
-    Raises:
-        ConfigError: nothing would be held against a baseline, or a recipe or its baseline lacks one of `seeds`.
-    """
-    if len(trunks := {config.branch_from for config in configs}) > 1:
-        text = f"has {len(trunks)} values, and seeds are added to one trunk. Give one trunk, or a sweep without looks."
-        raise ConfigError(Problem("branch_from", text))
-    seeds_of: dict[str, set[int]] = {}
-    for config in configs:
-        seeds_of.setdefault(kind_of(config), set()).add(config.seed)
-    first = [config for config in configs if config.seed == seeds[0]]
-    runs = [_planned(config) for config in first]
-    try:
-        families, problems = pair_runs(runs, choose_factor(runs, baseline))
-    except ConfigError as error:
-        found = [Problem("sweep.until", f"has nothing to decide: {each.key} {each.text}") for each in error.problems]
-        raise ConfigError(found) from error
-    for family in families:
-        for label, (pair,) in family.recipes.items():
-            both = seeds_of[str(pair.run.folder)] & seeds_of[str(pair.baseline.folder)]
-            if lacking := sorted(set(seeds) - both):
-                text = f"has no job at seed {', '.join(map(str, lacking))}, which the looks need, or no baseline there."
-                problems.append(Problem(label, text))
-    if not families and not problems:
-        problems.append(Problem("sweep.until", "has nothing to decide: no recipe has a baseline to be held against."))
-    if problems:
-        raise ConfigError(problems)
-    return families
 
 
 def next_stage(whole: Sweep, design: Design) -> Stage:
@@ -221,12 +109,6 @@ def next_stage(whole: Sweep, design: Design) -> Stage:
         if job.config.seed in design.seeds[:count] and state_of(job.folder) not in SETTLED:
             jobs.append(job)
     return Stage(tuple(jobs), comparison)
-
-
-def most_jobs(whole: Sweep, design: Design) -> tuple[int, int]:
-    """Return the number of jobs of the first look, and of all looks if nothing is decided before the last."""
-    first = design.seeds_at(design.looks[0])
-    return sum(job.config.seed in first for job in whole.jobs), len(whole.jobs)
 
 
 def _print_look(stage: Stage, design: Design) -> None:

@@ -3,9 +3,11 @@
 import argparse
 import json
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_llm.compare.factor import USUAL_BASELINES
 from lightning_llm.config.compose import read_sweep_keys
 from lightning_llm.config.identity import config_hash
 from lightning_llm.errors import ConfigError, Problem
@@ -15,6 +17,9 @@ from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.run.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
+
+FEWEST = 3
+"""Model sizes, and numbers of tokens, that a law over both takes: of so many a sweep is a ladder."""
 
 
 def outline(arguments: argparse.Namespace) -> int:
@@ -37,11 +42,11 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
         from lightning_llm.sweep.search.outline import search_facts
 
         whole, about = search_facts(arguments, keys)
-        return sweep_facts(whole) | {"search": about}
+        return sweep_facts(whole, about.get("ended", ())) | {"search": about}
     composed = checked_jobs(arguments, to_train=False)
     if keys.until is None:
         return sweep_facts(define(*composed))
-    from lightning_llm.sweep.decide import declared_sweep, most_jobs
+    from lightning_llm.sweep.declared import declared_sweep, most_jobs
 
     definition, design = declared_sweep(composed, keys)
     whole = definition()
@@ -51,15 +56,16 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def sweep_facts(whole: Sweep) -> dict[str, Any]:
+def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
     """Return the sweep as plain data: `jobs` with their sizes and states, and `left`, what is still to be run.
 
-    A stopped job counts whole there; it may go on from a checkpoint.
+    A stopped job counts whole there; it may go on from a checkpoint. `ended`: numbers of jobs that a search has ended.
     """
-    jobs = [_job_facts(job) for job in whole.jobs]
-    left = [job for job in jobs if job["state"] not in (*SETTLED, "running")]
+    jobs = [_job_facts(job) | ({"state": "ended"} if job.number in ended else {}) for job in whole.jobs]
+    left = [job for job in jobs if job["state"] not in (*SETTLED, "running", "ended")]
     return {
         "folder": str(whole.folder),
+        "lacks": nothing_to_compare(whole, jobs),
         "hash": whole.hash,
         "axes": whole.axes,
         "launcher": whole.jobs[0].config.launcher.name,
@@ -71,6 +77,23 @@ def sweep_facts(whole: Sweep) -> dict[str, Any]:
             "flops": sum(job["flops"] for job in left),
         },
     }
+
+
+def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what a ladder lacks that has one recipe on each rung; None of another sweep, or where nothing does.
+
+    `jobs`: as in `sweep_facts`.
+    """
+    places = [(job["parameters"], job["tokens"], each.config.seed) for job, each in zip(jobs, whole.jobs, strict=True)]
+    sizes, tokens = ({place[axis] for place in places} for axis in (0, 1))
+    if len(sizes) < FEWEST or len(tokens) < FEWEST or len(set(places)) < len(places):
+        return None
+    recipe = whole.jobs[0].config.precision.name
+    both = f"{recipe},mxfp8" if recipe in USUAL_BASELINES["precision"] else f"bf16,{recipe}"
+    return (
+        f"a baseline, or a recipe to hold against it: each of {len(sizes)} sizes has one run per number of tokens and "
+        f"seed, so that `compare --ladder` has no gap to fit. Give two, as precision={both}"
+    )
 
 
 def _job_facts(job: Job) -> dict[str, Any]:
@@ -114,6 +137,7 @@ def render(facts: dict[str, Any]) -> str:
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
     rows += further
+    rows += [("lacks", facts["lacks"])] if facts["lacks"] else []
     rows += [
         ("jobs", f"{len(facts['jobs'])} ({where}): {', '.join(f'{states[state]} {state}' for state in states)}"),
         ("left", f"{count}, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),

@@ -2,11 +2,9 @@
 
 import argparse
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lightning_llm.config.commands import command, sync_command
+from lightning_llm.config.commands import sync_command
 from lightning_llm.config.compose import read_sweep, read_sweep_keys, typed_value
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
@@ -14,20 +12,18 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.plan.report import notes
 from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
-from lightning_llm.record.mlflow.sync import catch_up
 from lightning_llm.record.mlflow.tracker import tracking_uri
-from lightning_llm.record.mlflow.ui import ui_lines
-from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, settled_state, state_of
-from lightning_llm.record.sweep_commands import command_to_go_on
+from lightning_llm.record.state import SETTLED, settled_state
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked, write
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.trunk import settled
 from lightning_llm.sweep.elsewhere import runs_elsewhere
+from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here
-from lightning_llm.sweep.progress import STOPPED, Leg, Progress
+from lightning_llm.sweep.progress import Leg, Progress
 from lightning_llm.sweep.slurm import run_on_slurm, slurm_problems
 from lightning_llm.terminal.waiting import Waiting
 
@@ -170,98 +166,3 @@ def _open(whole: Sweep) -> Sweep:
     whole = tracked(whole, parent)
     write(whole)
     return whole
-
-
-def close(whole: Sweep, outcomes: list[Outcome], stopped_by: int, ended: Collection[int] = ()) -> int:
-    """Print how the sweep came out, tell MLflow, and return the exit code.
-
-    `ended`: numbers of jobs that a search ended before their end, which are no failures.
-    """
-    states = {job.number: state_of(job.folder) for job in whole.jobs}
-    counted = Counter(states.values())
-    finished, diverged = (counted[state] for state in SETTLED)
-    left = [number for number, state in states.items() if state not in SETTLED and number not in ended]
-    failed = [
-        each
-        for each in outcomes
-        if each.code
-        and states[each.job.number] != "diverged"
-        and not ((stopped_by or each.job.number in ended) and each.code in STOPPED)
-    ]
-    here = {each.job.number for each in outcomes}
-    elsewhere_now = [job for job in whole.jobs if runs_elsewhere(job)]
-    not_lost = here | {job.number for job in elsewhere_now}  # its summary may be of an earlier attempt
-    elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in not_lost]
-    running = bool(elsewhere_now)
-    if whole.jobs[0].config.logger.name == "mlflow":
-        sound = not failed and not elsewhere and not left
-        status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
-        counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
-        counts["total"] = len(states)
-        logged = _log_end(whole, None if running else status, counts)
-        if logged and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
-            text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
-            print(text, file=sys.stderr)
-    lost = f", {diverged} diverged" if diverged else ""
-    lost += f", {len(ended)} ended by the search" if ended else ""
-    lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
-    print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
-    if outcomes:
-        _print_where_and_how(whole.jobs[0].config, outcomes)
-    for each in outcomes:
-        if states[each.job.number] == "diverged":
-            _print_ending(each.job, "diverged")
-    for each in failed:
-        _print_ending(each.job, f"exit code {each.code}")
-    for job in elsewhere:
-        _print_ending(job, "failed in another start")
-    if stopped_by:
-        _print_stop(whole, {number: states[number] for number in left})
-        return 128 + stopped_by
-    return 1 if failed or elsewhere else 0
-
-
-def _print_stop(whole: Sweep, left: Mapping[int, str]) -> None:
-    """Print where a signal stopped the sweep, and how to go on. `left`: {number: state} of jobs not at their end."""
-    stopped = [str(number) for number, state in left.items() if state == "stopped"]
-    where = f"in job {', '.join(stopped)}" if stopped else "between jobs"
-    how_many = f"{len(left)} of {len(whole.jobs)} jobs are left"
-    print(f"stopped {where}; {how_many}; go on: {command_to_go_on(whole)}", file=sys.stderr)
-
-
-def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:
-    """Print where MLflow shows the sweep, and that its jobs shared a machine."""
-    if config.logger.name == "mlflow":
-        tracked = mlflow_facts(outcomes[0].job.folder)
-        for line in ui_lines(tracking_uri(config), tracked.get("experiment_id")):
-            print(line)
-    if config.launcher.name == "local" and config.launcher.at_once > 1 and len(outcomes) > 1:
-        at_once = min(config.launcher.at_once, len(outcomes))
-        print(f"note   {at_once} jobs at a time shared this machine: their speeds compare within this sweep alone")
-
-
-def print_where_to_judge(whole: Sweep) -> None:
-    """Print the command that gives the verdict, where any job came to an end that can be judged."""
-    if any(state_of(job.folder) in SETTLED for job in whole.jobs):
-        print(f"       the verdict: {command('compare', str(whole.folder))}")
-
-
-def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
-    """Log how the sweep ended to MLflow; return whether that was possible, and print where not."""
-    with one_at_a_time(whole.folder):  # another start of it may end at the same time
-        about = write(whole)
-    job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))
-    job["metrics"] = {f"jobs/{key}": count for key, count in counts.items()}
-    job["status"] = status
-    parent, problem = write_parent(job)
-    if problem:
-        print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
-        return False
-    with one_at_a_time(whole.folder):
-        write(replace(whole, parent_run_id=parent))  # it may have been made just now
-    return True
-
-
-def _print_ending(job: Job, how: str) -> None:
-    why = detail_of(job.folder) or "it said nothing; see its output"
-    print(f"  {how}: {job.folder} ({' '.join(job.words)}): {why}", file=sys.stderr)

@@ -93,6 +93,13 @@ def test_the_runs_are_described_as_they_were(several, alone):
     assert "mxfp8 ran natively." in alone.methods.texts[0]
 
 
+def test_a_model_is_named_with_the_keys_in_which_it_is_not_its_file(tmp_path):
+    narrow = " model.num_layers=2 model.hidden_size=64 model.num_heads=2 model.layers=[gla,attention]"
+    gaps = {f"precision={name} model=llama_tiny{narrow}": 0.0 for name in ("bf16", "mxfp8")}
+    text = compared(make_sweep(tmp_path / "s", gaps)).methods.texts[0]
+    assert "llama_tiny with num_layers=2, hidden_size=64, num_heads=2, layers=[gla, attention] (379K param" in text
+
+
 def test_seeds_that_choose_and_looks_are_named_where_there_were_any(tmp_path, several):
     losses = {"1e-3": 0.1, "2e-3": 0.0, "4e-3": 0.1}  # best inside the grid
     rates = {f"precision={p} optim.learning_rate={r}": gap for p in ("bf16", "mxfp8") for r, gap in losses.items()}

@@ -63,6 +63,25 @@ def test_recipes_are_judged_at_the_rates_that_other_seeds_chose(sweep, capsys):
     assert not any("Each at its own best" in note for note in found["notes"])
 
 
+def test_each_setting_has_a_best_of_its_own_and_its_own_baseline(tmp_path, capsys):
+    """Two widths whose best rates differ, for adamw too: it is one recipe in both, and held against in both."""
+    best = {(96, "adamw"): "2e-3", (96, "muon"): "4e-3", (192, "adamw"): "4e-3", (192, "muon"): "2e-3"}
+    for (width, optim), rate in best.items():
+        for tried in RATES:
+            for seed in range(3):
+                gap = (0.0 if tried == rate else 0.5) + (0.02 if optim == "muon" else 0.0)
+                words = [f"optim={optim}", f"optim.learning_rate={tried}", f"seed={seed}", f"model.hidden_size={width}"]
+                noise = 0.1 * seed + width / 1000 + 1e-4 * seed * (optim == "muon")
+                make_run(tmp_path / "s" / f"{width}-{optim}-{tried}-{seed}", *words, gap=gap, noise=noise)
+    found = verdicts(capsys, tmp_path / "s", "--best-of", "optim.learning_rate", "--baseline", "optim=adamw")
+    assert [(row["name"], row["setting"]["model.hidden_size"]) for row in found["verdicts"]] == [
+        ("muon", 96), ("muon", 192),
+    ]  # fmt: skip
+    for row in found["verdicts"]:
+        assert (row["baseline"], row["pairs"], row["controlled"]) == ("adamw", 2, True)
+        assert row["gap"] == pytest.approx(0.02 * 0.975, abs=3e-4)
+
+
 def test_a_plateau_says_whose_it_is_where_the_choosing_seed_chose_another_value(sweep, capsys):
     asked = ("--best-of", "optim.learning_rate", "--baseline", "optim=adamw", "--choose-by", "1")
     notes = "\n".join(verdicts(capsys, sweep, *asked)["notes"])

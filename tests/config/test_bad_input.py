@@ -97,6 +97,8 @@ def test_every_wrong_word_has_its_line(said, capsys, tmp_path):
         (["callbacks.early=EarlyStopping"], "error: 1 problem"),
         (["+callbacks.early._target_=EarlyStopping"], "Lightning's is lightning.pytorch.callbacks.EarlyStopping."),
         (["recipe=train"], "recipe: there is no 'train'"),
+        (["recipe=sweep/decid"], "recipe: there is no 'sweep/decid'. Did you mean 'sweep/decide'?"),
+        (["recipe=sweep/nope"], "recipe: there is no 'sweep/nope'. Known here: sweep/aa_noise, sweep/branches, "),
         (["~optim"], "optim: a value must be given"),
         (["~seed"], "Interpolation key 'seed' not found"),
         (["~precision=fp32"], "No match in the defaults list"),

@@ -102,6 +102,12 @@ def test_weights_take_the_place_of_a_planned_model_and_the_recipe_stays():
     assert [problem.key for problem in error.value.problems] == ["model.init_from"]
 
 
+def test_a_recipe_without_its_weights_lacks_nothing_that_they_would_say():
+    with pytest.raises(ConfigError) as error:
+        compose_sweep(["recipe=ablate/merge", "optim.learning_rate=fast"])
+    assert sorted(problem.key for problem in error.value.problems) == ["model.init_from", "optim.learning_rate"]
+
+
 def test_command_line_wins_over_recipe_and_recipe_over_groups():
     assert compose_config([]).run.experiment == "default"
     recipe = compose_config(["recipe=quickstart"])

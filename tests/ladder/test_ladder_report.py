@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -14,7 +15,9 @@ from test_command import SIZES, STEP_TOKENS, STEPS, add_rung
 from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
+from lightning_llm.compare.report.pdf import pages
 from lightning_llm.compare.report.pictures import pictures_of
+from lightning_llm.compare.report.style import drawing_style
 from lightning_llm.ladder import command
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import fit_ladder
@@ -78,6 +81,9 @@ def test_the_issues_own_command_writes_a_report_that_has_the_ladder_in_every_for
     assert "<h2>The ladder, rung by rung</h2>" in page
     assert "<strong>Ladder.</strong> The baseline" in page
     assert "mxfp4_sr, predicted" in page
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings.index("Gaps") < headings.index("Verdicts") < headings.index("Methods")  # of nine rungs
+    assert headings.index("Verdicts") < headings.index("Along the run, by model, trainer.max_steps")
     assert (folder / "figure-ladder-0-tokens.svg").is_file()
     assert len(json.loads((ladder / "compare" / "looks.json").read_text())["looks"]) == 1  # its verdicts were seen
 
@@ -155,12 +161,56 @@ def test_each_setting_is_drawn_with_its_own_margin(compared):
     dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert [line.get_xdata()[0] for line in dashed] == pytest.approx(margins)
     assert dashed[0].get_label() == "margin 5 % of tokens"
-    curves = [each for each in pictures_of(comparison) if each.name.startswith("curve")]
-    for picture, margin in zip(curves, margins, strict=True):
-        axes = Figure().subplots()
-        picture.paint(axes)
-        (line,) = [line for line in axes.get_lines() if str(line.get_label()).startswith("margin")]
+    (curves,) = (each for each in pictures_of(comparison) if each.name.startswith("curve"))
+    axes = Figure().subplots()
+    curves.paint(axes)
+    for panel, margin in zip(axes.child_axes, margins, strict=True):
+        (line,) = [line for line in panel.get_lines() if str(line.get_label()).startswith("margin")]
         assert line.get_ydata()[0] == pytest.approx(margin)
+
+
+def test_many_settings_are_panels_of_a_few_pictures(compared):
+    """As many of one kind as there are rungs would be a hundred on a ladder of four recipes."""
+    comparison = compare_runs(compared, Terms())
+    pictures = pictures_of(comparison)
+    assert len(comparison.families) == 9
+    assert [each.name for each in pictures if each.folded] == ["curve-mxfp4_sr", "loss", "speed"]
+    assert len(pictures) == 6  # those, the gaps, and over size and tokens
+    curve = next(each for each in pictures if each.name == "curve-mxfp4_sr")
+    figure = Figure(figsize=(curve.width, curve.height))
+    axes = figure.subplots()
+    curve.paint(axes)
+    panels = axes.child_axes
+    titles = [panel.get_title("left") for panel in panels]
+    assert sorted(titles) == sorted(f"{model}, {steps}" for model in SIZES for steps in STEPS)
+    assert len({panel.get_ylim() for panel in panels}) == 1  # one scale
+    assert axes.get_legend().get_texts()[0].get_text() == "margin 0.01"
+    for verdict, panel in zip(comparison.verdicts, panels, strict=True):
+        (mean,) = (line for line in panel.get_lines() if str(line.get_label()).startswith(("mean", "one pair")))
+        assert mean.get_ydata()[-1] == pytest.approx(verdict.judged.estimate.gap)
+    assert curve.alt.count("at the last validation") == 9
+    assert curve.narrow.height > curve.height  # two columns
+
+
+def test_a_ladder_begins_with_a_page_of_what_came_of_it(compared, monkeypatch):
+    monkeypatch.setattr("lightning_llm.compare.report.pictures.MOST_ROWS", 8)  # as if it were of several recipes
+    comparison = compare_runs(compared, Terms())
+    gaps, *others = pictures_of(comparison)
+    axes = Figure().subplots()
+    gaps.paint(axes)
+    assert gaps.height < 7
+    assert len({panel.get_xlim() for panel in axes.child_axes}) == 1
+    for verdict, panel in zip(comparison.verdicts, axes.child_axes, strict=True):
+        gap = verdict.judged.estimate.gap
+        assert gap in [line.get_xdata()[0] for line in panel.get_lines() if line.get_marker() in ("o", "D", "s")]
+        assert panel.get_title("left") in gaps.alt.replace("model=", "").replace("trainer.max_steps=", "")
+    with drawing_style():
+        first, *rest = pages(comparison, [gaps, *others])
+    words = [text.get_text() for text in first.texts]
+    assert words.count("gap and verdict") == words.count("Gaps") == 1
+    assert any(word.startswith("Gap to bf16") for word in words)  # the caption: all of the picture is on this page
+    assert "Methods" not in words
+    assert len(rest) <= 4
 
 
 def test_a_recipe_with_few_pairs_stays_in_the_data(ladder, capsys, tmp_path):

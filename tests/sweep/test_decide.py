@@ -79,6 +79,28 @@ def test_recipes_get_seeds_until_they_are_decided(tmp_path, monkeypatch, capsys)
 
     assert main(["train", *words(tmp_path)]) == 0  # nothing is left to do
     assert sum(map(len, seeds.values())) == len(started)
+    says_which_run_each_look_waits_for(folder, capsys)
+
+
+def says_which_run_each_look_waits_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All recipes share a look, so that a damaged run of one puts both back, and each says why, once."""
+    (folder / "1" / "summary.json").write_text('{"sta')  # fp8_current at seed 0
+    capsys.readouterr()
+    assert main(["compare", "--json", str(folder)]) == 2
+    told = capsys.readouterr()
+    for row in json.loads(told.out)["verdicts"]:
+        assert (row["look"]["number"], row["look"]["waits_for"]) == (0, [str(folder / "1")])
+        assert row["line"].endswith(
+            "open at look 0 of 4; the next, after 3 seeds, waits for fp8_current at seed 0 (job 1: unreadable)"
+        )
+        assert row["line"].count("seed 0") == 1
+    (line,) = (line for line in told.err.splitlines() if line.startswith("  - "))
+    assert "is not finished: unreadable (cannot be read as a run: summary.json is damaged: " in line
+    shutil.copy(folder / "0" / "summary.json", folder / "1" / "summary.json")
+    (folder / "3" / "metrics.jsonl").write_text("")  # bf16 at seed 1
+    assert main(["compare", "--json", str(folder)]) == 2
+    told = capsys.readouterr()
+    assert all("waits for bf16 at seed 1 (job 3: " in row["line"] for row in json.loads(told.out)["verdicts"])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -156,7 +178,8 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
         (["precision=bf16"], "sweep.until: has nothing to decide"),
         (["sweep.search=halving"], "until and search do not go together"),
-        (["sweep.baseline=precision=fp32"], "fp32"),
+        (["sweep.baseline=precision=fp32"], "sweep.baseline: 'fp32' is the level of no run. Known here: bf16, "),
+        (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose one: sweep.baseline="),
         (
             ["sweep.margin=2%"],
             "sweep.margin: 2% needs the baseline at two other numbers of tokens, about half and twice",

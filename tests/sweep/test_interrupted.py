@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import platform
 import shlex
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,40 @@ def words(folder: Path, lengths: str, *more: str) -> list[str]:
         "seed=0,1", "trainer.validate_every_steps=10", "schedule.warmup_steps=2", "callbacks=none", "logger=none",
         f"run.root={folder}", "run.name=mine", *more,
     ]  # fmt: skip
+
+
+def stopped_in_last_of(jobs: int, kind: Any) -> Any:
+    """Return `loss`, and have SIGINT come as the last of so many jobs makes its last step, after which it ends."""
+
+    def stops(config: dict[str, Any], step: int) -> float:
+        if len(kind.started) == jobs and step == config["trainer"]["max_steps"]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss(config, step)
+
+    return stops
+
+
+def test_a_signal_to_the_last_job_as_it_ends_leaves_nothing_to_go_on_with(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    kind.loss = staticmethod(stopped_in_last_of(4, kind))
+    assert main(["train", *words(tmp_path, "30")]) == 128 + signal.SIGINT
+    told = capsys.readouterr()
+    assert "4 of 4 jobs finished" in told.out
+    assert told.err == "stopped after the last job: all 4 have come to their end\n"
+
+
+def test_a_signal_to_the_last_job_of_a_look_leaves_the_next_one(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    kind.loss = staticmethod(stopped_in_last_of(4, kind))
+    looks = ("sweep.until=decided", "sweep.looks=[2,3]", "sweep.margin=1e-5")
+    asked = [word for word in words(tmp_path, "30", *looks) if word != "seed=0,1"]
+    assert main(["train", *asked]) == 128 + signal.SIGINT
+    told = capsys.readouterr()
+    assert told.out.count("look   ") == 1
+    (line,) = told.err.splitlines()
+    assert line.startswith("stopped between jobs; another look is still to come; go on: ")
+    assert main(pasted(line, "go on: ", "")) == 0
+    assert len(kind.started) == 6
 
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, lengths: str, ended: int, *more: str) -> Path:

@@ -16,6 +16,7 @@ from lightning_llm.config.compose import compose_sweep
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import define
+from lightning_llm.sweep import ending
 from lightning_llm.sweep import run as sweep_run
 from lightning_llm.sweep.devices import DevicePool, cuda_devices
 from lightning_llm.sweep.local import Relay, run_here
@@ -65,8 +66,9 @@ def test_two_starts_of_one_sweep_make_one_parent_and_see_each_others_failures(
     typed = SimpleNamespace(overrides=[], config_dir=None)
     monkeypatch.setattr(sweep_run, "signals_passed_on", lambda: nullcontext(Relay()))
     monkeypatch.setattr(sweep_run, "run_here", lambda *_: None)
-    monkeypatch.setattr(sweep_run, "catch_up", lambda folders: "")
-    monkeypatch.setattr(sweep_run, "write_parent", slow_parent)
+    monkeypatch.setattr(ending, "catch_up", lambda folders: "")
+    for module in (sweep_run, ending):
+        monkeypatch.setattr(module, "write_parent", slow_parent)
     with ThreadPoolExecutor(2) as pool:
         assert [start.result() for start in [pool.submit(sweep_run.sweep, typed) for _ in range(2)]] == [0, 0]
     assert made == ["parent0"]
@@ -95,7 +97,8 @@ sys.exit(detail is not None)
 def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_short_jobs(monkeypatch, ENDINGS)
     handed_in: list[dict[str, Any]] = []
-    monkeypatch.setattr(sweep_run, "write_parent", lambda job: handed_in.append(job) or ("parent", ""))
+    for module in (sweep_run, ending):
+        monkeypatch.setattr(module, "write_parent", lambda job: handed_in.append(job) or ("parent", ""))
     words = ["train", "-m", f"run.root={tmp_path}", "logger=mlflow", "run.name=all"]
     assert [main([*words, "seed=0,1,2"]) for _ in range(2)] == [1, 1]
     folder = tmp_path / "default" / "all"

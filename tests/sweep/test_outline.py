@@ -44,6 +44,16 @@ def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, ca
     assert "Did you mean 'max_steps'" in capsys.readouterr().err
 
 
+def test_a_ladder_of_one_recipe_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "-m", "recipe=sweep/ladder", f"run.root={tmp_path}", "seed=0"]
+    assert main([*words, "precision=mxfp8"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("lacks"))
+    assert "each of 4 sizes has one run per number of tokens and seed" in line
+    assert line.endswith("Give two, as precision=bf16,mxfp8")
+    assert main([*words, "precision=mxfp8,bf16"]) == 0
+    assert "lacks" not in capsys.readouterr().out
+
+
 def facts_of_jobs(facts: dict) -> list[dict]:
     return [{"number": job["number"], "words": job["words"], "key": job["config_hash"]} for job in facts["jobs"]]
 

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from run_metrics import read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.sweep.run import print_where_to_judge
+from lightning_llm.sweep.ending import print_where_to_judge
 
 ROOT = Path(__file__).parents[2]
 

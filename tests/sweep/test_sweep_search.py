@@ -60,7 +60,7 @@ def test_optuna_finds_the_best_rate_and_compare_reads_its_jobs(tmp_path, monkeyp
     asked = optuna_words(tmp_path, "sweep.trials=10", "sweep.pruning=none")
     assert main(["plan", *asked]) == 0
     told = capsys.readouterr().out
-    assert "optuna, 10 trials (0 done), tpe, pruning none: 1 job of the baseline, at most 10 of trials" in told
+    assert "optuna, 10 trials (0 done), tpe, no pruning: 1 job of the baseline, at most 10 of trials" in told
     assert "1 job before the first trial, at most " in told
     assert "tag(log,interval(1e-4,1e-1))" in told
     assert main(["train", *asked]) == 0
@@ -165,6 +165,11 @@ def test_hydras_sweep_syntax_is_the_space():
         (["seed=0,1"], "sweep.search: has nothing to search"),
         (["optim.learning_rate=interval(-1,1)"], "optim.learning_rate: is -1.0"),
         ([LR, "sweep.trials=0"], "sweep.trials: is 0"),
+        ([LR, "sweep.rungs=[0.3]"], "sweep.rungs: is of sweep.search=halving, and with sweep.search=optuna nothing"),
+        ([LR, "sweep.baseline=seed=0"], "sweep.baseline: is of sweep.until=decided, and with"),
+        ([LR, "sweep.trials=4", "sweep.startup_trials=4"], "sweep.startup_trials: is 4, and of sweep.trials=4 none"),
+        (["sweep.search=halving", "sweep.trials=4", "seed=0,1"], "sweep.trials: is of sweep.search=optuna, and with"),
+        (["sweep.search=null", "sweep.margin=0.02", "seed=0,1"], "and this sweep has neither looks nor a search"),
         (["optim.learning_rate=tag(lin,interval(1e-4,1e-3))"], "of tags there is log alone, and not lin"),
         (["optim.learning_rate=tag(log,interval(0,1))"], "a logarithmic interval begins above 0"),
         (["launcher.at_once=choice(1,2)"], "launcher.at_once: cannot be searched: it says how a run is kept"),
@@ -274,6 +279,31 @@ def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, 
     started = len(kind.started)
     assert main(["train", *asked]) == 0
     assert len(kind.started) == started
+
+
+def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
+    """What `compare` advises, or anyone types, begins no ended recipe again."""
+    kind = make_jobs(monkeypatch, recipe_loss)
+    kind.pauses = staticmethod(lambda config: 10 if len(kind.started) <= 6 else None)
+    asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current", "seed=0,1")
+    assert main(["train", *asked]) == 0
+    folder, more = tmp_path / "default" / "searched", [*asked[:-1], "seed=0,1,2"]
+    kind = make_jobs(monkeypatch, recipe_loss)
+    capsys.readouterr()
+    assert main(["plan", *more]) == 0
+    told = capsys.readouterr().out
+    assert "ended before" in told
+    assert "9 (numbered from 0; local, 1 at once): 4 finished, 2 new, 3 ended" in told
+    assert main(["train", *more]) == 0
+    assert sorted((each["precision"]["name"], each["seed"]) for each in kind.started) == [("bf16", 2), ("fp32", 2)]
+    told = capsys.readouterr().out
+    assert "above precision=fp32 at step 10, in an earlier start: not run on" in told
+    assert "6 of 9 jobs finished, 3 ended by the search" in told
+    assert main(["compare", "--json", str(folder)]) == 0
+    assert [row["pairs"] for row in json.loads(capsys.readouterr().out)["verdicts"]] == [3]
+    (folder / "search.json").write_text('{"trials": [{"jobs": [4], "ended_at": {}}], "ended": {}}')
+    assert main(["plan", *more]) == 2
+    assert "search.json: cannot be read: " in capsys.readouterr().err
 
 
 def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(tmp_path, monkeypatch, capsys):

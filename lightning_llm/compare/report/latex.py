@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_llm.compare.methods import Methods
 from lightning_llm.compare.references import CITATION, Reference, citations_in
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
 
 ESCAPED = {"&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
            "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}",

@@ -11,7 +11,7 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.methods import Methods
 from lightning_llm.compare.references import CITATION, citations_in
 from lightning_llm.compare.report.headline import headlines, sentence
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.rows import COST, JUDGED, LONG, baseline_row, verdict_row
 from lightning_llm.compare.report.style import COLOURS, DARK_COLOURS, SYMBOLS
 from lightning_llm.compare.report.supplement import Table
@@ -54,6 +54,7 @@ def page(
             if (verdicts := comparison.verdicts_of(baseline.family))
         ],
         pictures=[(group, list(found)) for group, found in groupby(pictures, key=lambda each: each.group)],
+        many=any(picture.folded for picture in pictures),  # a table of so many is to look things up in
         sources=sorted({source for found in sources.values() for source in found}),
         source_gaps=[(verdict, sources[id(verdict)]) for verdict in comparison.verdicts],
         paragraphs=[(heading, _with_numbers(text, methods)) for heading, text in methods.paragraphs],

@@ -11,8 +11,9 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.methods import plain
 from lightning_llm.compare.report.headline import headlines, sentence
 from lightning_llm.compare.report.page import title_of
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.rows import JUDGED, Row, baseline_row, verdict_row
+from lightning_llm.compare.report.small_multiples import MOST_APART
 from lightning_llm.compare.report.style import COLOURS, FAINT, INK, SYMBOLS, drawing_style
 from lightning_llm.compare.report.supplement import Table
 from lightning_llm.compare.report.typesetting import (
@@ -31,8 +32,11 @@ from lightning_llm.compare.report.typesetting import (
     wrapped,
     write,
 )
-from lightning_llm.compare.wording import minus
+from lightning_llm.compare.verdict import Verdict
+from lightning_llm.compare.wording import minus, nats
 
+MOST_COLUMNS = 5
+"""Recipes beside each other in the table of settings."""
 SMALLER = 0.85
 """Height of a picture on paper over that on a screen."""
 
@@ -53,12 +57,15 @@ def pages(comparison: Comparison, pictures: Sequence[Picture], tables: Sequence[
     """Return the pages, to be drawn in `drawing_style`."""
     title = title_of(comparison)
     blocks = [*text(title, size=15, weight="bold"), *text(_terms(comparison)), *_headlines(comparison)]
+    to_look_up = [picture for picture in pictures if picture.folded]
+    if to_look_up:  # then the tables, too, are for that: what came of it all stands before them
+        blocks += _pictures([picture for picture in pictures if not picture.folded])
     blocks += _verdicts(comparison)
     for each in tables:
         blocks += text(each.heading, size=11, weight="bold")
         blocks += table(each.columns, [Line([minus(cell) for cell in row]) for row in each.rows], each.names)
         blocks += text(each.caption, size=7, colour=FAINT)
-    blocks += _pictures(pictures)
+    blocks += _pictures(to_look_up or pictures)
     methods = comparison.methods
     blocks += text("Methods", size=11, weight="bold")
     for heading, paragraph in methods.paragraphs:
@@ -78,14 +85,31 @@ def _terms(comparison: Comparison) -> str:
 
 
 def _headlines(comparison: Comparison) -> list[Block]:
+    """Return the verdicts of each setting, a line for each decision; of many settings a table, a row for each."""
+    found = headlines(comparison)
+    names = list(dict.fromkeys(verdict.name for verdict in comparison.verdicts))
+    if len(found) > MOST_APART and len(names) <= MOST_COLUMNS:
+        rows = [_setting(family.words, comparison.verdicts_of(family), names) for family in comparison.families]
+        return [_space(0.06), *table(("gap and verdict", *names), rows, 1 + len(names)), _space(0.06)]
     blocks = []
-    for headline in headlines(comparison):
+    for headline in found:
         where = f"{headline.setting} ({headline.scale})" if headline.setting else headline.scale
         blocks += text(where, size=9, weight="bold", above=0.06)
-        for decision, colour, names in headline.recipes:
-            words = f"{SYMBOLS[decision]} {decision}: {', '.join(names)}"
+        for decision, colour, recipes in headline.recipes:
+            words = f"{SYMBOLS[decision]} {decision}: {', '.join(recipes)}"
             blocks += text(words, size=9, colour=COLOURS[colour], above=0.0)
     return blocks
+
+
+def _setting(words: str, verdicts: Sequence[Verdict], names: Sequence[str]) -> Line:
+    """Return a row of the table of settings: each recipe's mark and gap, in the colour of its verdict."""
+    known = {verdict.name: verdict for verdict in verdicts}
+    cells = [
+        f"{SYMBOLS[known[name].decision]} {nats(known[name].judged.estimate.gap, signed=True)}" if name in known else ""
+        for name in names
+    ]
+    colours = {place: COLOURS[known[name].colour] for place, name in enumerate(names, 1) if name in known}
+    return Line([words, *map(minus, cells)], colours)
 
 
 def _verdicts(comparison: Comparison) -> list[Block]:
@@ -115,7 +139,7 @@ def _pictures(pictures: Sequence[Picture]) -> list[Block]:
     for group, found in groupby(pictures, key=lambda picture: picture.group):
         members, title = list(found), group
         while members:
-            several = 1 if members[0].width > 6 else 2
+            several = 1 if any(picture.width > 6 for picture in members[:2]) else 2
             blocks.append(_side_by_side(members[:several], title))
             members, title = members[several:], ""
     return blocks

@@ -1,11 +1,11 @@
 """The report's pictures: which there are of a comparison, their captions and what they say to who does not see them."""
 
-import io
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.pairing import Family
@@ -21,77 +21,67 @@ from lightning_llm.compare.report.panels import (
     loss_lines,
     speed_points,
 )
-from lightning_llm.compare.report.style import drawing_style
+from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
 from lightning_llm.compare.report.trends import Trend, trends
 from lightning_llm.compare.wording import nats
 
 SHADED = " Shaded around zero: the A/A floor."
-
-WIDTH, HEIGHT = 4.7, 3.1
-"""Of a picture, in inches: two stand side by side on a screen, one fills a phone's."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One picture: `name` is its file's, `alt` says in words what it shows, `paint` draws it on matplotlib axes.
-
-    `width`, `height`: in inches; `margins`: what axes leave free left, right, below and above, for a page that places
-    them itself.
-    """
-
-    name: str
-    group: str
-    caption: str
-    alt: str
-    paint: Callable[[Any], None]
-    width: float = WIDTH
-    height: float = HEIGHT
-    margins: tuple[float, float, float, float] = (0.75, 0.1, 0.5, 0.3)
-    narrow: "Picture | None" = None
-    """The same for a phone, where it is not narrow itself."""
-
-    @cached_property
-    def svg(self) -> str:
-        """The picture as SVG text."""
-        return _saved(self._figure, "svg").decode()
-
-    @cached_property
-    def pdf(self) -> bytes:
-        """The picture as a PDF, for LaTeX."""
-        return _saved(self._figure, "pdf")
-
-    @cached_property
-    def _figure(self) -> Any:
-        """The picture as drawn once, its layout found."""
-        from matplotlib.figure import Figure
-
-        with drawing_style():
-            figure = Figure(figsize=(self.width, self.height), layout="constrained")
-            self.paint(figure.subplots())
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")  # which takes longer than all else, and would be asked for each file
-        return figure
-
-
-def _saved(figure: Any, form: str) -> bytes:
-    buffer = io.BytesIO()
-    date = {"svg": "Date", "pdf": "CreationDate"}[form]
-    with drawing_style():
-        figure.savefig(buffer, format=form, metadata={date: None})
-    return buffer.getvalue()
+LOOKED_UP = 0.82
+"""Height, inches, of a panel that is one of as many as there are settings: two pictures of twelve go on a page."""
+MOST_ROWS = 16
+"""Verdicts below each other in one picture."""
 
 
 def pictures_of(comparison: Comparison) -> list[Picture]:
-    """Return what there is to draw, in order; nothing is drawn yet."""
+    """Return what there is to draw, in order; nothing is drawn yet.
+
+    Of more than `MOST_APART` settings, pictures of one kind are panels of one.
+    """
     frame, rows = frame_of(comparison), forest_rows(comparison)
     families = [family for family in comparison.families if comparison.verdicts_of(family)]
-    found = [_forest(rows, frame)]
-    for number, trend in enumerate(trends(comparison)):
-        found.append(_trend(trend, frame, number))
+    several = len(families) > MOST_APART
+    found = [_forests(rows, frame) if several and len(rows) > MOST_ROWS else _forest(rows, frame)]
+    found += _trends(comparison, frame)
+    if several:
+        return found + list(_over_settings(comparison, families, frame))
     for number, family in enumerate(families):
         suffix = f"-{number}" if len(families) > 1 else ""
         found += _of_family(comparison, family, frame_of(comparison, family), suffix)
     return found
+
+
+def _over_settings(comparison: Comparison, families: Sequence[Family], frame: Frame) -> Iterator[Picture]:
+    """Yield the curves of differences, a picture per recipe, the losses and the gaps against speed: panels by setting.
+
+    They are shown on one scale.
+    """
+    keys, titles = _titles([family.words for family in families])
+    kinds: dict[str, list[Panel]] = {}
+    for title, family in zip(titles, families, strict=True):
+        for picture in _of_family(comparison, family, frame_of(comparison, family), ""):
+            caption, alt = (words.replace(f" at {family.words}", "") for words in (picture.caption, picture.alt))
+            kinds.setdefault(picture.name, []).append(Panel(title, replace(picture, caption=caption, alt=alt)))
+    group = f"Along the run, by {keys}"
+    for name in sorted(kinds, key=lambda name: ("curve", "loss", "speed").index(name.partition("-")[0])):
+        panels = kinds[name]
+        captions = dict.fromkeys(panel.picture.caption for panel in panels)
+        shared: Literal["x", "y", ""] = "y" if name.startswith("curve") else ""
+        about = _about(name, group, f"{' '.join(captions)} Panels: {keys}.", LOOKED_UP)
+        yield small_multiples(replace(about, folded=True), panels, shared, 2 * frame.margin)
+
+
+def _about(name: str, group: str, caption: str, height: float) -> Picture:
+    """Return what a picture of panels is called; each is `height` inches high."""
+    return Picture(name, group, caption, "", lambda _: None, height=height)
+
+
+def _titles(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the keys of settings, and each one's values: as their words, less what all have."""
+    parts = [dict(part.partition("=")[::2] for part in each.split(", ")) for each in words]
+    if len({tuple(each) for each in parts}) > 1 or not all("=" in part for part in words[0].split(", ")):
+        return "setting", list(words)  # a value has commas of its own
+    return ", ".join(parts[0]), [", ".join(each.values()) for each in parts]
 
 
 def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
@@ -108,6 +98,35 @@ def _forest(rows: Sequence[ForestRow], frame: Frame) -> Picture:
     paint = partial(draw.draw_forest, rows=rows, frame=frame)
     narrow = Picture("gaps", "Gaps", caption, alt, partial(paint, numbers=False), height=height)
     return Picture("gaps", "Gaps", caption, alt, paint, 7.2, height, (1.6, 1.9, 0.5, 0.4), narrow)
+
+
+def _forests(rows: Sequence[ForestRow], frame: Frame) -> Picture:
+    """Return the gaps, a panel per setting: that many rows below each other would be taller than a page."""
+    whole = _forest(rows, frame)
+    settings = list(dict.fromkeys(row.setting for row in rows))
+    keys, titles = _titles(settings)
+    panels = []
+    for title, setting in zip(titles, settings, strict=True):
+        own = [replace(row, setting="") for row in rows if row.setting == setting]
+        paint = partial(draw.draw_forest, rows=own, frame=frame, numbers=False)
+        panels.append(Panel(title, replace(_forest(own, frame), paint=paint)))
+    height = 0.25 + 0.2 * max(Counter(row.setting for row in rows).values())
+    about = _about("gaps", "Gaps", f"{whole.caption} Panels: {keys}.", height)
+    return replace(small_multiples(about, panels, "x", 2 * frame.margin), narrow=whole.narrow, alt=whole.alt)
+
+
+def _trends(comparison: Comparison, frame: Frame) -> Iterator[Picture]:
+    """Yield how the gap moves over each quantity: a picture for each setting of all else, or of many, panels of one."""
+    numbered = list(enumerate(trends(comparison)))
+    for key in dict.fromkeys(trend.key for _, trend in numbered):
+        own = [(trend, _trend(trend, frame, number)) for number, trend in numbered if trend.key == key]
+        if len(own) < MOST_APART:
+            yield from (picture for _, picture in own)
+            continue
+        caption = f"Gap over {own[0][0].label}, with the intervals of the verdicts."
+        panels = [Panel(trend.setting, picture) for trend, picture in own]
+        about = _about(f"over-{_file_name(key)}", "How the gap moves", caption, 1.25)
+        yield small_multiples(about, panels, "y", 2 * frame.margin)
 
 
 def _trend(trend: Trend, frame: Frame, number: int) -> Picture:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.data import finite
 from lightning_llm.compare.report.latex import escape, latex_row
-from lightning_llm.compare.report.pictures import Picture
+from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.table import pair_cells
 
 

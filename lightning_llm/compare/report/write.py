@@ -8,7 +8,8 @@ from lightning_llm.compare.comparison import Comparison
 from lightning_llm.compare.report.latex import bibliography, document, methods_latex
 from lightning_llm.compare.report.page import page, title_of
 from lightning_llm.compare.report.pdf import pdf
-from lightning_llm.compare.report.pictures import Picture, pictures_of
+from lightning_llm.compare.report.picture import Picture
+from lightning_llm.compare.report.pictures import pictures_of
 from lightning_llm.compare.report.supplement import NOTHING, Supplement, Table, tables_of
 from lightning_llm.compare.report.tables import curves_csv, sources_latex, verdicts_csv, verdicts_latex
 from lightning_llm.terminal.waiting import Waiting

@@ -9,6 +9,16 @@ from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
 
 FEWEST_AT_A_LOOK = 2
 
+DECIDED, HALVING, OPTUNA = "sweep.until=decided", "sweep.search=halving", "sweep.search=optuna"
+READ_BY = {
+    **dict.fromkeys(("looks", "max_seeds", "spending", "baseline"), (DECIDED,)),
+    **dict.fromkeys(("margin", "confidence"), (DECIDED, HALVING)),
+    **dict.fromkeys(("metric", "tail"), (DECIDED, HALVING, OPTUNA)),
+    **dict.fromkeys(("trials", "sampler", "search_seed", "pruning", "startup_trials"), (OPTUNA,)),
+    "rungs": (HALVING,),
+}
+"""The kinds of sweep that read a key, of those that not every kind does."""
+
 
 def _margin(word: Any) -> float | str:
     """Return a margin as it is kept: a number of nats, or "2%". Raises ValueError."""
@@ -79,6 +89,13 @@ class SweepConfig(Group):
         if self.search == "halving" and isinstance(self.margin, str):
             raise ValueError(f"margin is {self.margin}, and search=halving takes one in nats: it judges on the way")
         return self
+
+    @property
+    def kind(self) -> str | None:
+        """What makes it more than a product of values, as it is typed; None of a product."""
+        if self.search is not None:
+            return f"sweep.search={self.search}"
+        return None if self.until is None else f"sweep.until={self.until}"
 
     @property
     def margin_nats(self) -> float:

@@ -16,42 +16,24 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.rank_liveness import signal_ranks
-from lightning_llm.record.search_results import write_results
+from lightning_llm.record.search_results import FILE, write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
 from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
+from lightning_llm.sweep.ending import close, print_where_to_judge
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
+from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
+from lightning_llm.sweep.search.dropped import DROPPED, Dropped, dropped_before
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import losses_at, worse_than_best
 from lightning_llm.sweep.search.watch import watched
 
 FEWEST_SEEDS = 2
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A recipe that was ended at `step`: its gap to the best there, the best's name, and the interval."""
-
-    name: str
-    step: int
-    best: str
-    gap: float
-    low: float
-    high: float
-
-    @property
-    def words(self) -> str:
-        """Why, in a line."""
-        if not math.isfinite(self.gap):
-            return f"{self.name}: all its runs diverged by step {self.step}"
-        interval = f"[{self.low:+.4f}, {self.high:+.4f}]"
-        return f"{self.name}: {self.gap:+.4f} {interval} above {self.best} at step {self.step}"
 
 
 @dataclass
@@ -127,7 +109,12 @@ def planned_halving(asked: Asked) -> Halving:
     about = {"search": "halving", "rungs": list(rungs), "margin": keys.margin_nats, "confidence": keys.confidence,
              "metric": keys.metric, "tail": keys.tail}  # fmt: skip
     whole = define(composed, name, typed, {SEARCH: about})
-    return Halving(keys, whole, recipes_of(whole), rungs)
+    recipes = recipes_of(whole)
+    try:
+        dropped = dropped_before(whole.folder, recipes)
+    except ValueError as error:
+        raise ConfigError(Problem(str(whole.folder / FILE), f"cannot be read: {error}. Remove it.")) from error
+    return Halving(keys, whole, recipes, rungs, dropped)
 
 
 def recipes_of(whole: Sweep) -> dict[str, list[Job]]:
@@ -148,6 +135,8 @@ def halve(asked: Asked) -> int:
     halving = planned_halving(asked)
     steps = ", ".join(map(str, halving.rungs))
     print(f"sweep  {len(halving.recipes)} recipes, rungs at steps {steps}; in {halving.whole.folder}", flush=True)
+    for each in halving.dropped.values():
+        print(f"ended  {each.words}, in an earlier start: not run on", flush=True)
     halving.whole = opened(lambda: halving.whole)
     halving.recipes = recipes_of(halving.whole)
     outcomes: list[Outcome] = []
@@ -247,7 +236,8 @@ def _rows(halving: Halving) -> list[Mapping[str, Any]]:
     return [
         {"recipe": name, "jobs": [job.number for job in jobs],
          "state": "ended" if name in halving.dropped else _whole_or_open(jobs),
-         "why": halving.dropped[name].words if name in halving.dropped else None}
+         "why": halving.dropped[name].words if name in halving.dropped else None,
+         DROPPED: halving.dropped[name].as_data() if name in halving.dropped else None}
         for name, jobs in halving.recipes.items()
     ]  # fmt: skip
 

@@ -21,10 +21,11 @@ from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, t
 from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere
+from lightning_llm.sweep.ending import close, print_where_to_judge
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
-from lightning_llm.sweep.run import close, left_to_do, opened, print_where_to_judge, start
+from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import paired_curve, pruned_at, tail_gap
 from lightning_llm.sweep.search.run import Asked, ComposedJob, check_launcher, without_repeats
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
@@ -144,7 +145,8 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
             if not _run_batch(study, search, batch, relay, outcomes):
                 break
     whole = search.whole()
-    code = close(whole, outcomes, relay.received, set(search.ended))
+    further = "" if study is None else _trials_to_come(study, search)
+    code = close(whole, outcomes, relay.received, set(search.ended), further)
     if lost and not relay.received:
         print(
             f"error: the baseline did not finish ({', '.join(map(str, lost))}); no gap can be taken to it",
@@ -165,6 +167,12 @@ def _study(search: Search) -> "Study":
         if trial.state.name == "PRUNED":
             _note_pruned(search, trial.number, max(trial.intermediate_values, default=0))
     return study
+
+
+def _trials_to_come(study: "Study", search: Search) -> str:
+    """Return how many of the trials have not come to their end, "" where all have."""
+    left = search.keys.trials - sum(trial.state.is_finished() for trial in study.trials)
+    return f"the search's rest of {left} trial{'s' * (left > 1)}" if left > 0 else ""
 
 
 def _compose(study: "Study", search: Search, number: int, params: Mapping[str, Any]) -> None:

@@ -26,15 +26,24 @@ def search_facts(arguments: argparse.Namespace, keys: SweepConfig) -> tuple[Swee
         steps = ", ".join(map(str, halving.rungs))
         worse = f"those worse than the best by more than {keys.margin_nats:g}"
         words = f"halving of {len(halving.recipes)} recipes: {worse} end at "
-        return halving.whole, {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": []}
+        ended = [("ended before", each.words) for each in halving.dropped.values()]
+        about = {**halving.whole.declared[SEARCH], "words": f"{words}steps {steps}", "rows": ended}
+        return halving.whole, {**about, "ended": sorted(halving.ended)}
     from lightning_llm.sweep.search.optuna_search import planned_search
 
     search = planned_search(asked, read_space(arguments.overrides, arguments.config_dir))
     about = {key: value for key, value in search.first.declared[SEARCH].items() if key != "derived"}
     seeds = len(search.baseline)
     jobs = f"{seeds} job{'s' * (seeds > 1)} of the baseline, at most {keys.trials * seeds} of trials"
-    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, pruning {keys.pruning}: {jobs}"
+    words = f"optuna, {keys.trials} trials ({_done(search.first)} done), {keys.sampler}, {_pruning(keys)}: {jobs}"
     return search.first, {**about, "words": words, "rows": [(key, values) for key, values in about["space"].items()]}
+
+
+def _pruning(keys: SweepConfig) -> str:
+    if keys.pruning == "none":
+        return "no pruning"
+    here = "" if keys.startup_trials < keys.trials else ", so none here"
+    return f"pruning by the {keys.pruning} after {keys.startup_trials} whole trials{here}"
 
 
 def _done(whole: Sweep) -> int:
