@@ -87,7 +87,7 @@ def build_trainer(
     folder = RunFolder(Path(config.run.dir), told, _resumed_from(config, start), facts, adopt)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
-    return pl.Trainer(
+    trainer = pl.Trainer(
         accelerator="cuda" if device.type == "cuda" else "cpu",
         devices=devices,
         num_nodes=(config.world or devices) // devices,
@@ -108,6 +108,10 @@ def build_trainer(
         inference_mode=False,  # a block compiled under inference_mode is compiled again to train
         default_root_dir=config.run.dir,
     )
+    # Before each batch it would send a number around and wait for the device to read it: whether SIGTERM came, of
+    # which ranks tell each other with what they read of a step (`TrainStrategy.ask_to_stop`).
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+    return trainer
 
 
 def build_callbacks(config: Config) -> dict[str, pl.Callback]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rank_group import RankGroup
 from test_bytes import words_of
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced_run import layout_here, run_with
@@ -35,23 +36,52 @@ BY_NUMBERS = (aten.nonzero.default, aten.masked_select.default, aten.equal.defau
 
 
 class Waits(TorchDispatchMode):
-    """Counts operators for which the host would wait for a device, by name."""
+    """Counts operators for which the host would wait for a device, by name, and copies to Python or NumPy."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.inside = 0
+        self.copies = [patch.object(Tensor, name, self._counted(name)) for name in ("tolist", "numpy")]
+
+    def _counted(self, name: str) -> Any:
+        copy = getattr(Tensor, name)
+
+        def counted(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+            if not self.inside:
+                self.found.append(name)
+            return copy(tensor, *arguments, **named)
+
+        return counted
+
+    def __enter__(self) -> "Waits":
+        for each in self.copies:
+            each.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for each in self.copies:
+            each.stop()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         by_mask = function in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default) and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )
-        if function in READS + BY_NUMBERS or by_mask:
+        named = kwargs or {}
+        to_host = function is aten._to_copy.default and named.get("device") == torch.device("cpu")
+        to_host = to_host and named.get("dtype") in (None, args[0].dtype)  # else a cast, of what is there
+        if function in READS + BY_NUMBERS or by_mask or to_host:
             self.found.append(function.name())
-        return function(*args, **(kwargs or {}))
+        self.inside += 1
+        try:
+            return function(*args, **named)
+        finally:
+            self.inside -= 1
 
 
 class SecondStep(pl.Callback):
-    """Counts the waits of the second step, from the batch to what follows the update."""
+    """Counts the waits from the second step's batch to the third's: what Lightning does between them is in it."""
 
     def __init__(self) -> None:
         self.waits = Waits()
@@ -59,9 +89,7 @@ class SecondStep(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             self.waits.__enter__()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        elif batch_idx == 2:
             self.waits.__exit__(None, None, None)
 
 
@@ -85,7 +113,7 @@ CASES = [
 @pytest.mark.parametrize(("layout", "precision", "more"), CASES)
 def test_the_host_waits_once_per_step(layout, precision, more, ranks, small_run, tmp_path):
     """For loss, norm, overflow and whether to stop together; masks of shared sequences and documents take none."""
-    words = words_of(layout, "tree", precision, "precision.casts=eager", *more)
+    words = words_of(layout, "tree", precision, "precision.casts=eager", "trainer.max_steps=3", *more)
     world = 8 if layout == "hsdp_tp" else 4
     config = compose_config(small_run(tmp_path, *words, f"trainer.devices={world}"))
     assert ranks(world).call(waits_of, config) == [READ_NUMBERS.name()]

@@ -158,3 +158,16 @@ def test_a_reader_that_has_gone_ends_no_run(small_run, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert (tmp_path / "errors").read_text().count("nobody reads this run's output any more") == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_sigterm_that_lightnings_handler_took_stops_the_run_as_ours_does(tmp_path, small_run, monkeypatch):
+    """It comes between the moment that handler is in place and the one that ours is."""
+    started = RunFolder.on_train_start
+
+    def signalled(self: RunFolder, *arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        started(self, *arguments)
+
+    monkeypatch.setattr(RunFolder, "on_train_start", signalled)
+    assert main(["train", *small_run(tmp_path, "logger=none")]) == 143
+    assert steps_saved(tmp_path / "run") == [1]

@@ -94,6 +94,9 @@ class Checkpointing(pl.Callback):
         for number in STOPPING:
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
+        if trainer.received_sigterm:  # by that handler, in the moment before
+            trainer._signal_connector.received_sigterm = False
+            self._note(signal.SIGTERM, None)
         CallbackState.of_dicts(trainer).encode()  # one that cannot be kept is reported now, not at the first checkpoint
         start = trainer.strategy.resume_from
         elsewhere = start is not None and start.folder.parent != self.folder
