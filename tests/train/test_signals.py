@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_main import ForkedMain
@@ -161,13 +162,18 @@ def test_a_reader_that_has_gone_ends_no_run(small_run, tmp_path, monkeypatch):
 
 
 def test_a_sigterm_that_lightnings_handler_took_stops_the_run_as_ours_does(tmp_path, small_run, monkeypatch):
-    """It comes between the moment that handler is in place and the one that ours is."""
-    started = RunFolder.on_train_start
+    """On a rank, which has no handler of the command's; between the moment that handler is in place and ours is."""
+    setup, started = RunFolder.setup, RunFolder.on_train_start
 
-    def signalled(self: RunFolder, *arguments: object) -> None:
+    def on_a_rank(self: RunFolder, *arguments: Any, **named: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        setup(self, *arguments, **named)
+
+    def signalled(self: RunFolder, *arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         started(self, *arguments)
 
+    monkeypatch.setattr(RunFolder, "setup", on_a_rank)
     monkeypatch.setattr(RunFolder, "on_train_start", signalled)
     assert main(["train", *small_run(tmp_path, "logger=none")]) == 143
     assert steps_saved(tmp_path / "run") == [1]
