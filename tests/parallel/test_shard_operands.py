@@ -159,7 +159,7 @@ QUANTISED = {(role, slot) for role in BY_DEFINITION for slot in CONTRACTION}
     ("recipe", "once"), [("nvfp4", set()), pytest.param("fp8_current", {"wgrad.dy"}, marks=pytest.mark.full)]
 )
 def test_operands_of_a_run_are_the_parts_of_the_whole_ones(recipe, once, operands_of_a_run):
-    """All six slots of a linear of each role, of the tensors that training made of them; `once`: dgrad's serve wgrad."""
+    """All six slots of a linear of each role, of the tensors that training made; `once`: dgrad's serve wgrad."""
     of_ranks = operands_of_a_run(recipe, "tp", 2, layers="gla, attention")
     made = {(role, slot) for role, slot in QUANTISED if slot not in once}
     assert {(LAYERS[name], slot) for name, slot in of_ranks[0]} == made
