@@ -24,7 +24,8 @@ class Killed(BaseException):
 class MadeJob:
     """A run of `lightning-llm train --config FILE` that writes what a run writes, a validation at a time.
 
-    `pauses`: says of a config at which step it waits for a signal, None for no such step.
+    `pauses`: says of a config at which step it waits for a signal, None for no such step; at the last, it has nothing
+    left to stop. `summary`: what stands in its summary beside.
     """
 
     started: list[dict[str, Any]]
@@ -32,6 +33,7 @@ class MadeJob:
     loss: Loss
     pauses: Callable[[dict[str, Any]], int | None]
     dies: Callable[[dict[str, Any]], bool]
+    summary: dict[str, Any] = {}
 
     def __init__(self, command: list[str], **more: Any):
         self.config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
@@ -56,12 +58,12 @@ class MadeJob:
             lines.append({"step": step, "tokens": tokens, "val_loss": type(self).loss(config, step)})
             with file.open("a") as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in lines))
-            if type(self).pauses(config) == step and self.signalled.wait(PATIENCE_SECONDS):
+            if type(self).pauses(config) == step and self.signalled.wait(PATIENCE_SECONDS) and step < last:
                 return self._end("stopped", 143)
         return self._end("finished", 0)
 
     def _end(self, status: str, code: int) -> int:
-        summary = {"status": status, "versions": {}, "validation_hash": "v", "data_hash": "d"}
+        summary = {"status": status, "versions": {}, "validation_hash": "v", "data_hash": "d", **self.summary}
         (Path(self.config["run"]["dir"]) / "summary.json").write_text(json.dumps(summary))
         type(self).ended.append(self.config)
         return code
