@@ -28,6 +28,7 @@ class MadeJob:
     left to stop. `summary`: what stands in its summary beside.
     """
 
+    made: list["MadeJob"]
     started: list[dict[str, Any]]
     ended: list[dict[str, Any]]
     loss: Loss
@@ -39,6 +40,7 @@ class MadeJob:
         self.config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
         type(self).started.append(self.config)
         self.signalled = threading.Event()
+        type(self).made.append(self)
 
     def send_signal(self, number: int) -> None:
         self.signalled.set()
@@ -77,6 +79,7 @@ def make_jobs(
 ) -> type[MadeJob]:
     """Let sweeps run such jobs; return their class, which keeps the configs of those that `started` and `ended`."""
     members: dict[str, Any] = {
+        "made": [],
         "started": [],
         "ended": [],
         "loss": staticmethod(loss),
