@@ -9,7 +9,7 @@ from lightning_llm.record.files import write_json
 
 FILE = "search.json"
 ENDED_AT = "ended_at"
-"""The key, in the row of a trial or recipe, of the `step` it was ended at and its `gap` there; null where it was not."""
+"""The key, in a trial's or recipe's row, of the `step` it was ended at and its `gap` there; null where it was not."""
 
 
 def write_results(folder: Path, trials: Sequence[Mapping[str, Any]], ended: Mapping[int, str]) -> None:
