@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from benchmarks import (
     weight_casts,
 )
 from benchmarks.rotation import Row
-from benchmarks.shape import LARGE, MIDDLE, SMALL
+from benchmarks.shape import LARGE, LONG, MIDDLE, SMALL
 
 BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "startup": startup.measure,
@@ -44,10 +43,11 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Row]]] = {
     "peers": partial(peers.measure, MIDDLE),
     "peers_2m": partial(peers.measure, SMALL),
     "peers_60m": partial(peers.measure, LARGE),
-    "peers_1024": partial(peers.measure, replace(MIDDLE, length=1024, batch=2)),
+    "peers_1024": partial(peers.measure, LONG),
     "plan_memory": plan_memory.measure,
     "roofline": partial(roofline.measure, MIDDLE),
     "roofline_60m": partial(roofline.measure, LARGE),
+    "roofline_1024": partial(roofline.measure, LONG),
     "precision": precision.measure,
     "weight_casts": weight_casts.measure,
     "health": health.measure,

@@ -108,7 +108,8 @@ def _section(result: Result) -> Iterator[str]:
 
 
 def _shown(result: Result) -> list[Row]:
-    """Return the rows with a number as their target, with the titles that they stand under; if none have, medians."""
+    """Return the rows with a number as their target, with the titles that they stand under; if none have, medians, or
+    all."""
     shown: list[Row] = []
     title = None
     for row in result.rows:
@@ -120,7 +121,7 @@ def _shown(result: Result) -> list[Row]:
             if title not in shown and title is not None and row is not title:
                 shown.append(title)
             shown.append(row)
-    return shown or [row for row in result.rows if "median" in row[0]]
+    return shown or [row for row in result.rows if "median" in row[0]] or list(result.rows)
 
 
 def _line(row: Row) -> str:

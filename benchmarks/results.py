@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import rotation
 from benchmarks.rotation import Row
+from lightning_llm.hardware import device_name
 
 FOLDER = Path(__file__).parent / "results"
 NAMED = re.compile(r"(?P<day>\d{4}-\d\d-\d\d)-(?P<device>.+)-(?P<name>[a-z0-9_]+)")
@@ -45,7 +46,7 @@ class Result:
 
 def here(name: str, rows: Sequence[Row], beside: float) -> Result:
     """Return rows measured now, in this process."""
-    machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    machine = f"{device_name(torch.device('cpu'))}, {platform.machine()}, {torch.get_num_threads()} threads"
     clock = "cpu" if rotation.by_cpu_time() else "wall"
     return Result(name, str(date.today()), machine, rows, _versions(), clock, round(beside, 1))
 

@@ -27,9 +27,9 @@ REST = "element by element"
 PEAK_SIZE, REPEATS = 1024, 10
 
 
-def gemm_peak() -> float:
-    """Return the most FLOP/s that fp32 products of 1,024 x 1,024 matrices reach here."""
-    a, seconds = torch.randn(PEAK_SIZE, PEAK_SIZE), float("inf")
+def gemm_peak(dtype: torch.dtype) -> float:
+    """Return the most FLOP/s that products of 1,024 x 1,024 matrices of `dtype` reach here."""
+    a, seconds = torch.randn(PEAK_SIZE, PEAK_SIZE).to(dtype), float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
         torch.mm(a, a)
@@ -52,21 +52,27 @@ def seconds_by_part(step: Step) -> dict[str, float]:
 
 
 def measure(shape: Shape) -> Iterator[Row]:
-    """Yield what share of a step each part takes, and at what share of the GEMM peak the whole runs."""
+    """Yield what share of a step each part takes, at what share of the GEMM peak the whole runs, and the most that any
+    program could gain on the plain loop with these linear layers: as if all else took no time, and all but attention.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        peak = gemm_peak()
-        yield "fp32 GEMM peak of one thread, GFLOP/s", peak / 1e9, ""
         with FlopCounterMode(display=False) as counter:  # which sees into no operators of our own
             peer_step(PlainLlama(shape), shape, False, torch.float32)()
         for name, dtype in DTYPES.items():
+            peak = gemm_peak(dtype)
+            yield f"{name} GEMM peak of one thread, GFLOP/s", peak / 1e9, ""
             steps = {"ours": our_step(shape, False, dtype), "plain": peer_step(PlainLlama(shape), shape, False, dtype)}
-            for whose, step in steps.items():
-                parts = seconds_by_part(step)
+            found = {whose: seconds_by_part(step) for whose, step in steps.items()}
+            for whose, parts in found.items():
                 whole = sum(parts.values())
                 yield f"{whose}, {name}: products' share of the peak", counter.get_total_flops() / whole / peak, ""
                 for part, spent in parts.items():
                     yield f"  {part}, share of {1e3 * whole:.0f} ms", spent / whole, ""
+            plain, linears = sum(found["plain"].values()), found["ours"]["linears"]
+            yield f"plain over ours if all but linears took no time, {name}", plain / linears, ""
+            kept = linears + found["ours"]["attention"] + found["ours"]["optimizer"]
+            yield f"plain over ours if all but linears, attention and optimizer took no time, {name}", plain / kept, ""
     finally:
         torch.set_num_threads(threads)

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ MIDDLE = Shape(hidden=256, layers=6, heads=8, ffn=704, vocab=4096, length=256, b
 """7 million parameters."""
 SMALL = Shape(hidden=128, layers=4, heads=4, ffn=384, vocab=4096, length=256, batch=8)
 """2 million."""
+LONG = replace(MIDDLE, length=1024, batch=2)
 LARGE = Shape(hidden=640, layers=8, heads=10, ffn=1792, vocab=16_384, length=256, batch=2)
 """62 million."""
 

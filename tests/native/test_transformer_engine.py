@@ -121,7 +121,7 @@ def test_a_gathered_weight_is_cast_anew_for_the_backward_pass(name, engine):
 
 
 def test_a_weight_that_the_library_caches_by_micro_batch_does_not_follow_the_weight(engine):
-    """Which is why a native linear never says which micro-batch it is in: masters are cast for each call."""
+    """Which is why the casts are let go when a step is over (`KeptByKernel`): masters move between steps."""
     layer = layer_of(load("fp8_current"))
     x = torch.randn(ROWS, INPUTS).bfloat16()
     before = layer(x)
