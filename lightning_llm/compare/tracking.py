@@ -12,10 +12,14 @@ from lightning_llm.compare.pairing import Pair
 from lightning_llm.compare.report.write import FILES
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.compare.wording import interval_of, line_of, nats
+from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
 from lightning_llm.record.mlflow.ui import artifact_page
+from lightning_llm.record.reading import Run
+from lightning_llm.record.state import state_of
+from lightning_llm.record.sweep_file import FILE, parent_of_sweep
 
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 """Around the verdicts in a sweep's description: what stands outside is somebody's own."""
@@ -25,6 +29,8 @@ WHERE = (
     "run's own."
 )
 """Where the rest is found in MLflow's pages, for who reads the description."""
+Place = tuple[str, str]
+"""An MLflow, by its address, and the id of a run there."""
 
 
 def log_verdicts(
@@ -37,36 +43,72 @@ def log_verdicts(
         place: of its files among the parent's artifacts.
         lines: {tag of the parent: text}, beside those of the verdicts.
     """
-    tracked = [
-        (pair, verdict)
-        for verdict in comparison.verdicts
-        for pair in verdict.pairs
-        if pair.run.summary.get("mlflow_run_id")
-    ]
-    if not tracked:
-        return ""
+    tracked = [(pair, verdict) for verdict in comparison.verdicts for pair in verdict.pairs if _run_id(pair.run)]
+    lacking = lacking_line(comparison.runs)
     clients: dict[str, Any] = {}
-    parents: dict[tuple[str, str], list[Verdict]] = {}
     try:
+        of_sweep: dict[Path, Place] = {}
         for pair, verdict in tracked:
             uri = tracking_uri(pair)
             if uri not in clients:
                 clients[uri] = existing_store(uri)
-            parent = _log_child(clients[uri], pair, verdict)
-            if parent and not any(each is verdict for each in parents.setdefault((uri, parent), [])):
-                parents[uri, parent].append(verdict)
-        pages = [
-            artifact_page(
-                uri, _log_parent(clients[uri], parent, verdicts, folder, place, lines or {}), parent,
-                f"{place}/report.html",
-            )
-            for (uri, parent), verdicts in parents.items()
-        ]  # fmt: skip
+            if parent := _log_child(clients[uri], pair, verdict):
+                of_sweep[pair.run.folder.parent] = (uri, parent)
+        parents = _verdicts_by_parent(comparison.verdicts, of_sweep)
+        pages = []
+        for (uri, parent), verdicts in parents.items():
+            client = clients[uri] if uri in clients else existing_store(uri)
+            experiment = _log_parent(client, parent, verdicts, folder, place, lines or {})
+            pages.append(artifact_page(uri, experiment, parent, f"{place}/report.html"))
     except Exception as error:  # of many kinds: requests', sqlalchemy's, mlflow's own
         why = redacted(f"{type(error).__name__}: {error}".splitlines()[0])[:200]
-        return f"note   the verdicts were not logged to MLflow ({why}); the report has everything"
-    logged = f"logged to MLflow: {len(tracked)} runs" + (f", {len(parents)} sweep" if parents else "")
-    return "\n".join([logged, *(f"       {page}" for page in pages)])
+        said = [f"note   the verdicts were not logged to MLflow ({why}); the report has everything"]
+    else:
+        sweeps = f", {len(parents)} sweep" if parents else ""
+        logged = f"logged to MLflow: {len(tracked)} runs{sweeps}"
+        said = [logged, *(f"       {page}" for page in pages)] if tracked or parents else []
+    return "\n".join([*said, *([lacking] if lacking else [])])
+
+
+def lacking_line(runs: Sequence[Run]) -> str:
+    """Return how many of the runs that were to be in MLflow are there whole, and what hands in the rest; "" if all are.
+
+    One that is under way hands in itself.
+    """
+    meant = [run for run in runs if _run_id(run) or "mlflow" in run.summary]
+    behind = [run for run in meant if _is_behind(run)]
+    if not behind:
+        return ""
+    places = (run.folder.parent if (run.folder.parent / FILE).is_file() else run.folder for run in behind)
+    return f"note   {len(meant) - len(behind)} of {len(meant)} runs in MLflow; the rest: {sync_command(*places)}"
+
+
+def _is_behind(run: Run) -> bool:
+    lacks = _run_id(run) is None or (run.summary.get("mlflow") or {}).get("synced") is False
+    return lacks and state_of(run.folder) != "running"
+
+
+def _verdicts_by_parent(verdicts: Sequence[Verdict], of_sweep: Mapping[Path, Place]) -> dict[Place, list[Verdict]]:
+    """Return each sweep's parent with all verdicts on its runs, on those that MLflow lacks, too.
+
+    `of_sweep`: {a sweep's folder: its parent}, as its runs in MLflow name it; where none does, its own file knows.
+    """
+    known: dict[Path, Place | None] = dict(of_sweep)
+    found: dict[Place, list[Verdict]] = {}
+    for verdict in verdicts:
+        for pair in verdict.pairs:
+            sweep = pair.run.folder.parent
+            if sweep not in known and "mlflow" in pair.run.summary:
+                parent = parent_of_sweep(sweep)
+                known[sweep] = (tracking_uri(pair), parent) if parent else None
+            parent_run = known.get(sweep)
+            if parent_run and not any(each is verdict for each in found.setdefault(parent_run, [])):
+                found[parent_run].append(verdict)
+    return found
+
+
+def _run_id(run: Run) -> str | None:
+    return run.summary.get("mlflow_run_id")
 
 
 def tracking_uri(pair: Pair) -> str:

@@ -50,9 +50,9 @@ def how_to_go_further(run_dir: str | Path, step: int) -> str:
     return f"{run_dir} is finished at step {step}; to twice as many: {further}"
 
 
-def sync_command(folder: str | Path) -> str:
-    """Return the command that hands in to MLflow what it missed of the runs in `folder`."""
-    return command("sync", str(Path(folder).absolute()))
+def sync_command(*folders: str | Path) -> str:
+    """Return the command that hands in to MLflow what it missed of the runs in `folders`, each named once."""
+    return command("sync", *dict.fromkeys(str(Path(folder).absolute()) for folder in folders))
 
 
 def sweep_command(

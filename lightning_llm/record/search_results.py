@@ -8,6 +8,8 @@ from typing import Any
 from lightning_llm.record.files import write_json
 
 FILE = "search.json"
+ENDED_AT = "ended_at"
+"""The key, in a trial's or recipe's row, of the `step` it was ended at and its `gap` there; null where it was not."""
 
 
 def write_results(folder: Path, trials: Sequence[Mapping[str, Any]], ended: Mapping[int, str]) -> None:

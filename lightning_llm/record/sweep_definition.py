@@ -20,6 +20,7 @@ from lightning_llm.config.identity import (
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.declared_jobs import Asked, check_declared_jobs
 from lightning_llm.record.files import write_json
 from lightning_llm.record.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, read_sweep_file
 
@@ -120,7 +121,7 @@ def define(
 
     Raises:
         ConfigError: jobs of several experiments, or the folder holds something that is no sweep, or one that was begun
-            with something else declared.
+            with something else declared, or with looks declared for other recipes.
     """
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
@@ -132,9 +133,13 @@ def define(
     if not folder.exists() and (above / f"{recipe}-{former_digest}" / FILE).exists():
         folder, digest = above / f"{recipe}-{former_digest}", former_digest
     known = read_sweep_file(folder)
+    by_looks = declared is not None
     declared = _as_declared(known, declared, folder)
     numbers = {each["key"]: each["number"] for each in known.get("jobs", [])}
     keys = [before if before in numbers else key for key, before in zip(keys, former, strict=True)]
+    if DESIGN in known:
+        asked = [Asked(key, kind_of(job[1]), *job) for key, job in zip(keys, jobs, strict=True)]
+        check_declared_jobs(folder, known, asked, by_looks=by_looks)
     following = max([*numbers.values(), *_numbered_folders(folder)], default=-1) + 1  # a file from a copy knows fewer
     made = []
     for key, (words, config) in zip(keys, jobs, strict=True):

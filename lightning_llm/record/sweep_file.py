@@ -60,3 +60,12 @@ def read_declared(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
         return {}
     return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and key in known}
+
+
+def parent_of_sweep(folder: Path) -> str | None:
+    """Return the id of the MLflow run of the sweep in `folder`, None where it has none, or its file cannot be read."""
+    try:
+        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return known.get("mlflow_run_id") if isinstance(known, dict) else None

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
@@ -18,12 +19,17 @@ NAMED_AFTER_SECONDS = 60.0
 
 
 def runs_elsewhere(job: Job) -> bool:
-    """Return whether a process trains the job, or is about to; to be asked while this start runs none for it.
+    """Return whether a process trains the job, or is about to; to be asked while this start runs none for it."""
+    return is_trained(job.folder)
+
+
+def is_trained(folder: Path) -> bool:
+    """Return whether a process trains the run in `folder`, or is about to.
 
     Its summary says "running" once the data are ready, and the lock of the run's folder is its before that.
     """
-    state = state_of(job.folder)
-    return state == "running" or (state not in SETTLED and is_locked(job.folder))
+    state = state_of(folder)
+    return state == "running" or (state not in SETTLED and is_locked(folder))
 
 
 def await_elsewhere(

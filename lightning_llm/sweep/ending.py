@@ -14,7 +14,8 @@ from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, state_of
 from lightning_llm.record.sweep_commands import command_to_go_on
 from lightning_llm.record.sweep_definition import Job, Sweep, write
-from lightning_llm.sweep.elsewhere import runs_elsewhere
+from lightning_llm.record.sweep_file import read_sweep_file
+from lightning_llm.sweep.elsewhere import is_trained, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.progress import STOPPED
 
@@ -49,9 +50,8 @@ def close(
         counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
         counts["total"] = len(states)
         logged = _log_end(whole, None if running else status, counts)
-        if logged and not stopped_by and (problem := catch_up([each.job.folder for each in outcomes])):
-            text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
-            print(text, file=sys.stderr)
+        if logged and not stopped_by:
+            hand_in_late(whole)
     lost = f", {diverged} diverged" if diverged else ""
     lost += f", {len(ended)} ended by the search" if ended else ""
     lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
@@ -69,6 +69,19 @@ def close(
         _print_stop(whole, {number: states[number] for number in left}, further)
         return 128 + stopped_by
     return 1 if failed or elsewhere else 0
+
+
+def hand_in_late(whole: Sweep) -> None:
+    """Hand in to MLflow what it lacks of the jobs in the sweep's folder, of whichever start; print where it cannot be.
+
+    A start that was killed left its jobs to the next one. Those that a process trains right now hand in themselves.
+    """
+    if whole.jobs[0].config.logger.name != "mlflow":
+        return
+    folders = [whole.folder / str(each["number"]) for each in read_sweep_file(whole.folder).get("jobs", [])]
+    if problem := catch_up([folder for folder in folders if not is_trained(folder)]):
+        text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
+        print(text, file=sys.stderr)
 
 
 def _print_stop(whole: Sweep, left: Mapping[int, str], further: str) -> None:
@@ -111,7 +124,8 @@ def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
     job["status"] = status
     parent, problem = write_parent(job)
     if problem:
-        print(f"note   MLflow was not told how the sweep ended: {problem}", file=sys.stderr)
+        later = f"Later: {sync_command(whole.folder)}"
+        print(f"note   MLflow was not told how the sweep ended ({problem}). {later}", file=sys.stderr)
         return False
     with one_at_a_time(whole.folder):
         write(replace(whole, parent_run_id=parent))  # it may have been made just now

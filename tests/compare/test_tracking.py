@@ -14,6 +14,7 @@ from lightning_llm.compare import tracking
 from lightning_llm.compare.comparison import compare_runs
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.tracking import BEGIN, END, described, log_verdicts
+from lightning_llm.config.commands import sync_command
 from lightning_llm.record.mlflow.store import LARGEST_VALUE
 from lightning_llm.record.reading import read_run
 
@@ -118,6 +119,27 @@ def test_mlflow_being_away_changes_nothing_but_a_note(tracked, capsys, tmp_path)
     assert main(["compare", str(copy)]) == 0
     assert "the verdicts were not logged to MLflow" in capsys.readouterr().out
     assert (copy / "compare" / "report.html").exists()
+
+
+def test_runs_that_mlflow_lacks_are_counted_and_their_verdicts_stand_in_the_parent(tracked, tmp_path):
+    client, parent, sweep, _ = tracked
+    outputs = tmp_path / "exp" / "sweep"
+    shutil.copytree(sweep, outputs, ignore=shutil.ignore_patterns("compare"))
+    for number, seed in ((4, 0), (5, 1)):
+        about = {"mlflow": {"tracking_uri": "", "synced": False}}
+        words = ("precision=fp8_current", f"seed={seed}", f"run.root={sweep.parents[1]}")
+        make_run(outputs / str(number), *words, gap=0.2, noise=0.0002 * seed, summary=about)
+    (outputs / "sweep.json").write_text(json.dumps({"mlflow_run_id": parent, "jobs": []}))
+    said = log_verdicts(compare_runs([read_run(outputs / str(number)) for number in range(6)], Terms()), tmp_path)
+    assert said.startswith("logged to MLflow: 2 runs, 1 sweep\n")
+    assert said.endswith(f"\nnote   4 of 6 runs in MLflow; the rest: {sync_command(outputs)}")
+    note = client.get_run(parent).data.tags["mlflow.note.content"]
+    assert ("| mxfp8 | **lossy**" in note, "| fp8_current | **lossy**" in note) == (True, True)
+    client.set_tag(parent, "mlflow.note.content", "")
+    alone = compare_runs([read_run(outputs / str(number)) for number in (0, 1, 4, 5)], Terms())
+    said = log_verdicts(alone, tmp_path)  # of no run of theirs does MLflow know whose it is
+    assert said.startswith("logged to MLflow: 0 runs, 1 sweep\n")
+    assert "| fp8_current | **lossy**" in client.get_run(parent).data.tags["mlflow.note.content"]
 
 
 def test_another_report_has_a_place_of_its_own_and_its_lines_are_tags(tracked, tmp_path):

@@ -24,19 +24,23 @@ class Killed(BaseException):
 class MadeJob:
     """A run of `lightning-llm train --config FILE` that writes what a run writes, a validation at a time.
 
-    `pauses`: says of a config at which step it waits for a signal, None for no such step.
+    `pauses`: says of a config at which step it waits for a signal, None for no such step; at the last, it has nothing
+    left to stop. `summary`: what stands in its summary beside.
     """
 
+    made: list["MadeJob"]
     started: list[dict[str, Any]]
     ended: list[dict[str, Any]]
     loss: Loss
     pauses: Callable[[dict[str, Any]], int | None]
     dies: Callable[[dict[str, Any]], bool]
+    summary: dict[str, Any] = {}
 
     def __init__(self, command: list[str], **more: Any):
         self.config = yaml.safe_load(Path(command[command.index("--config") + 1]).read_text())
         type(self).started.append(self.config)
         self.signalled = threading.Event()
+        type(self).made.append(self)
 
     def send_signal(self, number: int) -> None:
         self.signalled.set()
@@ -56,12 +60,12 @@ class MadeJob:
             lines.append({"step": step, "tokens": tokens, "val_loss": type(self).loss(config, step)})
             with file.open("a") as stream:
                 stream.write("".join(json.dumps(line) + "\n" for line in lines))
-            if type(self).pauses(config) == step and self.signalled.wait(PATIENCE_SECONDS):
+            if type(self).pauses(config) == step and self.signalled.wait(PATIENCE_SECONDS) and step < last:
                 return self._end("stopped", 143)
         return self._end("finished", 0)
 
     def _end(self, status: str, code: int) -> int:
-        summary = {"status": status, "versions": {}, "validation_hash": "v", "data_hash": "d"}
+        summary = {"status": status, "versions": {}, "validation_hash": "v", "data_hash": "d", **self.summary}
         (Path(self.config["run"]["dir"]) / "summary.json").write_text(json.dumps(summary))
         type(self).ended.append(self.config)
         return code
@@ -75,6 +79,7 @@ def make_jobs(
 ) -> type[MadeJob]:
     """Let sweeps run such jobs; return their class, which keeps the configs of those that `started` and `ended`."""
     members: dict[str, Any] = {
+        "made": [],
         "started": [],
         "ended": [],
         "loss": staticmethod(loss),

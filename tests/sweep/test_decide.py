@@ -133,6 +133,29 @@ def test_other_terms_than_the_declared_do_not_have_their_error(tmp_path, monkeyp
     assert "changed after it was declared" in capsys.readouterr().err
 
 
+def test_no_other_recipe_or_model_is_added_to_declared_looks(tmp_path, monkeypatch, capsys):
+    two = "precision=bf16,fp8_delayed"
+    started = make_jobs(monkeypatch, loss).started
+    assert main(["train", *words(tmp_path, two)]) == 0
+    plain = [word for word in words(tmp_path) if not word.startswith(("sweep.", "precision="))]
+    ran = len(started)
+    for asked, said in (
+        (words(tmp_path, "precision=bf16,mxfp8"), "precision=fp8_delayed, and this asks for precision=mxfp8: its"),
+        (words(tmp_path, two, "model=llama_20m"), "model.hidden_size was 192, is "),
+        ([*plain, "precision=bf16,mxfp8", "seed=0,1,2"], "and this asks for precision=mxfp8: its"),
+        ([*plain, two, "optim.learning_rate=1e-4", "seed=7"], "(optim.learning_rate was 0.001, is 0.0001)"),
+    ):
+        capsys.readouterr()
+        assert main(["train", *asked]) == 2
+        told = capsys.readouterr().err
+        assert "was begun with looks declared for precision=bf16; precision=fp8_delayed, and" in told
+        assert said in told
+    assert len(started) == ran
+    assert main(["train", *words(tmp_path, two)]) == 0
+    assert main(["train", *plain, two, "seed=7"]) == 0  # more seeds are no other recipe
+    assert len(started) == ran + 2
+
+
 def test_a_sweep_that_was_killed_goes_on_and_repeats_nothing(tmp_path, monkeypatch, capsys):
     whole, two = make_jobs(monkeypatch, loss), "precision=bf16,fp8_current"
     assert main(["train", *words(tmp_path / "whole", two)]) == 0

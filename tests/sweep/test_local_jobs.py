@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_jobs import Killed, make_jobs
 from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import main
@@ -107,6 +108,26 @@ def test_a_crashed_job_is_run_again_and_a_diverged_one_is_not(tmp_path: Path, mo
     assert handed_in[-1]["metrics"] == {"jobs/finished": 1, "jobs/diverged": 1, "jobs/failed": 1, "jobs/total": 3}
     assert main([*words, "seed=0,1,3"]) == 0
     assert handed_in[-1]["status"] == "FINISHED"
+
+
+def test_a_sweep_hands_in_what_a_killed_start_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its jobs ended without their last words to MLflow, and the sweep itself before its end."""
+    kind = make_jobs(monkeypatch, lambda config, step: 3.0)
+    kind.summary = {"mlflow": {"synced": False}}
+    handed_in: list[list[str]] = []
+    for module in (sweep_run, ending):
+        monkeypatch.setattr(module, "write_parent", lambda job: ("parent", ""))
+    monkeypatch.setattr(ending, "catch_up", lambda folders: handed_in.append([each.name for each in folders]) or "")
+    small = ["model=llama_tiny", "data=python", "trainer.max_steps=20", "trainer.validate_every_steps=10"]
+    words = ["train", "-m", *small, f"run.root={tmp_path}", "logger=mlflow", "run.name=all", "callbacks=none"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_run, "close", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            main([*words, "seed=0,1"])
+    assert not handed_in
+    assert main([*words, "seed=2"]) == 0
+    assert main([*words, "seed=2"]) == 0  # nothing is left to do, but that
+    assert handed_in == [["0", "1", "2"]] * 2
 
 
 @pytest.mark.usefixtures("short_children")

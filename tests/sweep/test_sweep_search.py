@@ -109,6 +109,8 @@ def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdic
     pruned = [each for each in trials if each["state"] == "pruned"]
     assert pruned
     assert all(each["trial"] >= 3 for each in pruned)
+    assert [each["ended_at"] for each in pruned] == [{"step": 10, "gap": each["gap"]} for each in pruned]
+    assert not any(each["ended_at"] for each in trials if each["state"] == "complete")
     whole = [each["gap"] for each in trials if each["state"] == "complete"]
     assert all(each["gap"] > np.median(whole) / 2 for each in pruned)  # half of the way
     told = capsys.readouterr().out
@@ -126,6 +128,38 @@ def test_a_trial_above_the_median_is_ended_on_the_way_and_left_out_of_the_verdic
         == 0
     )
     assert len(kind.started) == started  # what was pruned stays so
+
+
+def test_a_trial_that_made_its_last_step_before_the_signal_came_is_whole(tmp_path, monkeypatch, capsys):
+    kind = make_jobs(monkeypatch, loss)
+    kind.pauses = staticmethod(lambda config: 40 if len(kind.started) > 3 and loss(config, 40) > 3.2 else None)
+    asked = optuna_words(tmp_path, "sweep.trials=5", "sweep.startup_trials=2", "sweep.sampler=random")
+    assert main(["train", *asked]) == 0
+    assert any(job.signalled.is_set() for job in kind.made)
+    trials, told = trials_of(tmp_path), capsys.readouterr().out
+    assert [each["state"] for each in trials] == ["complete"] * 5
+    assert f"best   trial {min(trials, key=lambda each: each['gap'])['trial']}: " in told
+    assert ("pruned at step" in told, "6 of 6 jobs finished, in " in told) == (False, True)
+    assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {round(row["gap"], 9) for row in found["verdicts"]} == {round(each["gap"], 9) for each in trials}
+
+
+def test_a_finished_seed_of_a_trial_that_was_pruned_is_left_out_of_the_verdict(tmp_path, monkeypatch, capsys):
+    """It was ended after its first seed, which was whole before it was looked at."""
+    make_jobs(monkeypatch, loss)
+    asked = optuna_words(tmp_path, "sweep.trials=5", "sweep.startup_trials=2", "sweep.sampler=random", "seed=0,1")
+    assert main(["train", *asked]) == 0
+    trials = trials_of(tmp_path)
+    pruned = [each for each in trials if each["state"] == "pruned"]
+    assert pruned
+    assert all(each["ended_at"]["step"] == 10 for each in pruned)
+    capsys.readouterr()
+    assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["verdicts"]) == len(trials) - len(pruned)
+    (note,) = (note for note in found["notes"] if "Ended by the search, and left out" in note)
+    assert all(f"trial {each['trial']}, pruned at step 10" in note for each in pruned)
 
 
 def test_the_median_rule():

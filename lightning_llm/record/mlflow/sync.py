@@ -26,6 +26,9 @@ from lightning_llm.record.mlflow.writer import RUN_ID_FILE, RunWriter
 from lightning_llm.record.state import SETTLED, mlflow_facts, state_of
 from lightning_llm.record.sweep_file import FILE
 
+SECONDS_PER_RUN = 5.0
+"""Of `catch_up`, beside the time that MLflow takes to answer at all."""
+
 
 def sync(arguments: argparse.Namespace) -> int:
     """Bring MLflow up to date with each run below the given folders; return 0, or 1 where one could not be logged.
@@ -64,19 +67,21 @@ def sync(arguments: argparse.Namespace) -> int:
 def catch_up(folders: Sequence[Path]) -> str:
     """Sync those of `folders` that MLflow did not get in the time they had; return what went wrong, or "".
 
-    Many jobs at once on few cores end before their writers do.
+    Many jobs at once on few cores end before their writers do; and those of a start that was killed had nobody after
+    them.
     """
     behind = [str(folder) for folder in folders if _is_behind(folder)]
     if not behind:
         return ""
     command, environment = own_process("lightning_llm")
+    patience = TIMEOUT_SECONDS + SECONDS_PER_RUN * len(behind)
     try:
         done = subprocess.run(
-            [*command, "sync", *behind], capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment,
+            [*command, "sync", *behind], capture_output=True, text=True, timeout=patience, env=environment,
             start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return str(error)
+    except subprocess.TimeoutExpired:
+        return f"{len(behind)} runs took more than {patience:g} s to hand in"
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.record.search_results import FILE, read_trials
+from lightning_llm.record.search_results import ENDED_AT, FILE, read_trials
 from lightning_llm.record.sweep_definition import Job
-
-DROPPED = "ended_at"
-"""The key of a row of `search.json` that holds a `Dropped`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def dropped_before(folder: Path, recipes: Mapping[str, Sequence[Job]]) -> dict[s
     named = {job.number: name for name, jobs in recipes.items() for job in jobs}
     found: dict[str, Dropped] = {}
     for row in read_trials(folder):
-        about = row.get(DROPPED)
+        about = row.get(ENDED_AT)
         name = next((named[number] for number in row.get("jobs", ()) if number in named), None)
         if about is None or name is None:
             continue

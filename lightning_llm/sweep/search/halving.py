@@ -16,7 +16,7 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.rank_liveness import signal_ranks
-from lightning_llm.record.search_results import FILE, write_results
+from lightning_llm.record.search_results import ENDED_AT, FILE, write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
 from lightning_llm.record.sweep_file import SEARCH
@@ -28,7 +28,7 @@ from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
 from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import run_in
-from lightning_llm.sweep.search.dropped import DROPPED, Dropped, dropped_before
+from lightning_llm.sweep.search.dropped import Dropped, dropped_before
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.rungs import losses_at, worse_than_best
 from lightning_llm.sweep.search.watch import watched
@@ -237,7 +237,7 @@ def _rows(halving: Halving) -> list[Mapping[str, Any]]:
         {"recipe": name, "jobs": [job.number for job in jobs],
          "state": "ended" if name in halving.dropped else _whole_or_open(jobs),
          "why": halving.dropped[name].words if name in halving.dropped else None,
-         DROPPED: halving.dropped[name].as_data() if name in halving.dropped else None}
+         ENDED_AT: halving.dropped[name].as_data() if name in halving.dropped else None}
         for name, jobs in halving.recipes.items()
     ]  # fmt: skip
 

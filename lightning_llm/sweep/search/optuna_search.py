@@ -4,6 +4,7 @@ All that Optuna knows lies in `search.db` beside `sweep.json`. A trial that was 
 taken up again, and values are drawn with a seed that counts the trials: the search goes on as if nothing had happened.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from lightning_llm.config.identity import hashed_values, training_hash, without_
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.reading import read_run
-from lightning_llm.record.search_results import write_results
+from lightning_llm.record.search_results import ENDED_AT, write_results
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of, tracked, write
 from lightning_llm.record.sweep_file import OTHER_KEYS, SEARCH
@@ -44,7 +45,7 @@ PRUNED_AFTER = 0.25
 class Search:
     """A search. `baseline`: its jobs as composed, one per seed; `trials`: those of each trial so far, by its number.
 
-    `first`: the sweep as it was before any trial; `ended`: {job number: why it was ended early}.
+    `first`: the sweep as it was before any trial; `pruned`: {trial: (step, the gap there)}.
     """
 
     asked: Asked
@@ -52,7 +53,7 @@ class Search:
     baseline: list[ComposedJob]
     distributions: Mapping[str, Any]
     trials: dict[int, list[ComposedJob]] = field(default_factory=dict)
-    ended: dict[int, str] = field(default_factory=dict)
+    pruned: dict[int, tuple[int, float]] = field(default_factory=dict)
     _made: dict[tuple[int, str | None], tuple[Sweep, dict[tuple[str, int], Job]]] = field(default_factory=dict)
 
     @property
@@ -79,6 +80,30 @@ class Search:
         """Return these composed jobs as jobs of the sweep."""
         known = self._made_now()[1]
         return [known[(kind_of(config), config.seed)] for _, config in composed]
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether all jobs of a trial came to their end by themselves."""
+        return all(state_of(job.folder) in SETTLED for job in self.jobs_of(self.trials[number]))
+
+    @property
+    def not_judged(self) -> dict[int, str]:
+        """{Job number: why}, of pruned trials' jobs: of a seed that came to its end, too, as the others did not.
+
+        Unless another trial at the same place, which shares its jobs, went to its end.
+        """
+        whole = {job.number for n in self.trials if self.is_whole(n) for job in self.jobs_of(self.trials[n])}
+        return {
+            job.number: f"trial {number}, pruned at step {step}"
+            for number, (step, _) in self.pruned.items()
+            for job in self.jobs_of(self.trials.get(number, []))
+            if job.number not in whole
+        }
+
+    @property
+    def ended(self) -> dict[int, str]:
+        """{Job number: why it was ended}, of jobs that had not come to their end by themselves."""
+        numbers = {job.number for job in self.whole().jobs if state_of(job.folder) not in SETTLED}
+        return {number: why for number, why in self.not_judged.items() if number in numbers}
 
     def curve(self, composed: Sequence[ComposedJob], seeds: int) -> dict[int, float]:
         """Return the paired curve over the first `seeds` seeds."""
@@ -165,7 +190,8 @@ def _study(search: Search) -> "Study":
         _compose(study, search, trial.number, trial.params)
     for trial in study.trials:
         if trial.state.name == "PRUNED":
-            _note_pruned(search, trial.number, max(trial.intermediate_values, default=0))
+            step = max(trial.intermediate_values, default=0)
+            search.pruned[trial.number] = step, trial.intermediate_values.get(step, math.nan)
     return study
 
 
@@ -221,8 +247,8 @@ def _run_batch(study: "Study", search: Search, batch: list[int], relay: Relay, o
             over(job)  # what ended before it was looked at gets no further seed
         if relay.received or any(state_of(job.folder) not in SETTLED for n, job in jobs.items() if n not in pruned):
             return False
-    for number in batch:
-        _tell(study, search, number, pruned.get(number))
+    for number in batch:  # one that made its last step before the signal reached it was not ended early
+        _tell(study, search, number, None if search.is_whole(number) else pruned.get(number))
     _write(study, search)
     return True
 
@@ -269,7 +295,7 @@ def _tell(study: "Study", search: Search, number: int, pruned: tuple[int, float]
     if pruned is not None:
         trial.report(pruned[1], pruned[0])
         study.tell(number, state=TrialState.PRUNED)
-        _note_pruned(search, number, pruned[0])
+        search.pruned[number] = pruned
         print(
             f"trial  {number} {' '.join(words_of(frozen.params))}: pruned at step {pruned[0]}, gap {pruned[1]:+.4f}",
             flush=True,
@@ -282,19 +308,22 @@ def _tell(study: "Study", search: Search, number: int, pruned: tuple[int, float]
     print(f"trial  {number} {' '.join(words_of(frozen.params))}: gap {fmean(gaps):+.4f}", flush=True)
 
 
-def _note_pruned(search: Search, number: int, step: int) -> None:
-    for job in search.jobs_of(search.trials.get(number, [])):
-        if state_of(job.folder) not in SETTLED:
-            search.ended[job.number] = f"trial {number}, pruned at step {step}"
-
-
 def _write(study: "Study", search: Search) -> None:
     rows = [
         {"trial": each.number, "state": each.state.name.lower(), "values": each.params, "gap": each.value,
-         "jobs": [job.number for job in search.jobs_of(search.trials.get(each.number, []))]}
+         "jobs": [job.number for job in search.jobs_of(search.trials.get(each.number, []))],
+         ENDED_AT: _ended_at(search.pruned.get(each.number))}
         for each in study.trials
     ]  # fmt: skip
-    write_results(search.first.folder, rows, search.ended)
+    write_results(search.first.folder, rows, search.not_judged)
+
+
+def _ended_at(pruned: tuple[int, float] | None) -> dict[str, Any] | None:
+    """Return where a pruned trial's gap was taken; of any other, it was over the tail."""
+    if pruned is None:
+        return None
+    step, gap = pruned
+    return {"step": step, "gap": gap if math.isfinite(gap) else None}
 
 
 def _print_best(study: "Study", whole: Sweep) -> None:
