@@ -1,6 +1,6 @@
 """The quantised linear layer as a module, and the state its model shares: step keys, delayed scales, the bypass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -185,7 +185,7 @@ def _unseen(cast: Any) -> None:
 
 @contextmanager
 def _repeated(
-    layers: list[QuantisedLinear], again: list[tuple[Tensor | None, Observe | None]] | None
+    layers: list[QuantisedLinear], again: Sequence[tuple[Tensor | None, Observe | None]] | None
 ) -> Iterator[None]:
     """Set the layers' keys and observers for a while, None leaves them; no cast from outside it is shared within."""
     before = [(layer.keys, layer.observe) for layer in layers]

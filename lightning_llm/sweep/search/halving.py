@@ -141,6 +141,8 @@ def halve(asked: Asked) -> int:
     halving.recipes = recipes_of(halving.whole)
     outcomes: list[Outcome] = []
     with signals_passed_on() as relay:
+        ended_before = [job for name in halving.dropped for job in halving.recipes[name]]
+        await_elsewhere(stop_elsewhere(ended_before), relay, "it saves and stops")  # a killed start left them behind
         for rung, step in enumerate((*halving.rungs, None)):
             if not _run_to(halving, rung, step, relay, outcomes):
                 break
