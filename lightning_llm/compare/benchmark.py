@@ -90,7 +90,7 @@ class Benchmark:
         ]
         if not any(self.scores("steps").values()):
             found.append(
-                f"All score 0, since the median study has to arrive. Its target was reached {self._arrivals()}."
+                f"All score 0, since the median study has to arrive. The target was reached {self._arrivals()}."
             )
         if self.shared_machine:
             found.append(

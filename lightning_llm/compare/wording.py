@@ -136,7 +136,7 @@ def _surer_in_tokens(verdict: Verdict) -> str:
     if not (low > 0 or high < 0):
         return ""
     return (
-        "the interval in tokens, by its own pairs alone, leaves out 0; that of the gap, for all recipes together, not"
+        "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
     )
 
 
