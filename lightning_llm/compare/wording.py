@@ -135,9 +135,7 @@ def _surer_in_tokens(verdict: Verdict) -> str:
     low, high = worth.more_tokens_interval
     if not (low > 0 or high < 0):
         return ""
-    return (
-        "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
-    )
+    return "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
 
 
 def interval_of(estimate: Estimate) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -97,11 +97,15 @@ class Sweep:
     @property
     def axes(self) -> dict[str, list[str]]:
         """The values that jobs differ in, by key."""
-        found: dict[str, dict[str, None]] = {}
-        for job in self.jobs:
-            for word in job.words:
-                found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
-        return {key: list(values) for key, values in found.items()}
+        return _axes(job.words for job in self.jobs)
+
+
+def _axes(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
+    found: dict[str, dict[str, None]] = {}
+    for words in words_of_jobs:
+        for word in words:
+            found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
+    return {key: list(values) for key, values in found.items()}
 
 
 def define(
@@ -189,16 +193,17 @@ def write(sweep: Sweep) -> dict[str, Any]:
     known = {each["key"]: each for each in before.get("jobs", [])}
     known |= {job.key: _described(job) for job in sweep.jobs}
     typed = _merged(before.get("typed", []), sweep.typed)
+    listed = sorted(known.values(), key=lambda each: each["number"])
     sweep.folder.mkdir(parents=True, exist_ok=True)
     about = {
         "hash": sweep.hash,
         "experiment": sweep.experiment,
         "recipe": sweep.jobs[0].config.recipe,
-        "axes": sweep.axes,
+        "axes": _axes(each.get("words", ()) for each in listed),  # of earlier starts, too
         "typed": typed,
         "mlflow_run_id": sweep.parent_run_id,
         **sweep.declared,
-        "jobs": sorted(known.values(), key=lambda each: each["number"]),
+        "jobs": listed,
     }
     write_json(sweep.folder / FILE, about)
     return about
