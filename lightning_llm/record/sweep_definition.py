@@ -199,7 +199,7 @@ def write(sweep: Sweep) -> dict[str, Any]:
         "hash": sweep.hash,
         "experiment": sweep.experiment,
         "recipe": sweep.jobs[0].config.recipe,
-        "axes": _axes(each.get("words", ()) for each in listed),  # of earlier starts, too
+        "axes": _axes_of_all(listed),
         "typed": typed,
         "mlflow_run_id": sweep.parent_run_id,
         **sweep.declared,
@@ -207,6 +207,14 @@ def write(sweep: Sweep) -> dict[str, Any]:
     }
     write_json(sweep.folder / FILE, about)
     return about
+
+
+def _axes_of_all(listed: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the axes over jobs of all starts. A start of one seed has no word for it, which is an axis once there are
+    several."""
+    axes = _axes(each.get("words", ()) for each in listed)
+    seeds = list(dict.fromkeys(str(each["seed"]) for each in listed if "seed" in each))
+    return {**axes, "seed": seeds} if len(seeds) > 1 else axes
 
 
 def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ _SHAPES = {
 """pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
 
 
-_HOW_MADE = {
+HOW_MADE = {
     "data.mixture.scores": (
         " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
         "say, which writes scores.parquet; give that file (docs/data_recipes.md)."
@@ -127,7 +127,7 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "missing":
         choices = choices_at(key)
         which = f": {', '.join(choices)}" if choices else ""
-        return Problem(key, f"a value must be given{which}.{_HOW_MADE.get(key, '')}")
+        return Problem(key, f"a value must be given{which}.{HOW_MADE.get(key, '')}")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
         return _no_kind(location, details)
     if details["type"] == "value_error":  # a rule of ours, which says all there is to report
