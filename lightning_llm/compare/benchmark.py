@@ -73,6 +73,14 @@ class Benchmark:
             "notes": self.notes(),
         }
 
+    def _arrivals(self) -> str:
+        """Return in how many of its studies, one per workload and seed, each submission reached the target."""
+        counts = []
+        for name, workloads in self.times["steps"].items():
+            studies = [trials for own in workloads.values() for trials in own.values()]
+            counts.append(f"by {name} in {sum(math.isfinite(min(trials)) for trials in studies)} of {len(studies)}")
+        return f"{', '.join(counts)} studies"
+
     def notes(self) -> list[str]:
         """Return what to read beside the table."""
         found = [
@@ -80,6 +88,10 @@ class Benchmark:
             f"over studies. A miss takes for ever, as does more than {LARGEST_RATIO:g} times the fastest. A score is "
             "the mean share of workloads within tau times the fastest, 1 <= tau <= 4 (AlgoPerf, arXiv 2306.07179)."
         ]
+        if not any(self.scores("steps").values()):
+            found.append(
+                f"All score 0, since the median study has to arrive. The target was reached {self._arrivals()}."
+            )
         if self.shared_machine:
             found.append(
                 "Seconds are of runs that shared a machine (launcher.at_once), or of a CPU with other work: noise. "

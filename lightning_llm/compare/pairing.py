@@ -109,11 +109,16 @@ def pair_runs(
     return found, problems
 
 
-def _order(family: Family) -> list[tuple[bool, float, str]]:
-    """Return what settings go by: numbers by their size."""
+def _order(family: Family) -> tuple[int, int, list[tuple[bool, float, str]]]:
+    """Return what settings go by: parameters, tokens, then the values of what else varies, numbers by their size.
+
+    The baseline's tokens: a run that diverged may have ended early.
+    """
     values = [value for _, value in sorted(family.setting.items())]
     numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in values]
-    return [(not n, float(v) if n else 0.0, "" if n else str(v)) for n, v in zip(numbers, values, strict=True)]
+    rest = [(not n, float(v) if n else 0.0, "" if n else str(v)) for n, v in zip(numbers, values, strict=True)]
+    tokens = next(iter(family.recipes.values()))[0].baseline.tokens
+    return family.judged.parameters or 0, max(tokens.values(), default=0), rest
 
 
 def name_settings(families: Sequence[Family]) -> None:

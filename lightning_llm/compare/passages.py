@@ -89,6 +89,12 @@ PASSAGES = (
         "every value: whichever is the best, the verdict holds there.",
     ),
     Passage(
+        "Verdicts", "a search ended recipes early", lambda study: study.ended_by_search,
+        "A search ended the others early by their losses at the same seeds: these seeds chose the recipes that are "
+        "left, and judge them as well, so that the best of many may look better than it is. Seeds that chose nothing "
+        "would tell.",
+    ),
+    Passage(
         "Verdicts", "looks were declared before the first run", lambda study: study.design is not None,
         "Looks that a sweep declared before its first run share out the error by a spending function [@lan1983], with "
         "boundaries drawn for this very procedure. Intervals then hold together over all looks, too "

@@ -162,12 +162,28 @@ def _other_keys(runs: Sequence[Run], unfinished: Sequence[Run], key: str) -> lis
     """Return the keys that vary beside `key`. Raises ConfigError where `key` does not, or holds no numbers."""
     varying = varying_keys([*runs, *unfinished])
     if key not in varying:
-        text = f"'{key}' does not vary over these runs.{did_you_mean(key, varying)}"
-        raise ConfigError(Problem("--best-of", text))
-    values = {run.config.get(key) for run in runs}
-    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        raise ConfigError(Problem("--best-of", f"'{key}' does not vary over these runs.{_tunable(runs, key, varying)}"))
+    if not _is_numeric(runs, key):
         raise ConfigError(Problem("--best-of", f"'{key}' holds no numbers; the factor is what is compared by."))
     return [each for each in varying if each != key]
+
+
+def _is_numeric(runs: Sequence[Run], key: str) -> bool:
+    values = [run.config.get(key) for run in runs]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _tunable(runs: Sequence[Run], key: str, varying: Sequence[str]) -> str:
+    """Return which keys a best value can be taken of instead of `key`; where none is, what varies, and what to run."""
+    found = [each for each in varying if _is_numeric(runs, each) and has_grid(runs, each)]
+    if found:
+        return did_you_mean(key, found)
+    groups = ", ".join(dict.fromkeys(each.partition(".")[0] for each in varying))
+    what = f": what varies is {groups}, the factor, by which recipes are told apart" if groups else ": nothing varies"
+    return (
+        f" No key can be tuned here{what}. Run each recipe at several values of it, say "
+        "optim.learning_rate=1e-3,2e-3,4e-3,8e-3."
+    )
 
 
 def _losses_by_value(

@@ -13,6 +13,7 @@ from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.selection import Selection
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.record.reading import Run
+from lightning_llm.record.search_results import ended_by_search
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ class Study:
         """Whether any run failed, the baseline's included."""
         found = (verdict.judged.stability for verdict in self.verdicts)
         return any(stability.failed or stability.baseline_failed for stability in found)
+
+    @property
+    def ended_by_search(self) -> bool:
+        """Whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
+        return any(ended_by_search(folder) for folder in {run.folder.parent for run in self.runs})
 
     @property
     def one_pair(self) -> bool:

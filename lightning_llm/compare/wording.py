@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from lightning_llm.compare.censored import TimeToTarget
 from lightning_llm.compare.estimate import Estimate
 from lightning_llm.compare.losses import LEARNED_SHARE
 from lightning_llm.compare.power import MOST_SEEDS, PLANNED_GAP, POWER
@@ -39,7 +40,7 @@ def reason_of(verdict: Verdict) -> str:
     """Return what has to be reported beside the numbers, as one phrase; empty where they show it all."""
     grid = verdict.tuned.words if verdict.tuned else ""
     parts = [_unlearned(verdict), _failed(verdict), _missing(verdict), _unpriced(verdict), _identical(verdict)]
-    parts += [grid, _open(verdict)]
+    parts += [grid, _surer_in_tokens(verdict), _open(verdict)]
     return "; ".join(filter(None, parts))
 
 
@@ -80,15 +81,20 @@ def _numbers(verdict: Verdict) -> list[str]:
     if spikes := verdict.spikes.words:
         numbers.append(spikes)
     if (time := verdict.time_to_target) is not None:
-        arrived = (
-            ""
-            if time.arrived == time.baseline_arrived == time.pairs
-            else (f", reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}")
-        )
-        numbers.append(f"tokens to {time.target:g}: {time.words} the baseline's{arrived}")
+        numbers.append(_to_target(time))
     if verdict.effective_data:
         numbers.append(tokens_needed(verdict))
     return numbers
+
+
+def _to_target(time: TimeToTarget) -> str:
+    """Return how long it took to the target, and who got there where not all did."""
+    if time.arrived == time.baseline_arrived == 0:
+        return f"no run of its {_count(time.pairs, 'pair')} reached {time.target:g}, nor any of the baseline's"
+    text = f"tokens to {time.target:g}: {time.words} the baseline's"
+    if time.arrived == time.baseline_arrived == time.pairs:
+        return text
+    return f"{text}, reached by {time.arrived} of {time.pairs}, the baseline's {time.baseline_arrived}"
 
 
 def tokens_needed(verdict: Verdict) -> str:
@@ -100,12 +106,36 @@ def tokens_needed(verdict: Verdict) -> str:
         return (
             "worth fewer tokens than the baseline was run for" if not worth.ratio else "worth more than it was run for"
         )
-    text = f"{100 * worth.more_tokens:.1f} % more tokens"
-    if worth.low == worth.low:  # no NaN
-        low, high = (f"{100 * each:.1f}" if math.isfinite(each) else "beyond" for each in worth.more_tokens_interval)
-        text += f" [{low}, {high}]"
+    text = more_or_fewer(worth.more_tokens, worth.more_tokens_interval)
     net = verdict.net_speed
     return text if net is None else f"{text}, {net:.2f}x net of speed"
+
+
+def more_or_fewer(share: float, interval: tuple[float, float]) -> str:
+    """Return a share of tokens more in words: "4.1 % more tokens [2.0, 6.5]", and -0.002 as "0.2 % fewer tokens".
+
+    Bounds are of the word before them: [-0.003, -0.001] more is [0.1, 0.3] fewer. "beyond": not known from the runs
+    there are, a bound that is infinite or -1; without an interval, NaN, there are no brackets.
+    """
+    fewer = round(100 * share, 1) < 0
+    bounds = tuple(-each for each in reversed(interval)) if fewer else interval
+    text = f"{100 * abs(share):.1f} % {'fewer' if fewer else 'more'} tokens"
+    if any(math.isnan(each) for each in bounds):
+        return text
+    known = (math.isfinite(b) and (-b if fewer else b) > -1 for b in bounds)
+    words = (f"{round(100 * b, 1) + 0.0:.1f}" if k else "beyond" for b, k in zip(bounds, known, strict=True))
+    return f"{text} [{', '.join(words)}]"
+
+
+def _surer_in_tokens(verdict: Verdict) -> str:
+    """Return why the interval in tokens leaves out 0 where that of the gap holds it; empty where it is not so."""
+    estimate, worth = verdict.judged.estimate, verdict.effective_data
+    if worth is None or estimate.comparisons < 2 or not estimate.low <= 0 <= estimate.high:
+        return ""
+    low, high = worth.more_tokens_interval
+    if not (low > 0 or high < 0):
+        return ""
+    return "the interval in tokens, by its own pairs alone, excludes 0; that of the gap, for all recipes together, not"
 
 
 def interval_of(estimate: Estimate) -> str:
@@ -239,6 +269,11 @@ def short(number: int | float | None) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def per_parameter(tokens: int, parameters: int) -> str:
+    """Return tokens per parameter to two digits, all of those before the point: 0.023, 5.5, 160."""
+    return short(float(f"{tokens / parameters:.2g}"))
 
 
 def _seeds(seeds: Sequence[int]) -> str:

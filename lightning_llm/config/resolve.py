@@ -14,7 +14,7 @@ from lightning_llm.config.recipes import group_names
 from lightning_llm.config.redact import withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
-from lightning_llm.config.schema.strict import Reading, read_config
+from lightning_llm.config.schema.strict import HOW_MADE, Reading, read_config
 from lightning_llm.errors import Problem
 
 
@@ -28,7 +28,10 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     if isinstance(root := OmegaConf.select(tree, "run.root", throw_on_missing=False), str) and root:
         OmegaConf.update(tree, "run.root", str(Path(root).expanduser().absolute()))
     unresolvable = _resolve(tree, ())
-    found |= {_path(key): Problem(key, "a value must be given.") for key in sorted(OmegaConf.missing_keys(tree))}
+    found |= {
+        _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")
+        for key in sorted(OmegaConf.missing_keys(tree))
+    }
     found |= unresolvable
     for path in found:
         if path[-1] != "name":

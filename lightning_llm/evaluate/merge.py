@@ -150,7 +150,8 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
             )
         found.setdefault(key, subject)
     singles = [parts for _, parts in found if len(parts) == 1]
-    if not problems and len(singles) < 2:
+    if len(singles) < 2 and (found or not problems):  # then it is no such sweep, whatever is wrong with each run
+        problems = []
         text = (
             f"holds {len(singles)} run{'s' * (len(singles) != 1)} on one source of data, and two at least make a set."
         )

@@ -16,10 +16,11 @@ from lightning_llm.compare.declared_looks import AskedTerms, declared_looks
 from lightning_llm.compare.ended_jobs import read_found
 from lightning_llm.compare.find import find_runs
 from lightning_llm.compare.flags import best_of_words, of_ladder, terms_of
+from lightning_llm.compare.wording import short
 from lightning_llm.errors import ConfigError, Problem, gathered
 from lightning_llm.ladder.fit import Fit, fit_ladder
 from lightning_llm.ladder.ledger import FILE, grade, is_of, read_ledger, write_ledger
-from lightning_llm.ladder.measured import ladder_of
+from lightning_llm.ladder.measured import UNLEARNED, Ladder, ladder_of
 from lightning_llm.ladder.newest import newest_ladder
 from lightning_llm.ladder.predicting import is_run, predict
 from lightning_llm.ladder.refusal import DECADES, Target, refusals, too_few_pairs, too_small
@@ -160,7 +161,8 @@ def _fit(report: Report) -> Fit | None:
     """Return the fit over what can be fitted; what cannot is among the report's problems, and stays in its ladder."""
     measured = report.ladder
     if reason := too_small(measured):
-        more = "Add sizes (model=A,B,C) and lengths (trainer.max_steps=...) to the sweep, or begin with sweep/ladder"
+        lengths = f"lengths (trainer.max_steps=...){_longer(measured)}"
+        more = f"Add sizes (model=A,B,C) and {lengths} to the sweep, or begin with sweep/ladder"
         report.problems.append(Problem("--ladder", f"there is no ladder to fit: {reason}. {more} (docs/ladder.md)."))
         return None
     few = {name: reasons for name in measured.recipes if (reasons := too_few_pairs(measured, name))}
@@ -169,6 +171,12 @@ def _fit(report: Report) -> Fit | None:
         report.problems += [Problem(name, f"{reason}.") for reason in report.refused[name]]
     kept = measured.of_recipes(set(measured.recipes) - set(few))
     return fit_ladder(kept) if kept.recipes else None
+
+
+def _longer(measured: Ladder) -> str:
+    """Return what lengths have to be above where the baseline has not learned at some; "" where it has at all."""
+    short_of = [tokens for (_, tokens), why in measured.left_out.items() if why == UNLEARNED]
+    return f" of more than {short(max(short_of))} tokens, longer than those that have not learned," if short_of else ""
 
 
 def _refuse(report: Report, fit: Fit, asked: Asked) -> None:

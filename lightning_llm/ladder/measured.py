@@ -13,6 +13,7 @@ from lightning_llm.record.reading import Run
 
 Place = tuple[int, int]
 """(parameters, tokens)."""
+UNLEARNED = "the baseline has not learned there"
 
 
 @dataclass
@@ -160,7 +161,7 @@ def _place_of(run: Run, step: int) -> Place | None:
 
 def _sifted(ladder: Ladder) -> Ladder:
     """Return the ladder without the rungs that say nothing, which `left_out` names."""
-    out = {rung.place: "the baseline has not learned there" for rung in ladder.rungs if rung.unlearned}
+    out = {rung.place: UNLEARNED for rung in ladder.rungs if rung.unlearned}
     out |= {rung.place: "no sound run of the baseline" for rung in ladder.rungs if not rung.losses}
     kept = ladder.without(out)
     kept.left_out = out

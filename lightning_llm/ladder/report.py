@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_llm.compare.wording import nats, short
+from lightning_llm.compare.wording import nats, per_parameter, short
 from lightning_llm.errors import Problem
 from lightning_llm.ladder.effect import Effect, effect_at
 from lightning_llm.ladder.fit import Fit
 from lightning_llm.ladder.ledger import Prediction
 from lightning_llm.ladder.measured import Ladder
-from lightning_llm.ladder.refusal import law_misfit
+from lightning_llm.ladder.refusal import law_misfit, too_small
 from lightning_llm.ladder.wording import gap_line, law_line, prediction_line, share, tally
 
 
@@ -133,7 +133,8 @@ def print_report(report: Report, console: Console) -> None:
     for name, reasons in report.refused.items():
         for reason in reasons if name not in said else ():
             _line(console, f"{name} is not predicted: {reason}.", "yellow")
-    for (parameters, tokens), why in report.ladder.left_out.items():
+    told = report.fit is None and bool(too_small(report.ladder))  # by the problem, rung by rung
+    for (parameters, tokens), why in report.ladder.left_out.items() if not told else ():
         _line(console, f"{short(parameters)} / {short(tokens)} is left out: {why}.", "dim")
     for note in report.notes:
         _line(console, note, "dim")
@@ -150,7 +151,7 @@ def _table(report: Report, fit: Fit) -> Table:
     for name in fit.gaps:
         for each in report.effects(name):
             table.add_row(
-                name, short(each.parameters), short(each.tokens), f"{each.tokens / each.parameters:.2g}",
+                name, short(each.parameters), short(each.tokens), per_parameter(each.tokens, each.parameters),
                 nats(measured_gap(report.ladder, each), signed=True), nats(each.gap, signed=True), report.costs(each),
             )  # fmt: skip
     return table

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_llm.compare.report.picture import Picture
 from lightning_llm.compare.report.small_multiples import MOST_APART, Panel, small_multiples
 from lightning_llm.compare.report.supplement import Supplement, Table
-from lightning_llm.compare.wording import nats, short
+from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter, short
 from lightning_llm.ladder.draw import draw_costs
 from lightning_llm.ladder.effect import Effect
 from lightning_llm.ladder.fit import Fit
@@ -57,7 +57,7 @@ def _table(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Table
 
 
 def _place(parameters: int, tokens: int) -> tuple[str, str, str]:
-    return short(parameters), short(tokens), f"{tokens / parameters:.2g}"
+    return short(parameters), short(tokens), per_parameter(tokens, parameters)
 
 
 def _figures(kind: str, effect: Effect, measured: float | None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _outcome(each: Prediction) -> str:
 
 def _share(each: Prediction) -> str:
     low, high = each.claim["more_tokens_interval"]
-    return f"{100 * each.claim['more_tokens']:.1f} % more tokens [{100 * low:.1f}, {100 * high:.1f}]"
+    return more_or_fewer(each.claim["more_tokens"], (low, high))
 
 
 def _pictures(report: Report, fit: Fit, predictions: Sequence[Prediction]) -> Iterator[Picture]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_llm.compare.wording import nats, short
+from lightning_llm.compare.wording import more_or_fewer, nats, short
 from lightning_llm.ladder.effect import Effect
 from lightning_llm.ladder.fit import Fit, Gap
 from lightning_llm.ladder.ledger import Prediction
@@ -18,8 +18,7 @@ def line_of(effect: Effect, gap: Gap, model: str = "") -> str:
 
 def share(effect: Effect) -> str:
     """Return "4.1 % more tokens [2.0, 6.5]"."""
-    low, high = (f"{100 * each:.1f}" for each in (effect.low, effect.high))
-    return f"{100 * effect.more_tokens:.1f} % more tokens [{low}, {high}]"
+    return more_or_fewer(effect.more_tokens, (effect.low, effect.high))
 
 
 def growth(gap: Gap) -> str:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -98,11 +98,15 @@ class Sweep:
     @property
     def axes(self) -> dict[str, list[str]]:
         """The values that jobs differ in, by key."""
-        found: dict[str, dict[str, None]] = {}
-        for job in self.jobs:
-            for word in job.words:
-                found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
-        return {key: list(values) for key, values in found.items()}
+        return _axes(job.words for job in self.jobs)
+
+
+def _axes(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
+    found: dict[str, dict[str, None]] = {}
+    for words in words_of_jobs:
+        for word in words:
+            found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
+    return {key: list(values) for key, values in found.items()}
 
 
 def define(
@@ -194,19 +198,28 @@ def write(sweep: Sweep) -> dict[str, Any]:
     known = {each["key"]: each for each in before.get("jobs", [])}
     known |= {job.key: _described(job) for job in sweep.jobs}
     typed = _merged(before.get("typed", []), sweep.typed)
+    listed = sorted(known.values(), key=lambda each: each["number"])
     sweep.folder.mkdir(parents=True, exist_ok=True)
     about = {
         "hash": sweep.hash,
         "experiment": sweep.experiment,
         "recipe": sweep.jobs[0].config.recipe,
-        "axes": sweep.axes,
+        "axes": _axes_of_all(listed),
         "typed": typed,
         "mlflow_run_id": sweep.parent_run_id,
         **sweep.declared,
-        "jobs": sorted(known.values(), key=lambda each: each["number"]),
+        "jobs": listed,
     }
     write_json(sweep.folder / FILE, about)
     return about
+
+
+def _axes_of_all(listed: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the axes over jobs of all starts. A start of one seed has no word for it, which is an axis once there are
+    several."""
+    axes = _axes(each.get("words", ()) for each in listed)
+    seeds = list(dict.fromkeys(str(each["seed"]) for each in listed if "seed" in each))
+    return {**axes, "seed": seeds} if len(seeds) > 1 else axes
 
 
 def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:

@@ -108,6 +108,11 @@ def planned_families(configs: Sequence[Config], seeds: Sequence[int], baseline: 
     seeds_of: dict[str, set[int]] = {}
     for config in configs:
         seeds_of.setdefault(kind_of(config), set()).add(config.seed)
+    if len(seeds_of) == 1:
+        name = configs[0].precision.name
+        beside = f"precision=bf16,{name}" if name != "bf16" else "precision=bf16,mxfp8"
+        text = f"has nothing to decide: all jobs are of one recipe, and a baseline is lacking beside it, say {beside}."
+        raise ConfigError(Problem("sweep.until", text))
     first = [config for config in configs if config.seed == seeds[0]]
     runs = [_planned(config) for config in first]
     try:

@@ -9,14 +9,15 @@ import shutil
 
 import pytest
 from matplotlib.figure import Figure
-from run_folders import make_run, make_sweep, verdicts
+from run_folders import make_run, make_sweep, refusal, verdicts
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.comparison import compare_runs, read_all
 from lightning_llm.compare.estimate import Terms
 from lightning_llm.compare.report.pictures import pictures_of
-from lightning_llm.compare.wording import nats
+from lightning_llm.compare.wording import more_or_fewer, nats, per_parameter
 from lightning_llm.record.reading import read_run
+from lightning_llm.record.search_results import write_results
 from lightning_llm.terminal import waiting
 
 
@@ -32,9 +33,9 @@ def test_every_line_names_the_setting(tmp_path, capsys):
         for model in ("model=llama_tiny", "model=llama_20m model.vocab_size=1024")
     }
     found = verdicts(capsys, make_sweep(tmp_path / "m", models))
-    assert {row["line"].partition(": ")[0].rpartition(", ")[2] for row in found["verdicts"]} == {
-        "model=llama_20m", "model=llama_tiny",
-    }  # fmt: skip
+    assert [row["line"].partition(": ")[0].rpartition(", ")[2] for row in found["verdicts"]] == [
+        "model=llama_tiny", "model=llama_20m",
+    ]  # fmt: skip
     assert len(found["baselines"]) == 2
 
 
@@ -214,3 +215,52 @@ def test_pictures_are_also_files_and_those_of_an_earlier_report_go(tmp_path, cap
     assert {file.name for file in (sweep / "compare").glob("*.svg")} == {
         "figure-gaps.svg", "figure-curve-mxfp8.svg", "figure-loss.svg", "figure-speed.svg",
     }  # fmt: skip
+
+
+def test_settings_go_by_parameters_and_not_by_the_first_key_that_differs(tmp_path, capsys):
+    sizes = {"smaller": "model.num_layers=1 model.ffn_hidden_size=512", "larger": "model.ffn_hidden_size=256"}
+    words = {f"precision={p} model=llama_tiny {size}": 0.0 for p in ("bf16", "mxfp8") for size in sizes.values()}
+    parameters = [row["parameters"] for row in verdicts(capsys, make_sweep(tmp_path / "s", words, seeds=2))["verdicts"]]
+    assert parameters[0] < parameters[1]
+
+
+@pytest.mark.parametrize(
+    ("share", "interval", "words"),
+    [
+        (0.041, (0.02, 0.065), "4.1 % more tokens [2.0, 6.5]"),
+        (-0.002, (-0.003, -0.001), "0.2 % fewer tokens [0.1, 0.3]"),
+        (-0.001, (-0.008, 0.006), "0.1 % fewer tokens [-0.6, 0.8]"),
+        (-0.0001, (-0.0004, 0.006), "0.0 % more tokens [0.0, 0.6]"),
+        (1.0, (1.0, math.inf), "100.0 % more tokens [100.0, beyond]"),
+        (-0.2, (-1.0, 0.1), "20.0 % fewer tokens [-10.0, beyond]"),
+        (0.01, (math.nan, math.nan), "1.0 % more tokens"),
+    ],
+)
+def test_tokens_are_more_or_fewer_and_bounds_go_with_the_word(share, interval, words):
+    assert more_or_fewer(share, interval) == words
+
+
+def test_tokens_per_parameter_are_no_powers_of_ten():
+    assert [per_parameter(n, 1000) for n in (23, 5_500, 158_000)] == ["0.023", "5.5", "160"]
+
+
+def test_a_key_that_does_not_vary_cannot_be_tuned_and_those_of_the_factor_are_not_offered(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0}, seeds=2)
+    said = refusal(capsys, sweep, "--best-of", "optim.learning_rate")
+    assert "No key can be tuned here: what varies is precision, the factor" in said
+    assert "block" not in said
+
+
+def test_a_target_that_no_run_reaches_is_said_in_plain_words(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {"precision=bf16": 0.0, "precision=mxfp8": 0.0}, seeds=2)
+    (row,) = verdicts(capsys, sweep, "--target", "1.0")["verdicts"]
+    assert "no run of its 2 pairs reached 1, nor any of the baseline's" in row["line"]
+    assert main(["compare", str(sweep), "--time-to-target", "--target", "1.0"]) == 0
+    assert "reached by bf16 in 0 of 2, by mxfp8 in 0 of 2 studies" in capsys.readouterr().out
+
+
+def test_seeds_by_which_a_search_ended_recipes_are_said_to_judge_as_well(tmp_path, capsys):
+    sweep = make_sweep(tmp_path / "s", {f"precision={p}": 0.0 for p in ("bf16", "mxfp8", "mxfp4_sr")}, seeds=2)
+    assert "judge them as well" not in " ".join(verdicts(capsys, sweep)["methods"])
+    write_results(sweep, [], {4: "worse", 5: "worse"})
+    assert "judge them as well" in " ".join(verdicts(capsys, sweep)["methods"])

@@ -317,3 +317,11 @@ def test_shapes_that_do_not_fit_are_refused(changes, key):
         changes = {**changes, "rope_scaling": compose_config(["model=llama_8b"]).model.rope_scaling}
     assert shape_problems(model) == []
     assert [problem.key for problem in shape_problems(model.model_copy(update=changes))] == [key]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"), [("sweep/samplemix", "prepare data=python --score"), ("sweep/distil", "Teachers are runs that")]
+)
+def test_a_value_that_is_made_beforehand_is_asked_for_with_what_makes_it(recipe, said):
+    with pytest.raises(ConfigError, match=said):
+        compose_sweep([f"recipe={recipe}"])

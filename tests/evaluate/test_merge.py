@@ -12,6 +12,7 @@ from lightning_llm.__main__ import main
 from lightning_llm.compare.rank_correlation import RankCorrelation
 from lightning_llm.data.loader.python_library import library_files
 from lightning_llm.errors import ConfigError
+from lightning_llm.evaluate import merge
 from lightning_llm.evaluate.merge import _sets
 from lightning_llm.evaluate.weights import load_model
 from lightning_llm.model.weights.whole import whole_decoder
@@ -112,6 +113,20 @@ def test_refusals(swept, tmp_path, capsys):
     assert "--merge: /nowhere is no folder" in told("--merge", "/nowhere")
     assert "--average: goes without --merge" in told("--merge", swept, "--average", swept / "0")
     assert "holds 0 runs on one source" in told("--merge", tmp_path)
+
+
+def test_a_sweep_that_is_no_merge_sweep_is_told_so_once(tmp_path, monkeypatch):
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.yaml").touch()
+    data = SimpleNamespace(trained_weights={"a": 1.0, "b": 1.0}, drawn=["a", "b"])
+    run = SimpleNamespace(folder=tmp_path, config=SimpleNamespace(data=data, seed=0))
+    monkeypatch.setattr(merge, "state_of", lambda _: "finished")
+    monkeypatch.setattr(merge, "find_subject", lambda *_, **__: run)
+    with pytest.raises(ConfigError) as caught:
+        merge._runs(tmp_path)
+    (problem,) = caught.value.problems
+    assert "holds 0 runs on one source of data" in problem.text
 
 
 def run_on(parts: str, sources: str = "abc"):

@@ -199,7 +199,10 @@ def test_what_stays_near_the_margin_spends_the_budget(tmp_path, monkeypatch, cap
     [
         (["seed=0,1,2"], "seed: has 3 values, and the last declared look is after 6 seeds"),
         (["sweep.looks=[4,3]"], "looks [4, 3] must ascend"),
-        (["precision=bf16"], "sweep.until: has nothing to decide"),
+        (
+            ["precision=bf16"],
+            "sweep.until: has nothing to decide: all jobs are of one recipe, and a baseline is lacking",
+        ),
         (["sweep.search=halving"], "until and search do not go together"),
         (["sweep.baseline=precision=fp32"], "sweep.baseline: 'fp32' is the level of no run. Known here: bf16, "),
         (["precision=mxfp8,mxfp4_sr"], "sweep.baseline: none of the runs is bf16 or fp32. Choose one: sweep.baseline="),

@@ -100,8 +100,9 @@ def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> 
     grown = sweep_of(tmp_path, "seed=0,1,2,3", name="grown")
     assert [(job.config.seed, job.number) for job in grown.jobs] == [(0, 2), (1, 0), (2, 1), (3, 3)]
     write(sweep_of(tmp_path, "seed=3", name="grown"))
-    listed = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())["jobs"]
-    assert [each["number"] for each in listed] == [0, 1, 2]
+    about = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())
+    assert [each["number"] for each in about["jobs"]] == [0, 1, 2]
+    assert about["axes"] == {"seed": ["1", "2", "3"]}  # of all that is listed, not of the last start alone
 
 
 def test_more_seeds_by_the_printed_command_repeat_nothing(

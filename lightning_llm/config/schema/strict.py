@@ -96,6 +96,19 @@ _SHAPES = {
 """pydantic's types of error whose text names classes of Python: what must be there, in the words of YAML."""
 
 
+HOW_MADE = {
+    "data.mixture.scores": (
+        " Scores are made by lightning-llm prepare data=python --score quality=length_entropy diversity=tfidf_kmeans, "
+        "say, which writes scores.parquet; give that file (docs/data_recipes.md)."
+    ),
+    "distil.teachers": (
+        " Teachers are runs that have finished, distil.teachers=[RUN,RUN]: train some first, say lightning-llm train "
+        "-m recipe=quickstart seed=0,1,2 (docs/data_recipes.md)."
+    ),
+}
+"""Of values that are made beforehand: by what."""
+
+
 def _problem(details: Any) -> Problem:
     """Return one of pydantic's errors in words; `loc` are keys as they are written, `group` what the key stands in."""
     location = [str(part) for part in details["loc"]]
@@ -114,7 +127,7 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "missing":
         choices = choices_at(key)
         which = f": {', '.join(choices)}" if choices else ""
-        return Problem(key, f"a value must be given{which}.")
+        return Problem(key, f"a value must be given{which}.{HOW_MADE.get(key, '')}")
     if details["type"] in ("union_tag_invalid", "union_tag_not_found", "model_attributes_type"):
         return _no_kind(location, details)
     if details["type"] == "value_error":  # a rule of ours, which says all there is to report
