@@ -20,6 +20,7 @@ from lightning_llm.compare.noise import Floor
 from lightning_llm.compare.notes import notes_on
 from lightning_llm.compare.paired_curves import paired_curves
 from lightning_llm.compare.pairing import Family, pair_runs
+from lightning_llm.compare.searched import survived_at
 from lightning_llm.compare.seeds import Advice
 from lightning_llm.compare.selection import Selection, select_best
 from lightning_llm.compare.study import Study
@@ -175,6 +176,8 @@ def compare_runs(
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
     comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
+    for family in comparison.families:
+        family.survived_at = survived_at(usable)
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
     _judge_families(comparison, unfinished)
     if not comparison.verdicts:

@@ -41,14 +41,15 @@ class Pair:
 class Family:
     """Recipes that share baseline runs and all that varies beside the factor (`setting`): judged together.
 
-    `words`: the setting in a line of text, as overrides; `recipes`: {label: pairs, one per seed}; `missing`: {label:
-    seeds whose runs failed or are unfinished where the baseline's finished}; `unfinished`: {label, the baseline's among
-    them: its runs that have no end, at seeds at which it has no other}; `aa_groups`: runs of one recipe and seed that
-    differ in rounding alone.
+    `words`: the setting in a line of text, as overrides; `survived_at`: what a search left one value of, likewise;
+    `recipes`: {label: pairs, one per seed}; `missing`: {label: seeds whose runs failed or are unfinished where the
+    baseline's finished}; `unfinished`: {label, the baseline's among them: its runs that have no end, at seeds at which
+    it has no other}; `aa_groups`: runs of one recipe and seed that differ in rounding alone.
     """
 
     setting: dict[str, Any]
     words: str = ""
+    survived_at: str = ""
     recipes: dict[str, list[Pair]] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
     unfinished: dict[str, list[Run]] = field(default_factory=dict)

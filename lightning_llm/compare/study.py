@@ -10,10 +10,10 @@ from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.looks import Look
 from lightning_llm.compare.named_models import models_of
 from lightning_llm.compare.pairing import Family
+from lightning_llm.compare.searched import ended_some
 from lightning_llm.compare.selection import Selection
 from lightning_llm.compare.verdict import Verdict
 from lightning_llm.record.reading import Run
-from lightning_llm.record.search_results import ended_by_search
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Study:
     @property
     def ended_by_search(self) -> bool:
         """Whether a search ended some recipes of the runs' sweeps early, and so chose those that are judged."""
-        return any(ended_by_search(folder) for folder in {run.folder.parent for run in self.runs})
+        return ended_some(self.runs)
 
     @property
     def one_pair(self) -> bool:

@@ -25,7 +25,7 @@ recipe, 95 % intervals; tests/compare/test_stability.py."""
 def line_of(verdict: Verdict) -> str:
     """Return a verdict in one line: with the model's size, the tokens, the setting and the margin, every time."""
     scale = f"{short(verdict.parameters)} parameters, {short(verdict.tokens)} tokens"
-    where = f"{scale}, {verdict.family.words}" if verdict.family.words else scale
+    where = ", ".join(filter(None, (scale, verdict.family.words, verdict.family.survived_at)))
     decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
     reason = reason_of(verdict)
     text = f"{verdict.name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"

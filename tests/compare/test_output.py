@@ -263,4 +263,9 @@ def test_seeds_by_which_a_search_ended_recipes_are_said_to_judge_as_well(tmp_pat
     sweep = make_sweep(tmp_path / "s", {f"precision={p}": 0.0 for p in ("bf16", "mxfp8", "mxfp4_sr")}, seeds=2)
     assert "judge them as well" not in " ".join(verdicts(capsys, sweep)["methods"])
     write_results(sweep, [], {4: "worse", 5: "worse"})
-    assert "judge them as well" in " ".join(verdicts(capsys, sweep)["methods"])
+    axes = {"precision": ["bf16", "mxfp8", "mxfp4_sr"], "optim.learning_rate": ["2e-3", "3e-3"], "seed": ["0", "1"]}
+    (sweep / "sweep.json").write_text(json.dumps({"axes": axes, "jobs": []}))
+    found = verdicts(capsys, sweep)
+    assert "judge them as well" in " ".join(found["methods"])
+    rate = read_run(sweep / "0").config["optim.learning_rate"]
+    assert f"205K tokens, optim.learning_rate={rate}: " in found["verdicts"][0]["line"]
