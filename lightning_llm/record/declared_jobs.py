@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_llm.config.compose import load_config
 from lightning_llm.config.identity import hashed_values, without_observers
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
@@ -64,6 +63,8 @@ def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked
     file = next((file for each in same if (file := folder / str(each["number"]) / "config.yaml").is_file()), None)
     if file is None:
         return ""
+    from lightning_llm.config.compose import load_config  # with Hydra, half a second that readers of sweeps do without
+
     try:
         was, now = (hashed_values(without_observers(each)) for each in (load_config(file, []), asked.config))
     except ConfigError:  # a damaged file: whoever reads the run says so
