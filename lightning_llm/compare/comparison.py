@@ -176,8 +176,9 @@ def compare_runs(
     comparison = Comparison(factor, terms, usable, problems=problems, notes=notes, selection=selection)
     comparison.design = design
     comparison.families, unpaired = pair_runs(usable, factor, unfinished, terms.metric)
+    survived = survived_at(usable)
     for family in comparison.families:
-        family.survived_at = survived_at(usable)
+        family.survived_at = survived
     comparison.problems += [*unpaired, *levels_without_a_run(waiting, usable, factor)]
     _judge_families(comparison, unfinished)
     if not comparison.verdicts:

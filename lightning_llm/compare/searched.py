@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lightning_llm.record.reading import Run
 from lightning_llm.record.search_results import ended_by_search
-from lightning_llm.record.sweep_definition import read_sweep_file
+from lightning_llm.record.sweep_file import read_sweep_file
 
 
 def ended_some(runs: Sequence[Run]) -> bool:

@@ -133,6 +133,7 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
     """Return the finished runs below `folder` by seed and parts, the parts in the order of the sources."""
     found: dict[tuple[int, Parts], Subject] = {}
     problems: list[Problem] = []
+    of_parts: list[Problem] = []
     for file in sorted(folder.glob("*/config.yaml"), key=lambda each: (len(each.parent.name), each.parent.name)):
         if state_of(file.parent) != "finished":
             problems.append(Problem(str(file.parent), "is not finished. Start the sweep again, or remove it."))
@@ -143,15 +144,15 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         key = subject.config.seed, parts
         if len({weights[part] for part in parts}) > 1:
             text = "is of parts with unlike weights: base units are of one size, and a larger part has several of them."
-            problems.append(Problem(str(file.parent), text))
+            of_parts.append(Problem(str(file.parent), text))
         elif key in found:
-            problems.append(
+            of_parts.append(
                 Problem(str(file.parent), f"is of the parts and the seed of {found[key].folder}. Remove one.")
             )
         found.setdefault(key, subject)
     singles = [parts for _, parts in found if len(parts) == 1]
-    if len(singles) < 2 and (found or not problems):  # then it is no such sweep, whatever is wrong with each run
-        problems = []
+    if len(singles) < 2 and (found or not problems):  # then it is no such sweep, or its runs are not finished
+        of_parts = []
         text = (
             f"holds {len(singles)} run{'s' * (len(singles) != 1)} on one source of data, and two at least make a set."
         )
@@ -160,8 +161,8 @@ def _runs(folder: Path) -> dict[tuple[int, Parts], Subject]:
         count = len(set(singles))
         text = f"holds runs on {count} parts, that make {2**count:,} sets. Name a folder with {MOST_PARTS} at most."
         problems.append(Problem(str(folder), text))
-    if problems:
-        raise ConfigError(problems)
+    if problems or of_parts:
+        raise ConfigError([*of_parts, *problems])
     return found
 
 

@@ -55,17 +55,19 @@ def read_sweep_file(folder: Path) -> dict[str, Any]:
 
 def read_declared(folder: Path) -> dict[str, Any]:
     """Return what was declared for the sweep in `folder`, {} where nothing was, or its file cannot be read."""
-    try:
-        known = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # `compare` says so of its jobs
-        return {}
-    return {key: known[key] for key in (DESIGN, SEARCH) if isinstance(known, dict) and key in known}
+    known = _as_it_is(folder)
+    return {key: known[key] for key in (DESIGN, SEARCH) if key in known}
 
 
 def parent_of_sweep(folder: Path) -> str | None:
     """Return the id of the MLflow run of the sweep in `folder`, None where it has none, or its file cannot be read."""
+    return _as_it_is(folder).get("mlflow_run_id")
+
+
+def _as_it_is(folder: Path) -> dict[str, Any]:
+    """Return the unchecked content of the file in `folder`, {} where it cannot be read, of which `compare` tells."""
     try:
         known = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
-    return known.get("mlflow_run_id") if isinstance(known, dict) else None
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -127,6 +127,12 @@ def test_a_sweep_that_is_no_merge_sweep_is_told_so_once(tmp_path, monkeypatch):
         merge._runs(tmp_path)
     (problem,) = caught.value.problems
     assert "holds 0 runs on one source of data" in problem.text
+    monkeypatch.setattr(merge, "state_of", lambda folder: "stopped" if folder.name == "3" else "finished")
+    with pytest.raises(ConfigError) as caught:
+        merge._runs(tmp_path)
+    unfinished, problem = caught.value.problems
+    assert (unfinished.key, "is not finished" in unfinished.text) == (str(tmp_path / "3"), True)
+    assert "holds 0 runs on one source of data" in problem.text
 
 
 def run_on(parts: str, sources: str = "abc"):
