@@ -66,6 +66,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _wide_linear(x, weight, bias) if _is_widened(x) else F.linear(x, weight, bias)
 
 
+def returns_fp32(device: torch.device) -> bool:
+    """Whether `torch.mm` of 16-bit operands can return its fp32 sums on this device (`out_dtype`, torch >= 2.8)."""
+    return device.type == "cuda"
+
+
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the fp32 sums of `a b` `[M, N]`, not rounded, of `a` `[M, K]` and `b` `[K, N]` of one dtype.
+
+    Without gradients. Where the device's kernels round what they return, operands are widened first: exactly.
+    """
+    if a.dtype != torch.float32 and returns_fp32(a.device):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
 def _is_widened(x: Tensor) -> bool:
     return x.dtype in widened and x.device.type == "cpu"
 

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "user_cache",
         "version",
     ),
-    ("registry",),
+    ("cast_linear", "registry"),
     ("config",),
     ("model", "precision", "data", "optim"),
     ("plan",),
@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 LIBRARIES = {
     "torch": {
+        "cast_linear",
         "gemm",
         "hardware",
         "local_part",

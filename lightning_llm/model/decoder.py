@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.cast_linear import CastOnUse
 from lightning_llm.config.schema.model import ModelConfig
-from lightning_llm.gemm import linear
 from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention_kernel import Mask, mask_of
@@ -91,12 +91,12 @@ class Block(nn.Module):
         return x + (self.feed_forward_post_norm(mapped) if self.post_norms else mapped)  # [B, T, D]
 
 
-class TokenEmbedding(nn.Embedding):
+class TokenEmbedding(CastOnUse, nn.Embedding):
     """Rows by token id, `[V, D]`, and, where there is no head, the projection of hidden states onto them."""
 
     def project(self, x: Tensor) -> Tensor:
         """Return logits `[B, T, V]` of `x` `[B, T, D]`."""
-        return linear(x, self.weight.to(x.dtype))
+        return self.multiply(x, self.weight)
 
 
 class Decoder(nn.Module):

@@ -46,8 +46,8 @@ def apply_parallel(
             compile_blocks(stage.blocks)
         scatters = []
         if layout.shards:
-            compute, reduce = DTYPES[precision.compute_dtype], DTYPES[precision.reduce_dtype]
-            scatters = shard_decoder(stage, layout, compute, reduce)
+            gathered, reduce = DTYPES[precision.gather_dtype], DTYPES[precision.reduce_dtype]
+            scatters = shard_decoder(stage, layout, gathered, reduce)
         fill(stage, seed, device, initial)
         if layout.shards and precision.parameter_gather == "quantised":
             gather_codes(stage, layout, DTYPES[precision.compute_dtype])

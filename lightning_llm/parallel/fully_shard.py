@@ -2,7 +2,7 @@
 
 Masters are kept in shards in the recipe's master dtype. They are gathered in the compute dtype, which is the cast that
 the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023, arXiv 2304.11277; torchtitan does it
-so). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
+so); in the master's where gradients are not to be rounded (`PrecisionConfig.gather_dtype`). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ from lightning_llm.plan.nodes import SHARD_AXES
 
 
 def shard_decoder(
-    model: Decoder, layout: Layout, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+    model: Decoder, layout: Layout, gather_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> list[TreeReduceScatter]:
     """Shard `model` in place, on the meta device: block by block, head and embedding by themselves, the rest as one.
 
@@ -36,7 +36,7 @@ def shard_decoder(
         shared = layout.shared_mesh
         mesh = side_by_side(layout.mesh["dp_replicate"], shared) if replicas else shared
     kept = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    cast = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     after_forward = layout.config.zero_stage == 3
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=after_forward)

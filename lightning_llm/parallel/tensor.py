@@ -167,6 +167,7 @@ class _Norm(_TensorParallel):
 
 class _TokenEmbedding(_TensorParallel):
     weight: DTensor
+    multiply: Callable[[Tensor, Tensor], Tensor]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """One rank has each token's row, the others add zeros: the sum is exact."""
@@ -177,8 +178,7 @@ class _TokenEmbedding(_TensorParallel):
         return self.region.leave(x)
 
     def project(self, x: Tensor) -> Tensor:
-        x = self.region.enter(x)
-        return F.linear(x, self.weight.to_local().to(x.dtype))
+        return self.multiply(self.region.enter(x), self.weight.to_local())
 
 
 class _PositionEmbedding(_TensorParallel):

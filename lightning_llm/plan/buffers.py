@@ -37,7 +37,7 @@ def gathered_bytes(config: Config, units: Units, degrees: Degrees, accounting: A
 
 def _whole_bytes(config: Config, degrees: Degrees, unit: Unit, accounting: Accounting) -> int:
     cast = unit.cast or accounting.one_root
-    dtype = config.precision.compute_dtype if cast else config.precision.master_dtype
+    dtype = config.precision.gather_dtype if cast else config.precision.master_dtype
     return DTYPE_BYTES[dtype] * unit.whole(shard_ranks(config.parallel, degrees))
 
 
@@ -47,7 +47,7 @@ def gather_buffer_bytes(config: Config, units: Units, degrees: Degrees, accounti
         return 0
     outside = [_whole_bytes(config, degrees, unit, accounting) for unit in (units.root, units.head, units.embedding)]
     root = sum(outside) if accounting.one_root else max(outside)
-    ranks, width = shard_ranks(config.parallel, degrees), DTYPE_BYTES[config.precision.compute_dtype]
+    ranks, width = shard_ranks(config.parallel, degrees), DTYPE_BYTES[config.precision.gather_dtype]
     blocks = [ranks * unit.gathered_bytes(ranks, width) for unit in units.blocks]
     codes = [ranks * unit.code_bytes(ranks) for unit in units.blocks]  # apart, beside what they become
     pairs = zip(pairwise(blocks), codes[1:], strict=True)
@@ -69,7 +69,7 @@ def compute_copy_bytes(plan: Plan, part: StagePart, units: Units) -> tuple[int, 
     width = DTYPE_BYTES[recipe.compute_dtype]
     # The last norm, and a tied embedding, which is cast to project.
     outside = units_of(model, (), first=False, last=True, tp=degrees.tp).root.shard(1) if part.last else 0
-    if uses_fsdp(config.parallel, degrees):
+    if uses_fsdp(config.parallel, degrees) and recipe.gather_dtype == recipe.compute_dtype:
         return width * outside, 0
     again = set(recomputed_layers(config, [part]))
     sizes = {index: _copied_in_block(plan, index, unit) for index, unit in zip(part.layers, units.blocks, strict=True)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from lightning_llm.config.run_paths import run_path_problems, secret_problems, tracking_problems
-from lightning_llm.config.schema import Config
+from lightning_llm.config.schema import Config, PrecisionConfig
 from lightning_llm.config.schema.metrics import monitor_problems
 from lightning_llm.config.schema.partial import Rule, gather
 from lightning_llm.data.check import batch_problems, data_rules
@@ -154,12 +154,27 @@ def _precision_problems(config: Config) -> list[Problem]:
             "micro-batches and ranks, so that a step's bits do not tell how many ranks made it. Set them alike."
         )
         problems.append(Problem("precision.reduce_dtype", text))
+    problems += _wgrad_problems(recipe)
     reasons = reasons_to_stay_high(linear_names(config.model), recipe, config.model.num_layers)
     if nothing := nothing_converted(recipe, reasons):
         problems += [*nothing, *other_modules(recipe, reasons)]
     else:
         problems += unmatched(recipe, reasons, config.model.num_layers)
     return problems + _rotation_problems(config)
+
+
+def _wgrad_problems(recipe: PrecisionConfig) -> Iterator[Problem]:
+    """Yield why weight gradients that are not rounded would be no others."""
+    if recipe.wgrad_dtype is None:
+        return
+    text = f"is {recipe.wgrad_dtype}, and "
+    if recipe.compute_dtype == recipe.wgrad_dtype:
+        text += "so is compute_dtype: nothing is rounded as it is. Leave it null, or compute in bf16 or fp16."
+        yield Problem("precision.wgrad_dtype", text)
+    elif recipe.main_grad_dtype != recipe.wgrad_dtype:
+        text += f"gradients accumulate in main_grad_dtype={recipe.main_grad_dtype}, which rounds them. Set null, or "
+        text += "main_grad_dtype, reduce_dtype and master_dtype to fp32."
+        yield Problem("precision.wgrad_dtype", text)
 
 
 def _update_problems(config: Config, degrees: Degrees) -> list[Problem]:

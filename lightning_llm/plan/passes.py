@@ -77,7 +77,7 @@ class Stage(NamedTuple):
             loss=loss + gradient,
             taught=taught,
             teaching=teaching,
-            backward=max(each.backward for each in blocks) + DTYPE_BYTES[config.precision.compute_dtype] * reduced,
+            backward=max(each.backward for each in blocks) + DTYPE_BYTES[config.precision.gather_dtype] * reduced,
             unsharded=DTYPE_BYTES[config.precision.main_grad_dtype] * units.shard(1) if once else 0,
         )
 

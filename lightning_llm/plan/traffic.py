@@ -31,7 +31,7 @@ def bytes_sent(plan: Plan) -> dict[str, int]:
     Of X bytes over R ranks that is X (R - 1) / R for a gather, a scatter or an all-to-all, and twice that for an
     all-reduce. In fp32 a step of DDP, ZeRO-1, and with one micro-batch ZeRO-2, sends 2 Psi elements, ZeRO-3 at most 3
     Psi (ZeRO, arXiv 1910.02054, section 7): head, embedding and root are gathered once per micro-batch, not twice.
-    Weights travel in the compute dtype (embeddings and root in the master's), gradients in precision.main_grad_dtype.
+    Weights travel in the recipe's gather_dtype (embeddings and root in the master's), gradients in main_grad_dtype.
     In a pipeline these are the bytes of the ranks that `memory_bytes` is of, and `send` is what goes to the stages
     beside theirs: a micro-batch's hidden states forward, their gradients back, and a tied embedding's gradient once.
     Matrices that the optimizer needs whole travel once to one of the ranks that share them, and back.
@@ -75,7 +75,7 @@ def sent_at(config: Config, degrees: Degrees, pp_rank: int) -> Sent:
     sent: Sent = Counter()
 
     def gather(unit: Unit) -> int:
-        width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+        width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
         return unit.gathered_bytes(ranks, width) * (ranks - 1)
 
     if uses_fsdp(parallel, degrees):

@@ -45,6 +45,7 @@ def precision_facts(
         "master_dtype": recipe.master_dtype,
         "main_grad_dtype": recipe.main_grad_dtype,
         "reduce_dtype": recipe.reduce_dtype,
+        "wgrad_dtype": recipe.wgrad_dtype or recipe.compute_dtype,
         "recipe_hash": recipe.recipe_hash,
         "reference": recipe.reference,
         "hardware": recipe.hardware,
@@ -93,6 +94,8 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return `precision_facts` as lines for a terminal, each a name and a text."""
     dtypes = f"computing in {facts['compute_dtype']}, master weights {facts['master_dtype']}"
     others = {key: facts[key] for key in ("main_grad_dtype", "reduce_dtype") if facts[key] != "fp32"}
+    if facts["wgrad_dtype"] != facts["compute_dtype"]:
+        others["wgrad_dtype"] = facts["wgrad_dtype"]
     rules = "".join(f", {each}" for each in (_pairs(others), _pairs(facts["modules"])) if each)
     rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}")]
     rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_layer_rows(facts), *_slot_rows(facts["slots"])]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_llm.config.schema.precision import CastConfig
-from lightning_llm.gemm import linear, product
+from lightning_llm.gemm import fp32_product, linear, product, returns_fp32
 from lightning_llm.precision.inductor import Backend, run_by
 from lightning_llm.precision.operand import Operand
 
@@ -25,7 +25,8 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     """Return a b [m, n] in `dtype` for a [m, k], b [k, n], times all scales, plus `bias` [n] (never quantised)."""
     left, right = a.tensor, b.tensor
     partial = a.blocks is not None or b.blocks is not None
-    if partial or not (left.dtype == right.dtype == dtype) or _crawls(dtype, left.device):
+    unrounded = dtype == torch.float32 and left.dtype == right.dtype and not _crawls(left.dtype, left.device)
+    if partial or not (left.dtype == right.dtype == dtype or unrounded) or _crawls(dtype, left.device):
         left, right = left.float(), right.float()
     factor = b.factor if a.factor is None else a.factor if b.factor is None else a.factor * b.factor
     if factor is None and bias is not None and not partial:
@@ -33,7 +34,7 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype, backend: Backend, bias:
     if partial:
         sums = _sum_of_partials(a, b, left, right)
     else:
-        sums = product(left, right) if factor is None else _sums(left, right)
+        sums = fp32_product(left, right) if unrounded or _keeps_sums(factor, left) else product(left, right)
     if factor is not None:
         return _finish(backend)(sums, factor, bias, dtype)
     return (sums if bias is None else sums + bias.float()).to(dtype)
@@ -49,16 +50,9 @@ def multiplied_in_fp32(x: Tensor, cast: CastConfig) -> bool:
     return cast.scales_partial_sums or _crawls(x.dtype, x.device)
 
 
-def returns_fp32(device: torch.device) -> bool:
-    """Whether `torch.mm` of 16-bit operands can return its fp32 sums on this device (`out_dtype`, torch >= 2.8)."""
-    return device.type == "cuda"
-
-
-def _sums(left: Tensor, right: Tensor) -> Tensor:
-    """Return left right, in fp32 where the device's kernels can, else in the operands' dtype."""
-    if left.dtype != torch.float32 and returns_fp32(left.device):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return product(left, right)
+def _keeps_sums(factor: Tensor | None, left: Tensor) -> bool:
+    """Return whether a `factor` is to multiply fp32 sums: where the device's kernels return them."""
+    return factor is not None and returns_fp32(left.device)
 
 
 def _sum_of_partials(a: Operand, b: Operand, left: Tensor, right: Tensor) -> Tensor:

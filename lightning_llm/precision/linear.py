@@ -102,7 +102,7 @@ def backward(
     if wanted.dw:
         source = made.source("wgrad.x", "x")
         left, right = of_dy("wgrad.dy", 0).flipped, call.operand(source, "wgrad.x", 0)
-        dw = multiply(left, right, x.dtype, plan.backend)
+        dw = multiply(left, right, plan.wgrad_dtype or x.dtype, plan.backend)
         if plan.casts["wgrad.x"].source == "quantised":
             dw = made.through(dw, "w")
         dw = dw.to(weight.dtype)

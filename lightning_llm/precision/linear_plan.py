@@ -21,6 +21,11 @@ ROLES = ("x", "w", "dy")  # the three tensors, each with one delayed scale
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def wgrad_dtype_of(recipe: PrecisionConfig) -> torch.dtype | None:
+    """Return what `recipe` rounds the gradients of linear layers' weights to, None for the compute dtype."""
+    return None if recipe.wgrad_dtype is None else DTYPES[recipe.wgrad_dtype]
+
+
 class SeenCast(NamedTuple):
     """One cast as it ran: what `slot` was `given` [R, C], what was `rounded` after the rotation, and to what."""
 
@@ -54,6 +59,7 @@ class LinearPlan:
     `fixed`: the layer is here for its dtype only (fp16 on a CPU) and stays high in every phase of the recipe.
     `rule`: which rule of the recipe's `modules.casts` the layer follows, None where the recipe's own slots are its.
     `observe` is called with every cast, once, and must change nothing. `weight_casts`: None, where all are made here.
+    `wgrad_dtype`: what dW is rounded to, None for the dtype of X.
     """
 
     casts: Mapping[str, CastConfig]
@@ -63,11 +69,12 @@ class LinearPlan:
     observe: Observe | None = None
     rule: int | None = None
     weight_casts: WeightCasts | None = None
+    wgrad_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, recipe: PrecisionConfig, backend: Backend, rule: int | None = None) -> "LinearPlan":
         """Return the plan of a layer that follows `rule` of `recipe`, or has its own slots."""
-        return cls(recipe.casts_under(rule), backend, rule=rule)
+        return cls(recipe.casts_under(rule), backend, rule=rule, wgrad_dtype=wgrad_dtype_of(recipe))
 
     def with_weight_casts(self, source: WeightCasts) -> "LinearPlan":
         """Return the plan with casts of the weight from `source`."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_llm.cast_linear import linear_with_unrounded_wgrad
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.gemm import linear
 from lightning_llm.keyed_hash import StepKey, name_word
@@ -74,6 +75,8 @@ class QuantisedLinear(nn.Linear):
             self.plan.weight_casts.check_high()
         if x.dtype == torch.float16 and x.device.type == "cpu":  # where an fp16 GEMM crawls, and is emulated
             return self._multiply(x, weight, bias, high=True)
+        if self.plan.wgrad_dtype is not None:
+            return linear_with_unrounded_wgrad(x, weight, bias)
         return linear(x, weight.to(x.dtype), bias)
 
     def call_now(

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lightning_llm.cast_linear import CastOnUse
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
 from lightning_llm.precision.inductor import Backend
-from lightning_llm.precision.linear_plan import LinearPlan
+from lightning_llm.precision.linear_plan import LinearPlan, wgrad_dtype_of
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.module_rules import fractions_of_no_block, nothing_converted, reasons_to_stay_high, rule_of
 from lightning_llm.precision.native.decide import Decision
@@ -85,7 +86,7 @@ def swap_linears(
     first = recipe.at(0, 1)  # what is in force at the first step
     emulate = recipe.compute_dtype == "fp16" and device_type == "cpu"
     casts = slots_of(PrecisionConfig(name="high", compute_dtype=recipe.compute_dtype))
-    high = LinearPlan(casts, backend, fixed=True)
+    high = LinearPlan(casts, backend, fixed=True, wgrad_dtype=wgrad_dtype_of(recipe))
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = reasons_to_stay_high(linears, recipe, num_layers)
     if problems := nothing_converted(recipe, reasons):
@@ -96,6 +97,10 @@ def swap_linears(
             plan = LinearPlan.of(first, backend, rule) if reasons[name] is None else high
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)
+    if recipe.wgrad_dtype is not None:
+        for module in model.modules():
+            if isinstance(module, CastOnUse):
+                module.rounds_wgrad = False
     kept = {name: why for name, why in reasons.items() if why is not None}
     converted = tuple(name for name in reasons if name not in kept)
     no_block = tuple(fractions_of_no_block(recipe.modules, num_layers))

@@ -134,6 +134,17 @@ def test_gradients_have_one_dtype_through_the_whole_sum():
     assert {problem.key for problem in problems_of(config)} == {"precision.main_grad_dtype", "precision.reduce_dtype"}
 
 
+@pytest.mark.parametrize(
+    ("precision", "said"),
+    [("fp32", "so is compute_dtype: nothing is rounded"), ("bf16_true", "accumulate in main_grad_dtype=bf16")],
+)
+def test_gradients_that_are_not_rounded_are_refused_where_that_changes_nothing(precision, said):
+    config = compose_config(["recipe=quickstart", f"precision={precision}", "precision.wgrad_dtype=fp32"])
+    (problem,) = problems_of(config)
+    assert problem.key == "precision.wgrad_dtype"
+    assert said in problem.text
+
+
 def test_warming_up_for_longer_than_the_run_is_said_not_refused(capsys):
     assert main(["plan", "recipe=quickstart", "trainer.max_steps=5"]) == 0
     assert "note   schedule.warmup_steps=50" in capsys.readouterr().out

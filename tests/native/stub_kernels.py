@@ -42,6 +42,7 @@ class Gemm(NamedTuple):
     layout: str
     split_accumulator: bool
     bias: bool
+    out: torch.Tensor | None = None
 
 
 def casts_of(quantizer) -> tuple[CastConfig, CastConfig]:
@@ -236,15 +237,19 @@ def generic_gemm(
     bulk_overlap=False, alpha=1.0, beta=0.0,
 ):  # fmt: skip
     """Return (b a^T, or b a, or b^T a, ...): operands in cuBLAS's order of columns, and the bias's gradient."""
-    assert (out, output_quantizer, gelu, accumulate, comm_overlap, alpha) == (None, None, False, False, None, 1.0)
-    LOG.append(Gemm("NT"[transposed_a] + "NT"[transposed_b], use_split_accumulator, bias is not None))
+    assert (output_quantizer, gelu, accumulate, comm_overlap, alpha) == (None, False, False, None, 1.0)
+    LOG.append(Gemm("NT"[transposed_a] + "NT"[transposed_b], use_split_accumulator, bias is not None, out))
     left, right = operand(b, rows=not transposed_b), operand(a, rows=transposed_a)
     left = left.flipped if transposed_b else left
     right = right.flipped if transposed_a else right
     added, bias_grad = (None, None) if grad else (bias, None)
     if grad and bias is not None:
         bias_grad = b.float().sum(0).to(b.dtype)
-    return multiply(left, right, DTYPES[DType(int(dtype))], "eager", added), bias_grad, None, None
+    made = multiply(left, right, DTYPES[DType(int(dtype))], "eager", added)
+    if out is not None:
+        assert out.dtype == made.dtype
+        made = out.copy_(made)
+    return made, bias_grad, None, None
 
 
 def bgrad_quantize(grad, quantizer):

@@ -1,6 +1,7 @@
 """Transformer Engine's own Python, driven as a native run drives it: which casts and GEMMs come of it. 4 seconds."""
 
 import re
+import weakref
 from dataclasses import replace
 from inspect import getsource
 from types import SimpleNamespace
@@ -162,6 +163,37 @@ def test_a_bias_is_added_by_the_gemm_and_its_gradient_is_that_of_dy_before_the_c
     assert made[native][0].abs().min() > 0
     assert [name for name, _ in native.named_parameters()] == ["weight", "bias"]
     assert not hasattr(native._kernel[0], "bias")
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_subchannel", "mxfp8", "nvfp4", "high_backward"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_that_are_not_rounded_are_what_wgrads_gemm_writes(name, sharded, engine):
+    """Into a tensor of each backward pass, two of which come in the other order here; nothing is kept of them."""
+    recipe = variants()[name].model_copy(update={"wgrad_dtype": "fp32"})
+    engine.device(*compute_capability(recipe))
+    native, emulated = layer_of(recipe, sharded=sharded), layer_of(recipe)
+    emulated.__class__ = QuantisedLinear
+    inputs = [torch.randn(ROWS, INPUTS).bfloat16() for _ in range(2)]
+    dy = torch.randn(ROWS, OUTPUTS).bfloat16()
+    for layer in (native, emulated):
+        layer.keys = torch.arange(9) + torch.initial_seed() % 1000
+        LOG.clear()
+        first, second = (layer(x) for x in inputs)
+        second.backward(dy)
+        first.backward(dy)
+        if layer is native:
+            outs = [gemm.out for gemm in LOG if isinstance(gemm, Gemm)]
+            assert [out is not None for out in outs] == [False, False, True, True]
+            kept = [weakref.ref(out) for out in outs if out is not None]
+            del outs
+            LOG.clear()
+    assert native.weight.grad.dtype == torch.float32
+    assert torch.equal(native.weight.grad, emulated.weight.grad)
+    assert not torch.equal(native.weight.grad, native.weight.grad.bfloat16().float())
+    assert [each() for each in kept if each() is not native.weight.grad] == [None] * len(kept)
+    native.weight.requires_grad_(False)
+    step(native, recipe)  # whose GEMMs then are two, and whose gradient nobody asks for
+    assert torch.equal(native.weight.grad, emulated.weight.grad)
 
 
 def test_the_library_admits_what_the_plan_admits(engine):

@@ -63,6 +63,7 @@ NOT_IDENTITY = {"name", "reference", "hardware", "backend", "casts", "parameter_
 """Names, and how and where the same numbers are computed: no part of a recipe's hash."""
 LATER = (
     ("", "allow"),
+    ("", "wgrad_dtype"),
     ("modules", "first_fraction_high_precision"),
     ("modules", "last_fraction_high_precision"),
     ("modules", "casts"),
@@ -149,6 +150,11 @@ class PrecisionConfig(Group):
     master_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of the weights that are updated")
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients are summed in over ranks")
     main_grad_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype gradients accumulate in")
+    wgrad_dtype: Literal["fp32"] | None = Field(
+        None,
+        description="dtype that linear layers' weight gradients are rounded to before they accumulate; null: "
+        "compute_dtype, fp32: not at all",
+    )
     backend: Literal["auto", "native", "emulated"] = Field(
         "auto", description="native: Transformer Engine, or refuse; auto: native where it is exactly the recipe"
     )
@@ -203,6 +209,11 @@ class PrecisionConfig(Group):
     def quantises(self) -> bool:
         """Whether any slot, in any module or phase, leaves compute_dtype."""
         return any(cast.quantises for casts in self.cast_sets().values() for cast in casts.values())
+
+    @property
+    def gather_dtype(self) -> Dtype:
+        """What FSDP2 gathers blocks and head in: autograd gives a gradient the dtype of what was gathered."""
+        return self.compute_dtype if self.wgrad_dtype is None else self.master_dtype
 
     @property
     def updates_every_micro_batch(self) -> bool:

@@ -103,10 +103,12 @@ class Operations:
         """Return the cast of a master weight on use, and of its gradient; FSDP makes both where it gathers weights."""
         recipe = self.config.precision
         master = DTYPE_BYTES[recipe.master_dtype]
-        if recipe.compute_dtype == recipe.master_dtype or uses_fsdp(self.config.parallel, self.degrees):
+        sharded = uses_fsdp(self.config.parallel, self.degrees) and recipe.gather_dtype == recipe.compute_dtype
+        if recipe.compute_dtype == recipe.master_dtype or sharded:
             return Passes()
         cost = self.memory((master + self.width) * elements)
-        return Passes(cost, cost, cost)
+        rounded = cost if recipe.wgrad_dtype is None else Cost()
+        return Passes(cost, rounded, cost)
 
     def passes_of(self, passes: Iterable[MemoryPass]) -> Passes:
         """Return what a part moves of memory."""

@@ -164,7 +164,7 @@ def _item(operations: Operations, passes: Passes, unit: Unit) -> Item:
         return Item(passes)
     ranks, recipe, axes = shard_ranks(config.parallel, degrees), config.precision, SHARDS
     shard = unit.shard(ranks)
-    width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+    width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
     gradient, master = DTYPE_BYTES[recipe.main_grad_dtype], DTYPE_BYTES[recipe.master_dtype]
     gathered = unit.gathered_bytes(ranks, width)
     gather = operations.links.seconds("all_gather", axes, gathered * (ranks - 1))
@@ -241,7 +241,7 @@ def _sent_backward(operations: Operations, part: StagePart, gathers: bool, reduc
 
 def _gathered(operations: Operations, unit: Unit) -> int:
     recipe, ranks = operations.config.precision, shard_ranks(operations.config.parallel, operations.degrees)
-    width = DTYPE_BYTES[recipe.compute_dtype if unit.cast else recipe.master_dtype]
+    width = DTYPE_BYTES[recipe.gather_dtype if unit.cast else recipe.master_dtype]
     return unit.gathered_bytes(ranks, width) * (ranks - 1)
 
 

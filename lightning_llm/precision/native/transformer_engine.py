@@ -30,6 +30,7 @@ from lightning_llm.precision.linear_plan import ROLES, LinearPlan
 from lightning_llm.precision.module import QuantisedLinear
 from lightning_llm.precision.native.decide import MULTIPLES
 from lightning_llm.precision.native.express import NativeRecipe, express
+from lightning_llm.precision.native.main_grad import MainGrad
 from lightning_llm.precision.observed_casts import observe_casts
 from lightning_llm.precision.weight_cast_rules import kept_by_kernel
 from lightning_llm.precision.weight_casts import OwnCasts
@@ -218,7 +219,8 @@ class NativeLinear(QuantisedLinear):
         if not self._kernel:
             self._kernel = (self._new_kernel(weight.shape, bias is not None),)
         kernel = self._kernel[0]
-        own = {"weight": weight.to(rows.dtype)} | ({} if bias is None else {"bias": bias})
+        cast = weight.to(rows.dtype) if self.plan.wgrad_dtype is None else MainGrad.cast(weight, rows.dtype)
+        own = {"weight": cast} | ({} if bias is None else {"bias": bias})
         kernel.__dict__.update(own)
         try:
             with engine().pytorch.autocast(enabled=True, recipe=self._recipe):
@@ -226,6 +228,7 @@ class NativeLinear(QuantisedLinear):
         finally:
             for name in own:
                 del kernel.__dict__[name]
+            MainGrad.let_go(cast)
         return y
 
     def _is_first_micro_batch(self, kernel: Any) -> bool | None:
@@ -256,7 +259,13 @@ class NativeLinear(QuantisedLinear):
     def _new_kernel(self, shape: torch.Size, bias: bool) -> Any:
         """Return one for a weight of `shape` [N, K], which may be a rank's part: the groups of ranks are not its."""
         kernel = engine().pytorch.Linear(
-            shape[1], shape[0], bias=bias, params_dtype=torch.bfloat16, device="meta", name=self.name
+            shape[1],
+            shape[0],
+            bias=bias,
+            params_dtype=torch.bfloat16,
+            device="meta",
+            name=self.name,
+            fuse_wgrad_accumulation=self.plan.wgrad_dtype is not None,
         )
         del kernel.weight  # ours is put in its place for each call
         if bias:
