@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, compose_sweep, load_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.composed_sweep import compose_sweep
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import WHOLE_URIS_VARIABLE, redact_uri, with_credentials
 from lightning_llm.record.mlflow.tracker import MLflowTracker, tracking_uri
 from lightning_llm.record.sweep_commands import command_with_seeds
-from lightning_llm.record.sweep_definition import Typed, define, write
+from lightning_llm.record.sweep_definition import Typed, define
+from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run import rank as run
 
 URI = "http://someone:s3cret@127.0.0.1:9"
@@ -93,7 +96,7 @@ def test_a_run_writes_and_prints_no_password(
 def test_a_sweep_writes_no_password(tmp_path: Path) -> None:
     words = [f"run.root={tmp_path}", "seed=0,1", f"logger.tracking_uri={URI},{URI}/other"]
     sweep = define(compose_sweep(words), None, Typed(tuple(words)))
-    write(sweep)
+    write_sweep(sweep)
     assert files_with("s3cret", tmp_path) == []
     assert "s3cret" not in json.dumps([job.config.model_dump() for job in sweep.jobs])
     assert "logger.tracking_uri=http://127.0.0.1:9" in command_with_seeds(sweep.folder, [0])

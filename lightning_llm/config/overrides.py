@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from lightning_llm.config.recipes import group_names, option_files
 from lightning_llm.config.schema.aliases import KEY, VALUES
 from lightning_llm.config.schema.data import loader_of
-from lightning_llm.config.schema.strict import takes_text
+from lightning_llm.config.schema.declared_types import takes_text
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 
 HERE_INSTEAD = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.config.workspace import default_outputs
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.ladder.ledger import FILE
-from lightning_llm.ladder.refusal import FEWEST_SIZES, FEWEST_TOKENS
 
 
 def newest_ladder(*, graded: bool = False) -> Path:

@@ -8,13 +8,13 @@ import numpy as np
 from scipy import special
 
 from lightning_llm.compare.wording import nats, short
+from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.ladder.effect import effect_at
 from lightning_llm.ladder.fit import TERMS, Fit, Runs, fit_ladder
 from lightning_llm.ladder.law import PARAMETERS
 from lightning_llm.ladder.measured import Ladder, Place
 from lightning_llm.ladder.scatter import own_variance
 
-FEWEST_SIZES, FEWEST_TOKENS = 3, 3
 FEWEST_RUNGS = PARAMETERS + 3
 """Of the baseline: its law has five parameters, and three rungs more say whether it fits."""
 FEWEST_PAIRED_RUNGS = TERMS + 2

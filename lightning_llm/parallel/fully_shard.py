@@ -2,7 +2,8 @@
 
 Masters are kept in shards in the recipe's master dtype. They are gathered in the compute dtype, which is the cast that
 the model makes on use when nothing is sharded: the same bits (Zhao et al. 2023, arXiv 2304.11277; torchtitan does it
-so); in the master's where gradients are not to be rounded (`PrecisionConfig.gather_dtype`). Token and position embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
+so); in the master's where gradients are not to be rounded (`PrecisionConfig.gather_dtype`). Token and position
+embeddings are gathered as they are, since a lookup's gradient must not be summed in 16 bit.
 """
 
 from itertools import pairwise

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import end_of_document_of, is_folder_of_files
 from lightning_llm.config.overrides import override
 from lightning_llm.config.schema import Config, PrecisionConfig

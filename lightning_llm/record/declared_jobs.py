@@ -63,7 +63,9 @@ def _differing(folder: Path, listed: Collection[Mapping[str, Any]], asked: Asked
     file = next((file for each in same if (file := folder / str(each["number"]) / "config.yaml").is_file()), None)
     if file is None:
         return ""
-    from lightning_llm.config.compose import load_config  # with Hydra, half a second that readers of sweeps do without
+    from lightning_llm.config.from_file import (
+        load_config,  # with Hydra, half a second that readers of sweeps do without
+    )
 
     try:
         was, now = (hashed_values(without_observers(each)) for each in (load_config(file, []), asked.config))

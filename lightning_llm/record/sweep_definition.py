@@ -1,19 +1,15 @@
 """Definition of a sweep: its jobs, the folder they share, which is which over repeated starts. Imports no torch."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.identity import (
-    RUN_LOCATION,
-    below,
     config_hash,
     flatten,
-    in_hash,
     is_data_path,
     training_hash,
 )
@@ -21,13 +17,11 @@ from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.declared_jobs import Asked, check_declared_jobs
-from lightning_llm.record.files import write_json
+from lightning_llm.record.job_keys import UNHASHED, axes_of, key_of, keys_of_jobs, kind_of
 from lightning_llm.record.sweep_file import DESIGN, FILE, OTHER_KEYS, SEARCH, read_sweep_file
 
 GIVEN_ANEW = ("seed", "run.name", "run.root", "run.dir")
 """Keys that a command with more seeds sets itself."""
-UNHASHED = ("callbacks.",)
-"""Of which `training_hash` leaves some out."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +92,7 @@ class Sweep:
     @property
     def axes(self) -> dict[str, list[str]]:
         """The values that jobs differ in, by key."""
-        return _axes(job.words for job in self.jobs)
-
-
-def _axes(words_of_jobs: Iterable[Sequence[str]]) -> dict[str, list[str]]:
-    found: dict[str, dict[str, None]] = {}
-    for words in words_of_jobs:
-        for word in words:
-            found.setdefault(key_of(word), {})[word.partition("=")[2]] = None
-    return {key: list(values) for key, values in found.items()}
+        return axes_of(job.words for job in self.jobs)
 
 
 def define(
@@ -130,7 +116,7 @@ def define(
     first = jobs[0][1]
     if len({config.run.experiment for _, config in jobs}) > 1:
         raise ConfigError(Problem("run.experiment", "is one for all jobs of a sweep. Start one sweep per experiment."))
-    keys, former = _keys(jobs, training_hash, UNHASHED), _keys(jobs, config_hash)
+    keys, former = keys_of_jobs(jobs, training_hash, UNHASHED), keys_of_jobs(jobs, config_hash)
     digest, former_digest = (_digest(each, declared) for each in (keys, former))
     recipe, above = (first.recipe or "sweep").rpartition("/")[2], Path(first.run.root) / first.run.experiment
     folder = above / (name or f"{recipe}-{digest}")
@@ -192,59 +178,6 @@ def _as_declared(known: dict[str, Any], declared: Mapping[str, Any] | None, fold
     raise ConfigError(Problem("sweep", text))
 
 
-def write(sweep: Sweep) -> dict[str, Any]:
-    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
-    before = read_sweep_file(sweep.folder)
-    known = {each["key"]: each for each in before.get("jobs", [])}
-    known |= {job.key: _described(job) for job in sweep.jobs}
-    typed = _merged(before.get("typed", []), sweep.typed)
-    listed = sorted(known.values(), key=lambda each: each["number"])
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    about = {
-        "hash": sweep.hash,
-        "experiment": sweep.experiment,
-        "recipe": sweep.jobs[0].config.recipe,
-        "axes": _axes_of_all(listed),
-        "typed": typed,
-        "mlflow_run_id": sweep.parent_run_id,
-        **sweep.declared,
-        "jobs": listed,
-    }
-    write_json(sweep.folder / FILE, about)
-    return about
-
-
-def _axes_of_all(listed: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the axes over jobs of all starts. A start of one seed has no word for it, which is an axis once there are
-    several."""
-    axes = _axes(each.get("words", ()) for each in listed)
-    seeds = list(dict.fromkeys(str(each["seed"]) for each in listed if "seed" in each))
-    return {**axes, "seed": seeds} if len(seeds) > 1 else axes
-
-
-def _merged(starts: list[dict[str, Any]], typed: Typed | None) -> list[dict[str, Any]]:
-    """Return how the sweep was composed over all its starts; one that only added seeds is no other."""
-    now = typed.without_seeds_and_place() if typed else None
-    return starts if now is None or now in starts else [*starts, now]
-
-
-def _described(job: Job) -> dict[str, Any]:
-    """Return a job as `sweep.json` lists it; those of one `kind` differ in seed and trunk alone."""
-    digest = kind_of(job.config)
-    trunk = {} if job.config.branch_from is None else {"branch_from": job.config.branch_from}
-    return {
-        "number": job.number, "words": list(job.words), "key": job.key, "seed": job.config.seed, "kind": digest, **trunk
-    }  # fmt: skip
-
-
-def kind_of(config: Config) -> str:
-    """Return what a job shares with those of other seeds and trunks, and with no other: 12 hex digits."""
-    flat = flatten(config.model_dump(mode="json"))
-    rest = (*RUN_LOCATION, "recipe", "seed", "branch_from")
-    kind = {key: value for key, value in flat.items() if value is not None and not below(key, rest)}
-    return sha256(json.dumps(kind, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
     """Return the sweep with its MLflow parent run, which every job names in its tags."""
     tags = {"sweep": sweep.folder.name, "sweep_hash": sweep.hash}
@@ -255,32 +188,6 @@ def tracked(sweep: Sweep, parent_run_id: str | None) -> Sweep:
         logger = job.config.logger.model_copy(update={"tags": job.config.logger.tags | tags})
         jobs.append(replace(job, config=job.config.model_copy(update={"logger": logger})))
     return replace(sweep, jobs=tuple(jobs), parent_run_id=parent_run_id)
-
-
-def _keys(
-    jobs: Sequence[tuple[list[str], Config]], hash_of: Callable[[Config], str], partly: tuple[str, ...] = ()
-) -> list[str]:
-    """Return what names each job: its hash, and the words that jobs differ in and that the hash leaves out.
-
-    Such a word is `precision.backend=auto`, or one below `partly`. A second run of the same (to compare it with itself)
-    gets "-1", ...
-    """
-    unhashed = [
-        {word for word in words if not in_hash(key_of(word)) or below(key_of(word), partly)} for words, _ in jobs
-    ]
-    shared = set.intersection(*unhashed)
-    seen: Counter[str] = Counter()
-    keys = []
-    for (_, config), words in zip(jobs, unhashed, strict=True):
-        each = " ".join([hash_of(config), *sorted(words - shared)])
-        keys.append(f"{each}-{seen[each]}" if seen[each] else each)
-        seen[each] += 1
-    return keys
-
-
-def key_of(word: str) -> str:
-    """Return the key of an override."""
-    return word.lstrip("+").partition("=")[0]
 
 
 def _numbered_folders(folder: Path) -> list[int]:

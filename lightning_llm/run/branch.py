@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.branching import KEY, changed_keys
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.tokenizer import tokenizer_file

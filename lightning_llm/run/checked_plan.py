@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_llm.config.compose import read_composed, read_file
+from lightning_llm.config.compose import read_composed
+from lightning_llm.config.from_file import read_file
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.config.schema.strict import Reading
 from lightning_llm.errors import ConfigError, Problem

@@ -5,7 +5,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_llm.config.compose import load_config, typed_value
+from lightning_llm.config.compose import typed_value
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem

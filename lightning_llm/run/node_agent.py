@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.compose import load_config
 from lightning_llm.config.config_dir import open_config_dir
 from lightning_llm.config.file import in_memory
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError

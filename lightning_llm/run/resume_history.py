@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import NOT_IDENTITY, below, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.addressing import Mixture, MixturePhase

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.branching import changed_keys
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.addressing import Mixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.branching import EXPECTED, KEY
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import run_of
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.base import BrokenKeyError

@@ -13,9 +13,11 @@ from lightning_llm.compare.comparison import Comparison, compare_runs
 from lightning_llm.compare.design import Design
 from lightning_llm.compare.wording import line_of
 from lightning_llm.config.schema.sweep import SweepConfig
+from lightning_llm.record.job_keys import kind_of
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, kind_of, tracked, write
+from lightning_llm.record.sweep_definition import Job, Sweep, tracked
+from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.declared import Composed, Definition, declared_sweep
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
@@ -76,7 +78,7 @@ def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str 
         return tracked(definition(), parent_run_id)
     with one_at_a_time(definition().folder):
         whole = tracked(definition(), parent_run_id)
-        write(_begun(whole, jobs))
+        write_sweep(_begun(whole, jobs))
     return whole
 
 

@@ -20,8 +20,9 @@ from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.record.job_keys import kind_of
 from lightning_llm.record.reading import Run
-from lightning_llm.record.sweep_definition import Sweep, Typed, define, kind_of
+from lightning_llm.record.sweep_definition import Sweep, Typed, define
 from lightning_llm.record.sweep_file import DESIGN, FILE
 from lightning_llm.sweep.judged_metric import check_metric
 

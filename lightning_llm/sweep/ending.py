@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_llm.config.commands import command, sync_command
 from lightning_llm.config.schema import Config
@@ -13,11 +13,55 @@ from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, state_of
 from lightning_llm.record.sweep_commands import command_to_go_on
-from lightning_llm.record.sweep_definition import Job, Sweep, write
+from lightning_llm.record.sweep_definition import Job, Sweep
 from lightning_llm.record.sweep_file import read_sweep_file
+from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.sweep.elsewhere import is_trained, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.progress import STOPPED
+
+
+@dataclass
+class _Ending:
+    """A sweep as it stands when this start of it ends: its jobs' states, and which of them went wrong, and where."""
+
+    whole: Sweep
+    outcomes: list[Outcome]
+    stopped_by: int
+    ended: Collection[int]
+
+    def __post_init__(self) -> None:
+        self.states = {job.number: state_of(job.folder) for job in self.whole.jobs}
+        counted = Counter(self.states.values())
+        self.finished, self.diverged = (counted[state] for state in SETTLED)
+        self.running = [job for job in self.whole.jobs if runs_elsewhere(job)]
+
+    @property
+    def left(self) -> dict[int, str]:
+        """{Number: state} of jobs that have not come to their end, and that no search has ended."""
+        return {n: state for n, state in self.states.items() if state not in SETTLED and n not in self.ended}
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Of the jobs that ran here: a diverged one has a result, and one that was told to stop did so."""
+        return [each for each in self.outcomes if each.code and not (self._diverged(each) or self._was_told(each))]
+
+    @property
+    def failed_elsewhere(self) -> list[Job]:
+        """Of another start; the summary of a job that runs may be of an earlier attempt."""
+        known = {each.job.number for each in self.outcomes} | {job.number for job in self.running}
+        return [job for job in self.whole.jobs if self.states[job.number] == "failed" and job.number not in known]
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return 128 + self.stopped_by if self.stopped_by else int(bool(self.failed or self.failed_elsewhere))
+
+    def _diverged(self, each: Outcome) -> bool:
+        return self.states[each.job.number] == "diverged"
+
+    def _was_told(self, each: Outcome) -> bool:
+        return bool(self.stopped_by or each.job.number in self.ended) and each.code in STOPPED
 
 
 def close(
@@ -28,47 +72,36 @@ def close(
     `ended`: numbers of jobs that a search ended before their end, which are no failures. `further`: what is still to
     come beside the jobs that there are, such as "look 2 of 6".
     """
-    states = {job.number: state_of(job.folder) for job in whole.jobs}
-    counted = Counter(states.values())
-    finished, diverged = (counted[state] for state in SETTLED)
-    left = [number for number, state in states.items() if state not in SETTLED and number not in ended]
-    failed = [
-        each
-        for each in outcomes
-        if each.code
-        and states[each.job.number] != "diverged"
-        and not ((stopped_by or each.job.number in ended) and each.code in STOPPED)
-    ]
-    here = {each.job.number for each in outcomes}
-    elsewhere_now = [job for job in whole.jobs if runs_elsewhere(job)]
-    not_lost = here | {job.number for job in elsewhere_now}  # its summary may be of an earlier attempt
-    elsewhere = [job for job in whole.jobs if states[job.number] == "failed" and job.number not in not_lost]
-    running = bool(elsewhere_now)
-    if whole.jobs[0].config.logger.name == "mlflow":
-        sound = not failed and not elsewhere and not left
-        status = "KILLED" if stopped_by else "FINISHED" if sound else "FAILED"
-        counts = {"finished": finished, "diverged": diverged, "failed": len(failed) + len(elsewhere)}
-        counts["total"] = len(states)
-        logged = _log_end(whole, None if running else status, counts)
-        if logged and not stopped_by:
-            hand_in_late(whole)
-    lost = f", {diverged} diverged" if diverged else ""
-    lost += f", {len(ended)} ended by the search" if ended else ""
-    lost += f", {len(elsewhere_now)} running elsewhere" if elsewhere_now else ""
-    print(f"sweep  {finished} of {len(states)} jobs finished{lost}, in {whole.folder}")
+    ending = _Ending(whole, outcomes, stopped_by, ended)
+    _tell_mlflow(ending)
+    counts = {"diverged": ending.diverged, "ended by the search": len(ended), "running elsewhere": len(ending.running)}
+    lost = "".join(f", {count} {how}" for how, count in counts.items() if count)
+    print(f"sweep  {ending.finished} of {len(ending.states)} jobs finished{lost}, in {whole.folder}")
     if outcomes:
         _print_where_and_how(whole.jobs[0].config, outcomes)
     for each in outcomes:
-        if states[each.job.number] == "diverged":
+        if ending.states[each.job.number] == "diverged":
             _print_ending(each.job, "diverged")
-    for each in failed:
+    for each in ending.failed:
         _print_ending(each.job, f"exit code {each.code}")
-    for job in elsewhere:
+    for job in ending.failed_elsewhere:
         _print_ending(job, "failed in another start")
     if stopped_by:
-        _print_stop(whole, {number: states[number] for number in left}, further)
-        return 128 + stopped_by
-    return 1 if failed or elsewhere else 0
+        _print_stop(whole, ending.left, further)
+    return ending.code
+
+
+def _tell_mlflow(ending: _Ending) -> None:
+    """Log how the sweep ended, and hand in what MLflow lacks of its jobs; nothing where the logger is another."""
+    if ending.whole.jobs[0].config.logger.name != "mlflow":
+        return
+    failed = len(ending.failed) + len(ending.failed_elsewhere)
+    sound = not failed and not ending.left
+    status = "KILLED" if ending.stopped_by else "FINISHED" if sound else "FAILED"
+    counts = {"finished": ending.finished, "diverged": ending.diverged, "failed": failed, "total": len(ending.states)}
+    logged = _log_end(ending.whole, None if ending.running else status, counts)
+    if logged and not ending.stopped_by:
+        hand_in_late(ending.whole)
 
 
 def hand_in_late(whole: Sweep) -> None:
@@ -118,7 +151,7 @@ def print_where_to_judge(whole: Sweep) -> None:
 def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
     """Log how the sweep ended to MLflow; return whether that was possible, and print where not."""
     with one_at_a_time(whole.folder):  # another start of it may end at the same time
-        about = write(whole)
+        about = write_sweep(whole)
     job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))
     job["metrics"] = {f"jobs/{key}": count for key, count in counts.items()}
     job["status"] = status
@@ -128,7 +161,7 @@ def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
         print(f"note   MLflow was not told how the sweep ended ({problem}). {later}", file=sys.stderr)
         return False
     with one_at_a_time(whole.folder):
-        write(replace(whole, parent_run_id=parent))  # it may have been made just now
+        write_sweep(replace(whole, parent_run_id=parent))  # it may have been made just now
     return True
 
 

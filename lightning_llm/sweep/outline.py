@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.compare.factor import USUAL_BASELINES
-from lightning_llm.config.compose import read_sweep_keys
+from lightning_llm.config.composed_sweep import read_sweep_keys
 from lightning_llm.config.identity import config_hash
+from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.record.files import summary_of
@@ -17,9 +18,6 @@ from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.run.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
-
-FEWEST = 3
-"""Model sizes, and numbers of tokens, that a law over both takes: of so many a sweep is a ladder."""
 
 
 def outline(arguments: argparse.Namespace) -> int:
@@ -86,7 +84,7 @@ def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str |
     """
     places = [(job["parameters"], job["tokens"], each.config.seed) for job, each in zip(jobs, whole.jobs, strict=True)]
     sizes, tokens = ({place[axis] for place in places} for axis in (0, 1))
-    if len(sizes) < FEWEST or len(tokens) < FEWEST or len(set(places)) < len(places):
+    if len(sizes) < FEWEST_SIZES or len(tokens) < FEWEST_TOKENS or len(set(places)) < len(places):
         return None
     recipe = whole.jobs[0].config.precision.name
     both = f"{recipe},mxfp8" if recipe in USUAL_BASELINES["precision"] else f"bf16,{recipe}"

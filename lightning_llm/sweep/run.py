@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lightning_llm.config.commands import sync_command
-from lightning_llm.config.compose import read_sweep, read_sweep_keys, typed_value
+from lightning_llm.config.compose import typed_value
+from lightning_llm.config.composed_sweep import read_sweep, read_sweep_keys
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.partial import gather
 from lightning_llm.errors import ConfigError, Problem
@@ -14,7 +15,8 @@ from lightning_llm.plan.resolve import Resolution, plan_of
 from lightning_llm.record.mlflow.sweep import parent_job, write_parent
 from lightning_llm.record.mlflow.tracker import tracking_uri
 from lightning_llm.record.state import SETTLED, settled_state
-from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked, write
+from lightning_llm.record.sweep_definition import Job, Sweep, Typed, define, tracked
+from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run.checked_plan import problems_beyond
 from lightning_llm.run.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.relay import Relay, signals_passed_on
@@ -154,7 +156,7 @@ def _open(whole: Sweep) -> Sweep:
     """Write the sweep's file, and the MLflow run that its jobs are children of, before any of them starts."""
     whole.folder.mkdir(parents=True, exist_ok=True)
     parent = whole.parent_run_id
-    about = write(whole)
+    about = write_sweep(whole)
     if whole.jobs[0].config.logger.name == "mlflow":
         found, problem = write_parent(parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config)))
         parent = found or parent
@@ -165,5 +167,5 @@ def _open(whole: Sweep) -> Sweep:
                 file=sys.stderr,
             )
     whole = tracked(whole, parent)
-    write(whole)
+    write_sweep(whole)
     return whole

@@ -45,7 +45,7 @@ def complete_group(prefix: str, **_: Any) -> list[str]:
 
 def _keys(prefix: str) -> list[str]:
     """Return "group=", "group." and "key=" on the level that `prefix` is on."""
-    from lightning_llm.config.schema.strict import fields_at
+    from lightning_llm.config.schema.declared_types import fields_at
 
     *above, _ = prefix.split(".")
     path = "".join(f"{each}." for each in above)
@@ -54,6 +54,6 @@ def _keys(prefix: str) -> list[str]:
 
 
 def _values(key: str) -> list[str]:
-    from lightning_llm.config.schema.strict import choices_at
+    from lightning_llm.config.schema.declared_types import choices_at
 
     return choices_at(key)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import EOS, read_ids, run_of
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, TOKENIZER, TOKENIZER_CONFIG

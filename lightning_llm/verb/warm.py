@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lightning_llm.config.compose import read_sweep
+from lightning_llm.config.composed_sweep import read_sweep
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.recipes import option_files
 from lightning_llm.config.schema import Config

@@ -10,7 +10,7 @@ from lightning_llm.config.compose import compose_config
 from lightning_llm.config.overrides import parse_overrides
 from lightning_llm.config.run_paths import run_path_problems, tracking_problems
 from lightning_llm.config.schema.aliases import ALIASES, KEY
-from lightning_llm.config.schema.strict import fields_at
+from lightning_llm.config.schema.declared_types import fields_at
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import config_problems
 from lightning_llm.plan.resolve import Resolution

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, compose_sweep, load_config, read_file
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.file import write_config
+from lightning_llm.config.from_file import load_config, read_file
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.errors import ConfigError

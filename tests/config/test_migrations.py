@@ -4,8 +4,9 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.file import config_text
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.identity import config_hash, flatten
 from lightning_llm.config.schema.migrations import RENAMED
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.precision import HIGH, slots_of
 from lightning_llm.errors import ConfigError
 from lightning_llm.plan.check import check_config

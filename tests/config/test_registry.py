@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import ValidationError
 
-from lightning_llm.config.schema import strict
+from lightning_llm.config.schema import declared_types, strict
 from lightning_llm.config.schema.base import Group
 from lightning_llm.errors import ConfigError
 from lightning_llm.registry import NameIn, Registry
@@ -96,18 +96,19 @@ def test_a_package_registers_its_kinds_and_a_config_chooses_by_name(shapes):
     ],
 )
 def test_what_is_wrong_is_said_at_the_key_as_it_was_written(shapes, monkeypatch, values, key, text):
-    monkeypatch.setattr(strict, "Config", drawing_of(shapes))
+    for module in (strict, declared_types):
+        monkeypatch.setattr(module, "Config", drawing_of(shapes))
     monkeypatch.setattr(strict, "sound_part", lambda *_: None)
     reading = strict.read_config(values)
     assert [(each.key, each.text) for each in reading.problems] == [(key, text)]
 
 
 def test_a_shell_is_offered_the_kinds_and_the_keys_of_all(shapes, monkeypatch):
-    monkeypatch.setattr(strict, "Config", drawing_of(shapes))
-    assert strict.fields_at([]) == {"shape": True, "name": False, "shapes": True}
-    assert strict.fields_at(["shape"]).keys() == {"kind", "size", "radius", "side"}
-    assert strict.choices_at("name") == ["circle", "square"]
-    assert strict.choices_at("shape.kind") == ["circle", "square"]
+    monkeypatch.setattr(declared_types, "Config", drawing_of(shapes))
+    assert declared_types.fields_at([]) == {"shape": True, "name": False, "shapes": True}
+    assert declared_types.fields_at(["shape"]).keys() == {"kind", "size", "radius", "side"}
+    assert declared_types.choices_at("name") == ["circle", "square"]
+    assert declared_types.choices_at("shape.kind") == ["circle", "square"]
 
 
 def test_a_name_alone_needs_a_kind_whose_keys_all_have_defaults(shapes):

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from corpus_files import data_config
 
-from lightning_llm.config.compose import compose_config, read_file
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.epochs import steps_of
 from lightning_llm.config.file import write_config
+from lightning_llm.config.from_file import read_file
 from lightning_llm.config.identity import differences_on_resume
 from lightning_llm.data.addressing import SampleOrder, Shares
 from lightning_llm.data.check import check_data

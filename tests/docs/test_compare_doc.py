@@ -12,7 +12,7 @@ import pytest
 from lightning_llm.__main__ import _parser, main
 from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
-from lightning_llm.config.compose import compose_sweep, read_sweep_keys
+from lightning_llm.config.composed_sweep import compose_sweep, read_sweep_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "compare.md").read_text(encoding="utf-8")

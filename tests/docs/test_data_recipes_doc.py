@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from lightning_llm.__main__ import _parser, main
-from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.composed_sweep import compose_sweep
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data_recipes.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_llm.__main__ import _parser
-from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.precision import Block, Format, Rounding, Scale
 from lightning_llm.keyed_hash import StepKey

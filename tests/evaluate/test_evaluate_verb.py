@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.data.opening import open_corpus
 from lightning_llm.evaluate.members import AverageWeights
 from lightning_llm.evaluate.weights import decoder_of

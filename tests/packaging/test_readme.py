@@ -9,7 +9,8 @@ import pytest
 from weight_folders import write_huggingface
 
 from lightning_llm.__main__ import _parser, main
-from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.recipes import recipe_files
 from lightning_llm.data.score.table import COLUMNS, write_scores
 from lightning_llm.data.tokenizer import write_bytes_tokenizer

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, read_file
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.from_file import read_file
 from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema import ClusterConfig
 from lightning_llm.hardware import COMPUTE_UNITS, MEMORY_GIB, planned_peak_flops

@@ -61,7 +61,7 @@ def test_a_linear_without_casts_has_the_same_y_and_dx_and_the_whole_dw(dtype):
 
 
 def test_what_small_gradients_add_up_to_is_not_lost():
-    """The reason for it: roundings of 256 micro-batches' equal gradients, which do not cancel, are still in their sum."""
+    """The reason for it: roundings of 256 micro-batches' gradients, all alike, do not cancel in their sum."""
     weight = nn.Parameter(torch.zeros(8, 8))
     x, dy = torch.ones(37, 8).bfloat16(), torch.full((37, 8), 1 / 9).bfloat16()
     wanted = 256 * 37 * dy[0, 0].double()

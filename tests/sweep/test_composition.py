@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from lightning_llm.config import composition
-from lightning_llm.config.compose import compose_config, compose_sweep
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.composition import Composed, Composer
 from lightning_llm.config.overrides import MOST_JOBS, forced, parse_overrides, values_of
 from lightning_llm.errors import ConfigError

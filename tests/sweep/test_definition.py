@@ -9,12 +9,14 @@ import pytest
 from short_jobs import sweep_of
 
 from lightning_llm.__main__ import _parser
-from lightning_llm.config.compose import compose_config, compose_sweep, typed_value
+from lightning_llm.config.compose import compose_config, typed_value
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash, training_hash
 from lightning_llm.errors import ConfigError
 from lightning_llm.record import sweep_definition as definition
 from lightning_llm.record.sweep_commands import command_to_go_on, command_with_seeds
-from lightning_llm.record.sweep_definition import Sweep, Typed, define, write
+from lightning_llm.record.sweep_definition import Sweep, Typed, define
+from lightning_llm.record.sweep_writing import write_sweep
 
 RECIPE = """# @package _global_
 # Two precisions, and bf16 against itself.
@@ -96,10 +98,10 @@ def test_the_same_words_are_the_same_sweep_and_others_are_not(tmp_path: Path) ->
 
 
 def test_a_named_sweep_grows_and_its_jobs_keep_their_numbers(tmp_path: Path) -> None:
-    write(sweep_of(tmp_path, "seed=1,2", name="grown"))
+    write_sweep(sweep_of(tmp_path, "seed=1,2", name="grown"))
     grown = sweep_of(tmp_path, "seed=0,1,2,3", name="grown")
     assert [(job.config.seed, job.number) for job in grown.jobs] == [(0, 2), (1, 0), (2, 1), (3, 3)]
-    write(sweep_of(tmp_path, "seed=3", name="grown"))
+    write_sweep(sweep_of(tmp_path, "seed=3", name="grown"))
     about = json.loads((tmp_path / "default" / "grown" / "sweep.json").read_text())
     assert [each["number"] for each in about["jobs"]] == [0, 1, 2]
     assert about["axes"] == {"seed": ["1", "2", "3"]}  # of all that is listed, not of the last start alone
@@ -115,7 +117,7 @@ def test_more_seeds_by_the_printed_command_repeat_nothing(
         return define(compose_sweep(words, recipes), typed_value(words, "run.name"), Typed(words, recipes))
 
     first = typed("recipe=mine", f"run.root={root}", "seed=0,1", "optim.learning_rate=2e-3", "logger.tags.who=a b")
-    write(first)
+    write_sweep(first)
     program, *words = shlex.split(command_with_seeds(first.folder, [2, 0, 1]))
     assert Path(program).name == "lightning-llm"
     arguments = _parser().parse_args(words)
@@ -129,9 +131,9 @@ def test_more_seeds_by_the_printed_command_repeat_nothing(
     known = {job.key: job.number for job in first.jobs}
     assert {job.number for job in grown.jobs if job.key in known} == set(known.values())
     assert sorted(job.number for job in grown.jobs if job.key not in known) == [6, 7, 8]
-    write(grown)  # by more seeds alone: still one command
+    write_sweep(grown)  # by more seeds alone: still one command
     assert command_with_seeds(first.folder, [0]).count("train -m") == 1
-    write(typed("recipe=mine", f"run.root={root}", "precision=mxfp8", "seed=0", f"run.name={first.folder.name}"))
+    write_sweep(typed("recipe=mine", f"run.root={root}", "precision=mxfp8", "seed=0", f"run.name={first.folder.name}"))
     both = command_with_seeds(first.folder, [0, 9]).split(" && ")
     assert ["precision=mxfp8" in shlex.split(each) for each in both] == [False, True]
     monkeypatch.setenv("LIGHTNING_LLM_OUTPUTS", str(root))
@@ -150,7 +152,7 @@ def test_a_printed_command_with_a_relative_path_says_where_to_type_it(
 
     monkeypatch.chdir(place)
     first = typed(*words)
-    write(first)
+    write_sweep(first)
     monkeypatch.chdir(tmp_path)
     for printed in (command_to_go_on(first), command_with_seeds(first.folder, [0, 1])):
         change, command = printed.split(" && ")
@@ -172,7 +174,7 @@ def test_the_same_run_twice_is_two_jobs(tmp_path: Path, recipes: Path) -> None:
 def test_jobs_that_differ_in_what_no_config_hash_holds_keep_apart(tmp_path: Path) -> None:
     words = ["precision=mxfp8", "precision.casts=eager"]
     first = sweep_of(tmp_path, *words, "precision.backend=emulated,auto")
-    write(first)
+    write_sweep(first)
     again = sweep_of(tmp_path, *words, "precision.backend=auto,emulated")
     assert again.folder == first.folder
     assert [(job.number, job.config.precision.backend) for job in again.jobs] == [(1, "auto"), (0, "emulated")]
@@ -195,7 +197,7 @@ def test_observers_make_no_other_sweep_and_one_of_an_earlier_version_goes_on(
         earlier.setattr(definition, "training_hash", config_hash)
         earlier.setattr(definition, "UNHASHED", ())
         before = sweep_of(tmp_path, *words)
-        write(before)
+        write_sweep(before)
     again = sweep_of(tmp_path, *words)
     assert (again.folder, again.hash) == (before.folder, before.hash)
     assert [(job.number, job.key) for job in again.jobs] == [(job.number, job.key) for job in before.jobs]
@@ -225,7 +227,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 )
 def test_a_damaged_sweep_file_calls_no_job_finished(damage: Any, tmp_path: Path) -> None:
     whole = sweep_of(tmp_path, "seed=0,1", name="one")
-    write(whole)
+    write_sweep(whole)
     (whole.folder / "sweep.json").write_text(json.dumps(damage))
     with pytest.raises(ConfigError, match="it is damaged"):
         sweep_of(tmp_path, "seed=3,4", name="one")
@@ -239,7 +241,7 @@ def test_a_sweep_over_experiments_is_refused(tmp_path: Path) -> None:
 def test_a_sweep_file_from_a_copy_gives_no_folders_number_twice(tmp_path: Path) -> None:
     """Else a finished run of another seed would pass for the new job's."""
     whole = sweep_of(tmp_path, "seed=0,1,2", name="grown")
-    write(whole)
+    write_sweep(whole)
     older = (whole.folder / "sweep.json").read_bytes()
     (whole.folder / "3").mkdir()
     (whole.folder / "sweep.json").write_bytes(older)

@@ -18,7 +18,7 @@ from filelock import FileLock
 from made_jobs import MadeJob, make_jobs
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.record.sweep_definition import Job, define
 from lightning_llm.record.sweep_file import LOCKS
 from lightning_llm.run.lock import lock_run

@@ -13,7 +13,7 @@ from made_jobs import Killed, make_jobs
 from short_jobs import CHILD, MEETING_CHILD, start_short_jobs, sweep_of, times
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_sweep
+from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_definition import define

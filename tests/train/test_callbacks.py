@@ -14,7 +14,8 @@ from planted import infinite_gradient
 from run_metrics import curve, read_metrics, steps_saved
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.compose import compose_config, load_config
+from lightning_llm.config.compose import compose_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema.metrics import metric_names
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.plan.resolve import plan_of

@@ -13,7 +13,7 @@ from run_metrics import curve, read_metrics, same_weights, steps_saved
 
 from lightning_llm.__main__ import main
 from lightning_llm.compare.differences import meaningful
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.record.reading import read_run
 from lightning_llm.run.rollbacks import Rollback, read_rollbacks, write_rollbacks

@@ -1,24 +1,30 @@
 """A plain mapping -> `Config`, or everything that is wrong with it in the terms of whoever wrote it."""
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import reduce
-from types import MappingProxyType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.aliases import known_elsewhere
+from lightning_llm.config.schema.declared_types import (
+    all_keys,
+    annotation_at,
+    choices_at,
+    fields_at,
+    group_at,
+    groups_of,
+    item_of,
+    keys_of,
+    registry_in,
+)
 from lightning_llm.config.schema.lightning_keys import TRAINER_KEYS
 from lightning_llm.config.schema.partial import sound_part
 from lightning_llm.config.schema.targets import check_target
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
-from lightning_llm.registry import NameIn, Registry
-
-AnyMark = TypeVar("AnyMark")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def read_config(
     paths = {*broken, *((group,) for group in stand_ins)}
     rest = deepcopy(dict(values))
     for details in errors:
-        details = {**details, "loc": _keys_of(details["loc"]), "group": _group_at(details["loc"][:-1])}
+        details = {**details, "loc": keys_of(details["loc"]), "group": group_at(details["loc"][:-1])}
         location = tuple(str(part) for part in details["loc"])
         if any(location[: len(path)] == path for path in broken):
             continue
@@ -120,7 +126,7 @@ def _problem(details: Any) -> Problem:
             return Problem(key, f"unknown key.{alias}")
         siblings = list(details["group"].model_fields) if details["group"] else []
         hint = did_you_mean(location[-1], siblings)
-        elsewhere = [each for each in _all_keys(Config) if each.rpartition(".")[2] == location[-1]]
+        elsewhere = [each for each in all_keys(Config) if each.rpartition(".")[2] == location[-1]]
         if elsewhere and "Did you mean" not in hint:
             hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
         return Problem(key, f"unknown key.{hint}")
@@ -146,7 +152,7 @@ def _problem(details: Any) -> Problem:
     if details["type"].startswith("int") and isinstance(given, float) and given.is_integer():
         return Problem(key, f"is {given!r}, must be {what}. Write {int(given)}.")
     if details["type"] == "tuple_type":
-        holds = " of mappings" if _groups_of(_item_of(_annotation_at(location))) else f": {key}=[{given}]"
+        holds = " of mappings" if groups_of(item_of(annotation_at(location))) else f": {key}=[{given}]"
         return Problem(key, f"is {given!r}, must be a list{holds}.")
     quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
     return Problem(key, f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}")
@@ -154,7 +160,7 @@ def _problem(details: Any) -> Problem:
 
 def _no_kind(location: list[str], details: Any) -> Problem:
     """Return the problem of a value at `location` that should be one of a registry's kinds, and names none of them."""
-    registry = _registry_in(_annotation_at(location))
+    registry = registry_in(annotation_at(location))
     if registry is None:  # pydantic said that there is one
         raise TypeError(f"{'.'.join(location)} has no registry")
     if details["type"] == "model_attributes_type":
@@ -164,128 +170,3 @@ def _no_kind(location: list[str], details: Any) -> Problem:
     if details["type"] == "union_tag_not_found":
         return Problem(key, f"a value must be given. Known here: {', '.join(registry)}.")
     return Problem(key, registry.unknown(details["ctx"]["tag"]))
-
-
-def takes_text(key: str) -> bool:
-    """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
-    return str in map(_plain, _alternatives(_annotation_at(key.split("."))))
-
-
-def fields_at(location: list[str]) -> dict[str, bool]:
-    """Return the keys of the group at `location`, and whether something lies below each."""
-    groups = _groups_of(_annotation_at(location))
-    return {name: _has_keys(declared) for group in groups for name, declared in _declared(group).items()}
-
-
-def choices_at(key: str) -> list[str]:
-    """Return what can stand at the dotted `key`, where that is a choice."""
-    options = _alternatives(_annotation_at(key.split(".")))
-    found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
-    found += [value for each in options if each is bool for value in ("true", "false")]
-    found += [name for each in options for mark in _marks(each, NameIn) for name in mark.registry]
-    return [*map(str, found), *(["null"] if found and type(None) in options else [])]
-
-
-def _declared(group: type[BaseModel]) -> dict[str, Any]:
-    """Return the declared type of each key of `group`, with what pydantic keeps of it beside the field's annotation."""
-    return {
-        name: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-        for name, field in group.model_fields.items()
-    }
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that "X" or "X | None" is made of; what marks "X | None" as a whole, marks X."""
-    if get_origin(annotation) is Annotated:
-        inner, *marks = get_args(annotation)
-        return tuple(Annotated[(each, *marks)] for each in _alternatives(inner)) if _is_union(inner) else (annotation,)
-    return get_args(annotation) if _is_union(annotation) else (annotation,)
-
-
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
-
-
-def _plain(annotation: Any) -> Any:
-    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-
-
-def _marks(annotation: Any, kind: type[AnyMark]) -> list[AnyMark]:
-    """Return what `Annotated` adds to the type, of class `kind`."""
-    added = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return [each for each in added if isinstance(each, kind)]
-
-
-def _registry_in(annotation: Any) -> Registry[Any] | None:
-    return next((mark for each in _alternatives(annotation) for mark in _marks(each, Registry)), None)
-
-
-def _has_keys(annotation: Any) -> bool:
-    return bool(_groups_of(annotation)) or get_origin(annotation) is dict
-
-
-def _keys_of(location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return pydantic's `location` less the names of kinds in it, which stand behind the keys that hold them."""
-    return _walk(location)[0]
-
-
-def _group_at(location: Sequence[Any]) -> type[BaseModel] | None:
-    """Return the schema class at pydantic's `location`, that of a kind where one is named."""
-    return next(iter(_groups_of(_walk(location)[1])), None)
-
-
-def _walk(location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-    keys: list[Any] = []
-    annotation: Any = Config
-    for part in location:
-        registry = _registry_in(annotation)
-        if registry is not None and part in registry:
-            annotation = registry[part]
-            continue
-        keys.append(part)
-        annotation = _below(annotation, str(part))
-    return tuple(keys), annotation
-
-
-def _annotation_at(location: list[str]) -> Any:
-    """Return the declared type of what lies at the keys `location`, None where nothing can lie there."""
-    annotation: Any = Config
-    for part in location:
-        annotation = _below(annotation, part)
-    return annotation
-
-
-def _below(annotation: Any, part: str) -> Any:
-    """Return the declared type of what lies at the key or index `part` of a value of type `annotation`, or None."""
-    declared = [fields[part] for group in _groups_of(annotation) if part in (fields := _declared(group))]
-    if declared:
-        return reduce(operator.or_, declared)  # of several kinds each may have the key
-    mapping = next((each for each in map(_plain, _alternatives(annotation)) if get_origin(each) is dict), None)
-    if mapping is not None:
-        return get_args(mapping)[1]
-    return _item_of(annotation) if part.isdigit() else None
-
-
-def _item_of(annotation: Any) -> Any:
-    """Return what a list in `annotation` ("tuple[X, ...]", also Annotated, also "or None") holds, if there is one."""
-    if get_origin(annotation) is tuple:
-        return get_args(annotation)[0]
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        return next((item for each in get_args(annotation) if (item := _item_of(each)) is not None), None)
-    return None
-
-
-def _groups_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the schema classes in `annotation`: that of "X" or "X | None", all kinds' of a registry."""
-    registry = _registry_in(annotation)
-    if registry is not None:
-        return [registry[name] for name in registry]
-    plain = map(_plain, _alternatives(annotation))
-    return [each for each in plain if isinstance(each, type) and issubclass(each, BaseModel)]
-
-
-def _all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, declared in _declared(group).items():
-        yield prefix + name
-        for child in _groups_of(declared):
-            yield from _all_keys(child, f"{prefix}{name}.")

@@ -8,6 +8,8 @@ from lightning_llm.config.margin import read_margin
 from lightning_llm.config.schema.base import Fraction, Group, PositiveInt
 
 FEWEST_AT_A_LOOK = 2
+FEWEST_SIZES, FEWEST_TOKENS = 3, 3
+"""Model sizes, and numbers of tokens, that a law over both takes: of so many a sweep is a ladder."""
 
 DECIDED, HALVING, OPTUNA = "sweep.until=decided", "sweep.search=halving", "sweep.search=optuna"
 READ_BY = {

@@ -43,8 +43,9 @@ class MainGrad:
         """Return the tensor [N, K] to write to, fp32."""
         if self._weight is None:
             raise RuntimeError("a weight's gradient is made once, in the one backward pass of its use")
-        self._made, self._weight = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device), None
-        return self._made
+        made = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
+        self._made, self._weight = made, None
+        return made
 
     def take(self) -> Tensor | None:
         """Return what was written, None where nothing was."""

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.compose import load_config
+from lightning_llm.config.from_file import load_config
 from lightning_llm.config.redact import redact_uri, redacted
 from lightning_llm.config.schema import Config
 from lightning_llm.config.workspace import default_outputs, folders_named

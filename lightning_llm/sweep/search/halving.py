@@ -14,11 +14,12 @@ from typing import Any
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
+from lightning_llm.record.job_keys import kind_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.rank_liveness import signal_ranks
 from lightning_llm.record.search_results import ENDED_AT, FILE, write_results
 from lightning_llm.record.state import SETTLED, state_of
-from lightning_llm.record.sweep_definition import Job, Sweep, define, kind_of
+from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere

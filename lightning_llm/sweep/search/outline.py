@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from lightning_llm.config.compose import read_space
+from lightning_llm.config.composed_sweep import read_space
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.record.search_results import FILE
 from lightning_llm.record.sweep_definition import Sweep

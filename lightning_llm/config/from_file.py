@@ -1,0 +1,70 @@
+"""A run's config.yaml, with overrides on top, -> one checked `Config`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_llm.config.branching import apply_overrides
+from lightning_llm.config.cluster_choice import give_way_to_cluster
+from lightning_llm.config.compose import compose_tree
+from lightning_llm.config.epochs import fill_steps
+from lightning_llm.config.from_weights import fill_from_weights
+from lightning_llm.config.overrides import read_overrides
+from lightning_llm.config.resolve import read_tree
+from lightning_llm.config.schema import Config
+from lightning_llm.config.schema.migrations import migrate
+from lightning_llm.config.schema.strict import Reading
+from lightning_llm.config.yaml_file import read_mapping
+from lightning_llm.errors import ConfigError, Problem
+
+
+def load_config(file: Path, overrides: Sequence[str]) -> Config:
+    """Return the config that a run wrote as `config.yaml`, with value overrides on top, to know what the run was.
+
+    Its callbacks' classes are not looked for: they may lie in a `--config-dir` that is not open here.
+
+    Raises:
+        ConfigError: the file is missing or is no such config, or an override does not fit.
+    """
+    tree = read_mapping(file, file.name, "It must be as its run wrote it.")
+    migrate(tree)
+    return _read_resolved(tree, overrides, to_build=False).checked()
+
+
+def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:
+    """Return the config that `--config FILE` is, with overrides on top; what is sound beside its problems.
+
+    `group=name` exchanges the whole group for that file's values; overrides of single keys come after.
+
+    Raises:
+        ConfigError: where nothing is left to go on with.
+    """
+    tree = read_mapping(file, "--config", "Give a run's config.yaml.")
+    migrate(tree)
+    return _read_resolved(tree, overrides, config_dir, to_build=True)
+
+
+def _read_resolved(
+    tree: DictConfig, overrides: Sequence[str], config_dir: Path | None = None, *, to_build: bool
+) -> Reading:
+    parsed, problems = read_overrides(overrides)
+    for each in parsed:
+        if each.key_or_group == "recipe":
+            text = "is what the file was composed of. Override groups and keys, or compose anew without --config."
+            problems.append(Problem("recipe", text))
+    problems += apply_overrides(
+        tree,
+        [each for each in parsed if each.key_or_group != "recipe"],
+        lambda word, group: compose_tree([word], config_dir)[0][group],
+    )
+    if problems:
+        raise ConfigError(problems)
+    changed = {each.key_or_group for each in parsed}
+    if changed & {"run.root", "run.experiment", "run.name"} and "run.dir" not in changed:
+        OmegaConf.update(tree, "run.dir", "${run.root}/${run.experiment}/${run.name}")  # kept resolved, made of these
+    give_way_to_cluster(tree, changed)
+    fill_from_weights(tree, list(changed))
+    if to_build:
+        fill_steps(tree, changed, of_file=True)
+    return read_tree(tree, to_build=to_build)

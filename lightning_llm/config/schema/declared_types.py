@@ -1,0 +1,141 @@
+"""What the schema declares at a key: types, choices, the keys below it. Read off pydantic's fields."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from lightning_llm.config.schema import Config
+from lightning_llm.registry import NameIn, Registry
+
+AnyMark = TypeVar("AnyMark")
+
+
+def takes_text(key: str) -> bool:
+    """Return whether the value at the dotted `key` is text of any kind: a name, a path, an address, a tag."""
+    return str in map(_plain, _alternatives(annotation_at(key.split("."))))
+
+
+def fields_at(location: list[str]) -> dict[str, bool]:
+    """Return the keys of the group at `location`, and whether something lies below each."""
+    groups = groups_of(annotation_at(location))
+    return {name: _has_keys(declared) for group in groups for name, declared in _declared(group).items()}
+
+
+def choices_at(key: str) -> list[str]:
+    """Return what can stand at the dotted `key`, where that is a choice."""
+    options = _alternatives(annotation_at(key.split(".")))
+    found = [value for each in options if get_origin(each) is Literal for value in get_args(each)]
+    found += [value for each in options if each is bool for value in ("true", "false")]
+    found += [name for each in options for mark in _marks(each, NameIn) for name in mark.registry]
+    return [*map(str, found), *(["null"] if found and type(None) in options else [])]
+
+
+def _declared(group: type[BaseModel]) -> dict[str, Any]:
+    """Return the declared type of each key of `group`, with what pydantic keeps of it beside the field's annotation."""
+    return {
+        name: Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        for name, field in group.model_fields.items()
+    }
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that "X" or "X | None" is made of; what marks "X | None" as a whole, marks X."""
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        return tuple(Annotated[(each, *marks)] for each in _alternatives(inner)) if _is_union(inner) else (annotation,)
+    return get_args(annotation) if _is_union(annotation) else (annotation,)
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _marks(annotation: Any, kind: type[AnyMark]) -> list[AnyMark]:
+    """Return what `Annotated` adds to the type, of class `kind`."""
+    added = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return [each for each in added if isinstance(each, kind)]
+
+
+def registry_in(annotation: Any) -> Registry[Any] | None:
+    """Return the registry whose kinds `annotation` takes, None where it takes none."""
+    return next((mark for each in _alternatives(annotation) for mark in _marks(each, Registry)), None)
+
+
+def _has_keys(annotation: Any) -> bool:
+    return bool(groups_of(annotation)) or get_origin(annotation) is dict
+
+
+def keys_of(location: Sequence[Any]) -> tuple[Any, ...]:
+    """Return pydantic's `location` less the names of kinds in it, which stand behind the keys that hold them."""
+    return _walk(location)[0]
+
+
+def group_at(location: Sequence[Any]) -> type[BaseModel] | None:
+    """Return the schema class at pydantic's `location`, that of a kind where one is named."""
+    return next(iter(groups_of(_walk(location)[1])), None)
+
+
+def _walk(location: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+    keys: list[Any] = []
+    annotation: Any = Config
+    for part in location:
+        registry = registry_in(annotation)
+        if registry is not None and part in registry:
+            annotation = registry[part]
+            continue
+        keys.append(part)
+        annotation = _below(annotation, str(part))
+    return tuple(keys), annotation
+
+
+def annotation_at(location: list[str]) -> Any:
+    """Return the declared type of what lies at the keys `location`, None where nothing can lie there."""
+    annotation: Any = Config
+    for part in location:
+        annotation = _below(annotation, part)
+    return annotation
+
+
+def _below(annotation: Any, part: str) -> Any:
+    """Return the declared type of what lies at the key or index `part` of a value of type `annotation`, or None."""
+    declared = [fields[part] for group in groups_of(annotation) if part in (fields := _declared(group))]
+    if declared:
+        return reduce(operator.or_, declared)  # of several kinds each may have the key
+    mapping = next((each for each in map(_plain, _alternatives(annotation)) if get_origin(each) is dict), None)
+    if mapping is not None:
+        return get_args(mapping)[1]
+    return item_of(annotation) if part.isdigit() else None
+
+
+def item_of(annotation: Any) -> Any:
+    """Return what a list in `annotation` ("tuple[X, ...]", also Annotated, also "or None") holds, if there is one."""
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0]
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return next((item for each in get_args(annotation) if (item := item_of(each)) is not None), None)
+    return None
+
+
+def groups_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the schema classes in `annotation`: that of "X" or "X | None", all kinds' of a registry."""
+    registry = registry_in(annotation)
+    if registry is not None:
+        return [registry[name] for name in registry]
+    plain = map(_plain, _alternatives(annotation))
+    return [each for each in plain if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def all_keys(group: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key of `group` and below it, behind `prefix`."""
+    for name, declared in _declared(group).items():
+        yield prefix + name
+        for child in groups_of(declared):
+            yield from all_keys(child, f"{prefix}{name}.")
