@@ -112,7 +112,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
 
 
 def _study(search: Search) -> "Study":
-    """Return Optuna's study in the sweep's folder, and compose the jobs of its trials again."""
+    """Return Optuna's study in the sweep's folder; compose its trials' jobs again, and write what became of them."""
     study = open_study(search.first.folder)
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
@@ -120,6 +120,8 @@ def _study(search: Search) -> "Study":
         if trial.state.name == "PRUNED":
             step = max(trial.intermediate_values, default=0)
             search.pruned[trial.number] = step, trial.intermediate_values.get(step, math.nan)
+    if study.trials:  # a start that was killed may have told Optuna of a trial, and not `compare`
+        write_trials(study, search)
     return study
 
 
