@@ -218,6 +218,9 @@ def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_re
     told = capsys.readouterr()
     assert "1 of 2 runs are in MLflow" in told.out
     assert f"{damaged}: not logged: {damaged / 'summary.json'} is damaged" in told.err
+    (damaged / "summary.json").unlink()
+    assert main(["sync", "sweep/1"]) == 1
+    assert f"{damaged / 'summary.json'} is missing, or lacks device, git, host" in capsys.readouterr().err
 
 
 def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,8 @@ from lightning_llm.record.mlflow.writer import RUN_ID_FILE, RunWriter
 from lightning_llm.record.state import SETTLED, mlflow_facts, state_of
 from lightning_llm.record.sweep_file import FILE
 
+STATED = {"status", "host", "process", "device", "git", "versions"}
+"""Keys of summary.json that every run writes as it starts, and MLflow is told."""
 SECONDS_PER_RUN = 5.0
 """Of `catch_up`, beside the time that MLflow takes to answer at all."""
 
@@ -57,7 +59,7 @@ def sync(arguments: argparse.Namespace) -> int:
                     unreachable.add(server)
                     print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
                     continue
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # that of a damaged file
+                kind = "" if isinstance(error, ValueError | ConfigError) else f"{type(error).__name__}: "  # that of a damaged file
                 text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
                 print(text[:500], file=sys.stderr, flush=True)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
@@ -127,6 +129,8 @@ def _sync_one(folder: Path, config: Config, own: Config) -> str:
     elsewhere = store != redact_uri(tracking_uri(own))
     id_file = f"{RUN_ID_FILE}-{sha256(store.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
+    if not STATED <= summary.keys():
+        raise ValueError(f"{folder / 'summary.json'} is missing, or lacks {', '.join(sorted(STATED - summary.keys()))}")
     config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":
