@@ -7,6 +7,7 @@ the sums to the fp32 gradient as they are; so does `linear_with_unrounded_wgrad`
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_llm.gemm import fp32_product, linear, product
 
@@ -21,6 +22,7 @@ class _UnroundedWgrad(torch.autograd.Function):
         return linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
