@@ -98,9 +98,9 @@ def swap_linears(
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)
     if recipe.wgrad_dtype is not None:
-        for module in model.modules():
-            if isinstance(module, CastOnUse):
-                module.rounds_wgrad = False
+        for each in model.modules():
+            if isinstance(each, CastOnUse):
+                each.rounds_wgrad = False
     kept = {name: why for name, why in reasons.items() if why is not None}
     converted = tuple(name for name in reasons if name not in kept)
     no_block = tuple(fractions_of_no_block(recipe.modules, num_layers))
