@@ -9,14 +9,14 @@ from lightning_llm.plan.degrees import Degrees
 
 
 class LossChunks(NamedTuple):
-    """A micro-batch's `rows` of `width` logits on a rank, of which `at_once` are there at once, in `count` chunks."""
+    """A micro-batch's `rows` of `width` logits on a rank, of which `at_once` are there at once, in `number` chunks."""
 
     rows: int
     width: int
     at_once: int
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Chunks, 1 where logits are there whole."""
         return -(-self.rows // self.at_once)
 

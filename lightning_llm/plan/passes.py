@@ -194,7 +194,7 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
     chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # kept of tanh
     logits = chunks.at_once * chunks.width
     wide = 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
-    if chunks.count == 1:
+    if chunks.number == 1:
         return logits * width * (1 + capped), logits * width + wide
     # The gradients of hidden states and weight are there instead; of the weight a chunk's, and the sum of all.
     hidden = config.model.hidden_size

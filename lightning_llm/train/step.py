@@ -167,7 +167,7 @@ class TrainStep:
         return torch.stack(losses)
 
     def _losses(
-        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Tensor | None, targets: Tensor
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None, documents: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a micro-batch's share of what is learned, and of the step's loss, which no gradient is taken of."""
         model, loss_sum, distil = self.parallel.model, self.parallel.loss_sum, self.distillation

@@ -208,9 +208,9 @@ def _head(operations: Operations) -> Passes:
         forward, backward = forward + 6 * width, backward + 9 * width
     passes += Passes(operations.memory(forward * logits, 3), operations.memory(backward * logits, 4))
     chunks = loss_chunks(operations.config, degrees, operations.device.cluster.hardware != "cpu")
-    if chunks.count > 1:  # each adds its weight's gradient to an fp32 sum
+    if chunks.number > 1:  # each adds its weight's gradient to an fp32 sum
         added = (8 + width) * chunks.width * model.hidden_size
-        passes.backward += operations.memory(added * chunks.count, chunks.count)
+        passes.backward += operations.memory(added * chunks.number, chunks.number)
     if tp > 1:
         passes += _entered(operations, (tp - 1) * width * tokens * model.hidden_size // tp, backwards=False)
         three = 2 * (3 * 4 * tokens) * (tp - 1) // tp
