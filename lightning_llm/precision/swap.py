@@ -74,8 +74,9 @@ def swap_linears(
 
     `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
     `choose_backend` says. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
-    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError where a recipe that
-    quantises converts nothing, or casts are to be compiled and cannot be.
+    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Layers that stay, the head and the
+    embedding too, take on the recipe's `wgrad_dtype`, whether it quantises or not. Raises ConfigError where a recipe
+    that quantises converts nothing, or casts are to be compiled and cannot be.
     """
     note = None
     native = recipe.quantises and decision.runs == "native"

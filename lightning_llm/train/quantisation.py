@@ -55,10 +55,9 @@ class Quantisation:
         `sharded`: FSDP2 will gather the weights for use.
         """
         sum_in_fp32()
-        if self.recipe.quantises or self.recipe.compute_dtype == "fp16":
-            self.report = swap_linears(
-                model, self.recipe, num_layers, device_type, self.backend, self.decision, sharded
-            )
+        recipe = self.recipe
+        if recipe.quantises or recipe.compute_dtype == "fp16" or recipe.wgrad_dtype is not None:
+            self.report = swap_linears(model, recipe, num_layers, device_type, self.backend, self.decision, sharded)
 
     def watch_overflow(self, model: nn.Module) -> None:
         """Look for Inf and NaN in what the quantised layers are given, where the recipe asks for it.

@@ -11,7 +11,7 @@ from lightning_llm.keyed_hash import StepKey
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.precision.delayed_state import update_delayed
 from lightning_llm.precision.module import set_step_key
-from lightning_llm.precision.swap import swap_linears
+from lightning_llm.train.quantisation import Quantisation
 from tests.precision.recipes import RECIPES, load
 from tests.precision.test_linear import TORCH_DTYPES, allowed, disagreement, expected, layer_of, run, tensors
 
@@ -81,7 +81,7 @@ def test_every_matrix_of_a_model_is_reached(words, compiled):
     config = compose_config(["recipe=quickstart", "model=llama_tiny", "precision.wgrad_dtype=fp32", *words])
     torch.manual_seed(0)
     model = Decoder(config.model, torch.bfloat16)
-    swap_linears(model, config.precision, config.model.num_layers, "cpu", "eager")
+    Quantisation(config.precision, 0, 1, backend="eager").swap(model, config.model.num_layers, "cpu")  # as a run does
     for block in model.blocks.values() if compiled else ():
         block.compile(fullgraph=True)
     tokens = torch.randint(config.model.vocab_size, (2, 32))
