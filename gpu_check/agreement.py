@@ -36,6 +36,8 @@ BACKENDS: tuple[Backend, Backend] = ("eager", "compiled")
 PRODUCT_LIMIT = 5e-3
 """Of two products of the same operands, each summed in fp32 and rounded to bf16: an element may fall to the next bf16
 number (2^-8)."""
+UNROUNDED_LIMIT = 1e-5
+"""Of two sums of the same products in fp32, in another order, over `TOKENS` of them."""
 
 
 def items(call: Call) -> list[Item]:
@@ -140,7 +142,12 @@ def settled(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def products(recipe: PrecisionConfig) -> Iterator[Row]:
-    """Yield how far y, dx and dw of the native layer are from the emulated one's."""
+    """Yield how far y, dx and dw of the native layer are from the emulated one's, and dw that is not rounded."""
+    yield from _differences(recipe, ("y", "dx", "dw"), PRODUCT_LIMIT)
+    yield from _differences(recipe.model_copy(update={"wgrad_dtype": "fp32"}), ("dw",), UNROUNDED_LIMIT)
+
+
+def _differences(recipe: PrecisionConfig, wanted: tuple[str, ...], limit: float) -> Iterator[Row]:
     found = []
     for backend in ("native", "emulated"):
         layer = layer_of(recipe.model_copy(update={"backend": backend, "casts": "eager"}), INPUTS, OUTPUTS)
@@ -149,12 +156,15 @@ def products(recipe: PrecisionConfig) -> Iterator[Row]:
         found.append(settled(layer))
     stochastic = any(cast.stochastic for cast in slots_of(recipe).values())
     for name, native, ours in zip(("y", "dx", "dw"), *found, strict=True):
-        what = f"{recipe.name} {name}: native over emulated, relative difference"
+        if name not in wanted:
+            continue
+        how = " in fp32" if recipe.wgrad_dtype else ""
+        what = f"{recipe.name} {name}{how}: native over emulated, relative difference"
         if stochastic and name != "y":
             yield Row(what, relative(native, ours), "", "measured", "random bits differ")
             continue
         error = relative(native, ours)
-        yield judged(what, error, "", error < PRODUCT_LIMIT, f"< {PRODUCT_LIMIT}")
+        yield judged(what, error, "", error < limit, f"< {limit}")
 
 
 def history(recipe: PrecisionConfig) -> Iterator[Row]:

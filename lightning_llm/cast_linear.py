@@ -5,8 +5,11 @@ the fp32 master's. Megatron-LM's `gradient_accumulation_fusion` and Transformer 
 the sums to the fp32 gradient as they are; so does `linear_with_unrounded_wgrad`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_llm.gemm import fp32_product, linear, product
 
@@ -21,6 +24,7 @@ class _UnroundedWgrad(torch.autograd.Function):
         return linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         x, weight = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])  # [M, N]
@@ -38,6 +42,10 @@ def linear_with_unrounded_wgrad(x: Tensor, weight: Tensor, bias: Tensor | None =
     return y
 
 
+Reduce = Callable[..., Tensor]
+"""Of (multiply, x, weight, bias): what is wanted of a product in its place, as `model.chunked_loss.LossOf`."""
+
+
 class CastOnUse(nn.Module):
     """Multiplies by its weight, cast to the dtype of what comes in, so that the parameter stays the fp32 master.
 
@@ -52,3 +60,9 @@ class CastOnUse(nn.Module):
         if not self.rounds_wgrad:
             return linear_with_unrounded_wgrad(x, weight, bias)
         return linear(x, weight.to(x.dtype), bias)
+
+    def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
+        """Return what `reduce` makes of the product, the weight cast once for all of it; None: the product."""
+        if reduce is None:
+            return self.multiply(x, weight, bias)
+        return reduce(self.multiply, x, weight.to(x.dtype) if self.rounds_wgrad else weight, bias)

@@ -187,8 +187,10 @@ def _usual_baseline(name: str, labels: dict[Level, str], by_name: dict[str, list
         if found and not several:
             several = f"{len(found)} levels are called {usual} ({' and '.join(labels[level] for level in found)})"
     if name == "precision":
+        known = list(labels.values())
         text = f"{several or 'none of the runs is bf16 or fp32'}. Choose one: --baseline precision=NAME, of "
-        raise ConfigError(Problem("--baseline", f"{text}{', '.join(labels.values())}."))
+        text += f"{', '.join(known)}; the first is {shlex.join(['--baseline', f'precision={known[0]}'])}."
+        raise ConfigError(Problem("--baseline", text))
     without = [level for level, label in labels.items() if label == f"{WITHOUT} {name}"]
     first, why = (without[0], f"the runs without {name}") if without else (next(iter(labels)), "as of the first run")
     other = next(label for level, label in labels.items() if level != first)

@@ -25,11 +25,20 @@ def load_config(file: Path, overrides: Sequence[str]) -> Config:
     Its callbacks' classes are not looked for: they may lie in a `--config-dir` that is not open here.
 
     Raises:
-        ConfigError: the file is missing or is no such config, or an override does not fit.
+        ConfigError: the file is missing or is no such config, which names it, or an override does not fit.
     """
     tree = read_mapping(file, file.name, "It must be as its run wrote it.")
     migrate(tree)
-    return _read_resolved(tree, overrides, to_build=False).checked()
+    try:
+        return _read_resolved(tree, overrides, to_build=False).checked()
+    except ConfigError as error:
+        if overrides:
+            load_config(file, [])  # it is the file that is wrong, and no override
+            raise
+        wrong = [f"{each.key} {each.text.rstrip('.')}" for each in error.problems]
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        text = f"is damaged, or of another version: {wrong[0]}{more}. It must be as its run wrote it."
+        raise ConfigError(Problem(str(file), text)) from error
 
 
 def read_file(file: Path, overrides: Sequence[str], config_dir: Path | None = None) -> Reading:

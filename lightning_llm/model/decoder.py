@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.cast_linear import CastOnUse
+from lightning_llm.cast_linear import CastOnUse, Reduce
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.model.block_spec import block_parts, mixer_of, norm_of
+from lightning_llm.model.chunked_loss import LossOf
 from lightning_llm.model.linear import Linear
 from lightning_llm.model.mixer.attention_kernel import Mask, mask_of
 from lightning_llm.model.mixer.attention_spec import AttentionSpec
@@ -94,9 +95,9 @@ class Block(nn.Module):
 class TokenEmbedding(CastOnUse, nn.Embedding):
     """Rows by token id, `[V, D]`, and, where there is no head, the projection of hidden states onto them."""
 
-    def project(self, x: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` of `x` `[B, T, D]`."""
-        return self.multiply(x, self.weight)
+    def project(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Return logits `[B, T, V]` of `x` `[B, T, D]`, or what `reduce` makes of them."""
+        return self.reduced(x, self.weight, None, reduce)
 
 
 class Decoder(nn.Module):
@@ -141,12 +142,19 @@ class Decoder(nn.Module):
         part.norm, part.head = (self.norm, self.head) if last else (None, None)
         return part
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        loss: LossOf | None = None,
+    ) -> Tensor:
         """Return logits `[B, T, V]` in `compute_dtype`; those of padding ids are the dtype's lowest finite number.
 
         `tokens` is int64 `[B, T]`, or for a later stage hidden states `[B, T, D]`; an early stage returns those.
         `positions` int64 `[B, T]` default to 0..T-1. With `document_ids` `[B, T]`, mixers stay within tokens of
-        equal id. Raises ValueError where T exceeds `max_sequence_length`.
+        equal id. With `loss`, the loss of the logits is returned, which are not there whole if they are many. Raises
+        ValueError where T exceeds `max_sequence_length`.
         """
         length = tokens.shape[1] * (self.token_shards if tokens.is_floating_point() else 1)
         if length > self.config.max_sequence_length:
@@ -164,7 +172,7 @@ class Decoder(nn.Module):
         for block in blocks:
             seen = (None, document_ids) if block.recurrent else (rope, masks[block.attention_kind])
             x = block(x, *seen)  # [B, T, D]
-        return x if self.norm is None else self.project(self.norm(x))  # [B, T, V]
+        return x if self.norm is None else self.project(self.norm(x), loss)  # [B, T, V] or []
 
     def new_cache(self, batch_size: int, length: int) -> DecoderCache:
         """Return what `step` keeps of `batch_size` sequences of at most `length` tokens.
@@ -229,14 +237,21 @@ class Decoder(nn.Module):
             x = x + self.position_embedding(positions)  # [B, T, D]
         return x.to(self.compute_dtype)
 
-    def project(self, x: Tensor) -> Tensor:
-        """Return the logits `[B, T, V]` of normed hidden states `x` `[B, T, D]`, by the head or the tied embedding."""
+    def project(self, x: Tensor, loss: LossOf | None = None) -> Tensor:
+        """Return the logits `[B, T, V]` of normed hidden states `x` `[B, T, D]`, by the head or the tied embedding.
+
+        Or their loss.
+        """
         if self.head is not None:
-            logits = self.head(x)  # [B, T, V]
+            project: Any = self.head
         elif self.embedding is not None:
-            logits = self.embedding.project(x)  # [B, T, V]
+            project = self.embedding.project
         else:
             raise ValueError("this stage holds a final norm, but neither a head nor the embedding to project with")
+        return self._finish(project(x)) if loss is None else project(x, loss.after(self._finish))
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        """Return logits `[.., V]` of the projection as the model has them: capped, and without those of padding ids."""
         if (cap := self.config.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap  # [B, T, V]
         return mask_padding(logits, self.config.vocab_size, self.first_id)

@@ -2,12 +2,12 @@
 
 from torch import Tensor, nn
 
-from lightning_llm.cast_linear import CastOnUse
+from lightning_llm.cast_linear import CastOnUse, Reduce
 
 
 class Linear(CastOnUse, nn.Linear):
     """`y = x W^T + b` in the dtype of `x`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `[..., out_features]` in the dtype of `x` `[..., in_features]`."""
-        return self.multiply(x, self.weight, self.bias)
+    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Return `[..., out_features]` in the dtype of `x` `[..., in_features]`, or what `reduce` makes of it."""
+        return self.reduced(x, self.weight, self.bias, reduce)

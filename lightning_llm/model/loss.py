@@ -27,10 +27,14 @@ def chunked_for(kind: str) -> Iterator[None]:
         _planned_for = before
 
 
+def device_kind(tensor: Tensor) -> str:
+    """Return the kind of device whose chunks are taken of `tensor`."""
+    return _planned_for or tensor.device.type
+
+
 def chunk_rows(logits: Tensor) -> int:
     """Return how many rows of `logits` [N, V] are worked on at once."""
-    kind = _planned_for or logits.device.type
-    return max(1, CHUNK_ELEMENTS.get(kind, CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
+    return max(1, CHUNK_ELEMENTS.get(device_kind(logits), CHUNK_ELEMENTS["cuda"]) // logits.shape[-1])
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -62,6 +66,7 @@ class _CrossEntropySum(torch.autograd.Function):
             grad.mul_(counted * grad_output)
             if in_place is None:
                 out.copy_(grad)
+            del grad  # or the next chunk's comes beside it
         return grad_logits, None
 
 

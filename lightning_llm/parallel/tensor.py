@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_llm.cast_linear import Reduce
 from lightning_llm.local_part import local
 from lightning_llm.model.decoder import Decoder
 from lightning_llm.parallel.collectives import (
@@ -140,8 +141,10 @@ class _Duplicate(_TensorParallel):
 class _Head(_Column):
     """Column-parallel, and no part of a block that has gathered for it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.region.enter(x))
+    reduced: Callable[[Tensor, Tensor | None, Tensor | None, Reduce | None], Tensor]
+
+    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        return self.reduced(self.region.enter(x), local(self.weight), local(self.bias), reduce)
 
 
 class _Row(_TensorParallel):
@@ -167,7 +170,7 @@ class _Norm(_TensorParallel):
 
 class _TokenEmbedding(_TensorParallel):
     weight: DTensor
-    multiply: Callable[[Tensor, Tensor], Tensor]
+    reduced: Callable[[Tensor, Tensor, Tensor | None, Reduce | None], Tensor]
 
     def forward(self, tokens: Tensor) -> Tensor:
         """One rank has each token's row, the others add zeros: the sum is exact."""
@@ -177,8 +180,8 @@ class _TokenEmbedding(_TensorParallel):
         x = F.embedding(own.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)  # [B, T, D]
         return self.region.leave(x)
 
-    def project(self, x: Tensor) -> Tensor:
-        return self.multiply(self.region.enter(x), self.weight.to_local())
+    def project(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        return self.reduced(self.region.enter(x), self.weight.to_local(), None, reduce)
 
 
 class _PositionEmbedding(_TensorParallel):

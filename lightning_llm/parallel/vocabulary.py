@@ -49,6 +49,7 @@ class _CrossEntropySum(torch.autograd.Function):
             shifted = row.to(wide) - top[:, None]
             exponentials.copy_(shifted.exp().sum(-1))
             target.copy_(shifted.gather(-1, column.clamp(min=0)[:, None])[:, 0] * (column >= 0))
+            del shifted  # or the next chunk's come beside it
         dist.all_reduce(sums, group=group)
         counted = labels != IGNORED_LABEL
         ctx.save_for_backward(logits, largest + sums[0].log(), here, counted)
@@ -64,4 +65,5 @@ class _CrossEntropySum(torch.autograd.Function):
             grad = (row.to(log_sum.dtype) - log_sum[:, None]).exp_()  # softmax
             grad.scatter_add_(-1, column.clamp(min=0)[:, None], -(column >= 0).to(grad.dtype)[:, None])
             out.copy_(grad.mul_((count * grad_output)[:, None]))
+            del grad
         return grad_logits, None, None

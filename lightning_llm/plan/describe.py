@@ -94,10 +94,10 @@ def difference_to_one_rank(plan: Plan) -> str | None:
     for axis in ("tp", "cp"):
         if getattr(degrees, axis) > 1:
             return f"{axis}={getattr(degrees, axis)} changes the order of sums within a micro-batch"
-    # Seen of zero3 in bf16: most likely norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype.
-    rounds = config.precision.compute_dtype != config.precision.master_dtype
+    # Norms' weights, which a graph keeps in fp32 and FSDP2 gathers in compute_dtype; gathered as they are, bits agree.
+    rounds = config.precision.gather_dtype != config.precision.master_dtype
     if plan.compiled and rounds and uses_fsdp(parallel, degrees):
-        return f"compiled blocks round otherwise where FSDP2 gathers weights in {config.precision.compute_dtype}"
+        return f"compiled blocks round otherwise where FSDP2 gathers weights in {config.precision.gather_dtype}"
     if degrees.pp > 1 and config.model.tie_embeddings:
         return "the gradients of the tied embedding are summed over micro-batches on two stages, then added"
     if parallel.reduction == "native" and degrees.dp * plan.micro_batches > 1:

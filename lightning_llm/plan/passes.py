@@ -15,6 +15,7 @@ from lightning_llm.plan.activations import (
     tokens_of,
 )
 from lightning_llm.plan.buffers import compute_copy_bytes
+from lightning_llm.plan.loss_chunks import loss_chunks
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.schedule import Pass, passes_of, receives_waiting
 from lightning_llm.plan.stages import StagePart, block_kinds, units_at
@@ -177,9 +178,10 @@ def _teacher_bytes(plan: Plan) -> tuple[int, int, int]:
 def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
     """Return the bytes of a micro-batch's logits as they are kept, and what the loss has beside them at most.
 
-    That is their gradient and the fp32 of a chunk twice, or three times where the vocabulary is shared. torch's own
-    cross entropy over all logits in fp32 has the logarithms, their gradient and its product with the softmax; where
-    DTensor shares the vocabulary, also the exponentials (`torch.distributed.tensor.parallel.loss`).
+    That is their gradient and the fp32 of a chunk twice; of many logits a part of the rows, with the gradients of
+    hidden states and weight (`model.chunked_loss`). torch's own cross entropy over all logits in fp32 has the
+    logarithms, their gradient and its product with the softmax; where DTensor shares the vocabulary, also the
+    exponentials (`torch.distributed.tensor.parallel.loss`).
     """
     config, degrees = plan.config, plan.degrees
     logits = tokens_of(config, degrees) * config.model.padded_vocab_size // degrees.tp
@@ -189,6 +191,13 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
         if degrees.pp == 1:
             return 0, wide
         return width * logits, wide
-    chunk = min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
-    capped = 1 if config.model.logit_cap else 0  # keeps what tanh gave
-    return logits * width * (1 + capped), logits * width + 8 * chunk
+    chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # kept of tanh
+    logits = chunks.at_once * chunks.width
+    wide = 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    if chunks.count == 1:
+        return logits * width * (1 + capped), logits * width + wide
+    # The gradients of hidden states and weight are there instead; of the weight a chunk's, and the sum of all.
+    hidden = config.model.hidden_size
+    weight = chunks.width * hidden
+    given = DTYPE_BYTES[config.precision.wgrad_dtype or config.precision.compute_dtype]
+    return chunks.rows * hidden * width + weight * given, logits * width * (2 + capped) + wide + 4 * weight

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_llm.cast_linear import linear_with_unrounded_wgrad
+from lightning_llm.cast_linear import Reduce, linear_with_unrounded_wgrad
 from lightning_llm.config.schema.precision import DelayedConfig, PrecisionConfig, slots_of
 from lightning_llm.gemm import linear
 from lightning_llm.keyed_hash import StepKey, name_word
@@ -49,9 +49,13 @@ class QuantisedLinear(nn.Linear):
         super().__setstate__(state)
         self._number = linear_operator.number(self)  # a copy is another layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out_features] in the dtype of `x` [..., in_features]."""
-        return self.multiply(x, self.weight, self.bias)
+    def forward(self, x: Tensor, reduce: Reduce | None = None) -> Tensor:
+        """Return [..., out_features] in the dtype of `x` [..., in_features], or what `reduce` makes of it."""
+        return self.reduced(x, self.weight, self.bias, reduce)
+
+    def reduced(self, x: Tensor, weight: Tensor, bias: Tensor | None, reduce: Reduce | None) -> Tensor:
+        """Return what `reduce` makes of the product, None: the product."""
+        return self.multiply(x, weight, bias) if reduce is None else reduce(self.multiply, x, weight, bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x weight^T + bias` through the plan's casts, for a shard of the weight.

@@ -74,9 +74,8 @@ def swap_linears(
 
     `num_layers`: blocks of the whole model, since first and last count by global index. `backend` null: what
     `choose_backend` says. `decision`: whether Transformer Engine runs them; `sharded`: FSDP2 will gather the weights. A
-    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Layers that stay, the head and the
-    embedding too, take on the recipe's `wgrad_dtype`, whether it quantises or not. Raises ConfigError where a recipe
-    that quantises converts nothing, or casts are to be compiled and cannot be.
+    recipe in fp16 swaps every linear on a CPU, where an fp16 GEMM is emulated. Raises ConfigError where a recipe that
+    quantises converts nothing, or casts are to be compiled and cannot be.
     """
     note = None
     native = recipe.quantises and decision.runs == "native"
@@ -99,9 +98,9 @@ def swap_linears(
             made = _native(name, module, plan, sharded) if native else QuantisedLinear(name, module, plan)
             _replace(model, name, made)
     if recipe.wgrad_dtype is not None:
-        for module in model.modules():
-            if isinstance(module, CastOnUse):
-                module.rounds_wgrad = False
+        for each in model.modules():
+            if isinstance(each, CastOnUse):
+                each.rounds_wgrad = False
     kept = {name: why for name, why in reasons.items() if why is not None}
     converted = tuple(name for name in reasons if name not in kept)
     no_block = tuple(fractions_of_no_block(recipe.modules, num_layers))

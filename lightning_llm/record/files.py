@@ -25,6 +25,13 @@ RESTARTS = "restarts"
 STRAGGLER = "straggler"
 """The `event` of a step by which ranks or links have become slow. It says nothing of the loss, as others do."""
 
+SUMMARY_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),
+    **dict.fromkeys(("versions", "git", "mlflow", "precision", "fingerprint", "branch", "earlier"), dict),
+    **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters"), int),
+}
+"""What keys of summary.json hold that other code reads, where they are there and not null."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -120,6 +127,9 @@ def summary_of(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{file} is damaged: it holds no object")
+    for key, kind in SUMMARY_KINDS.items():
+        if summary.get(key) is not None and not isinstance(summary[key], kind):
+            raise ValueError(f"{file} is damaged: '{key}' is {str(summary[key])[:40]!r}")
     return summary
 
 

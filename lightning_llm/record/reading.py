@@ -25,6 +25,8 @@ from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, STRAGGLER, end
 from lightning_llm.record.provenance import origin_of
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")
+"""Keys that stand in the `config.yaml` of every run, the last of them near its end."""
 EARLIER = "earlier."
 """Before the key of what a resumed run had otherwise in an earlier part: "earlier.code_hash"."""
 
@@ -168,9 +170,7 @@ def read_run(folder: Path) -> Run:
         ConfigError: a file is missing, or cannot be read as what it should be.
     """
     try:
-        tree = yaml.load((folder / "config.yaml").read_text(encoding="utf-8"), Loader)
-        if not isinstance(tree, dict):
-            raise ValueError("config.yaml holds no mapping")
+        tree = _whole_config((folder / "config.yaml").read_text(encoding="utf-8"))
         migrate(tree)
         run = Run(folder, flatten(tree), summary_of(folder))
         _read_metrics(run, folder / "metrics.jsonl")
@@ -194,6 +194,20 @@ def read_run(folder: Path) -> Run:
     except ValidationError:  # of another version: its own words are all there is to compare by
         pass
     return run
+
+
+def _whole_config(text: str) -> dict[str, Any]:
+    """Return what `config.yaml` holds; the rest of one that was cut off is YAML, too, and another recipe.
+
+    Raises:
+        ValueError: it is no mapping, or lacks what every run has written.
+    """
+    tree = yaml.load(text, Loader)
+    if not isinstance(tree, dict):
+        raise ValueError("config.yaml holds no mapping")
+    if lacking := [key for key in WRITTEN if key not in tree]:
+        raise ValueError(f"config.yaml lacks {', '.join(lacking)}, so it was cut off or changed")
+    return tree
 
 
 def _read_metrics(run: Run, path: Path) -> None:

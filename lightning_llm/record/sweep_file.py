@@ -15,6 +15,8 @@ SEARCH = "search"
 """The key, in `FILE`, of what a search was told to look for."""
 OTHER_KEYS = "all_other_keys"
 """The key, there, of the hash of what its trials share; the values that it is of are below "derived"."""
+TOLD = "mlflow_was_told"
+"""The key, in `FILE`, of how the sweep ended as MLflow was told; a start that goes on takes it out."""
 BEGINNING = (LOCKS, f"{FILE}.partial")
 """What is there before `FILE` is, while another start writes it."""
 

@@ -6,11 +6,14 @@ from typing import Any
 from lightning_llm.record.files import write_json
 from lightning_llm.record.job_keys import axes_of, kind_of
 from lightning_llm.record.sweep_definition import Job, Sweep, Typed
-from lightning_llm.record.sweep_file import FILE, read_sweep_file
+from lightning_llm.record.sweep_file import FILE, TOLD, read_sweep_file
 
 
-def write_sweep(sweep: Sweep) -> dict[str, Any]:
-    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed."""
+def write_sweep(sweep: Sweep, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write and return `sweep.json`, beside the jobs' folders; jobs of earlier definitions there stay listed.
+
+    `told`: how the sweep ended, where MLflow has been told.
+    """
     before = read_sweep_file(sweep.folder)
     known = {each["key"]: each for each in before.get("jobs", [])}
     known |= {job.key: _described(job) for job in sweep.jobs}
@@ -26,6 +29,7 @@ def write_sweep(sweep: Sweep) -> dict[str, Any]:
         "mlflow_run_id": sweep.parent_run_id,
         **sweep.declared,
         "jobs": listed,
+        **({TOLD: dict(told)} if told else {}),
     }
     write_json(sweep.folder / FILE, about)
     return about

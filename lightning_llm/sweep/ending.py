@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_llm.config.commands import command, sync_command
 from lightning_llm.config.schema import Config
@@ -14,7 +15,7 @@ from lightning_llm.record.mlflow.ui import ui_lines
 from lightning_llm.record.state import SETTLED, detail_of, mlflow_facts, state_of
 from lightning_llm.record.sweep_commands import command_to_go_on
 from lightning_llm.record.sweep_definition import Job, Sweep
-from lightning_llm.record.sweep_file import read_sweep_file
+from lightning_llm.record.sweep_file import TOLD, read_sweep_file
 from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.sweep.elsewhere import is_trained, runs_elsewhere
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
@@ -91,26 +92,37 @@ def close(
     return ending.code
 
 
+def close_again(whole: Sweep) -> None:
+    """Tell MLflow of a sweep that has nothing left to do what the start that ran its last job did not live to tell."""
+    told = read_sweep_file(whole.folder).get(TOLD)
+    if not (isinstance(told, dict) and told.get("status")):  # null: jobs ran elsewhere
+        _tell_mlflow(_Ending(whole, [], 0, ()))
+    elif whole.jobs[0].config.logger.name == "mlflow":
+        _hand_in_late(whole)
+
+
 def _tell_mlflow(ending: _Ending) -> None:
     """Log how the sweep ended, and hand in what MLflow lacks of its jobs; nothing where the logger is another."""
     if ending.whole.jobs[0].config.logger.name != "mlflow":
         return
+    if _log_end(ending.whole, _told(ending)) and not ending.stopped_by:
+        _hand_in_late(ending.whole)
+
+
+def _told(ending: _Ending) -> dict[str, Any]:
+    """Return what MLflow is told of the end: its `status`, null where jobs still run, and counts of jobs."""
     failed = len(ending.failed) + len(ending.failed_elsewhere)
     sound = not failed and not ending.left
     status = "KILLED" if ending.stopped_by else "FINISHED" if sound else "FAILED"
     counts = {"finished": ending.finished, "diverged": ending.diverged, "failed": failed, "total": len(ending.states)}
-    logged = _log_end(ending.whole, None if ending.running else status, counts)
-    if logged and not ending.stopped_by:
-        hand_in_late(ending.whole)
+    return {"status": None if ending.running else status, "jobs": counts}
 
 
-def hand_in_late(whole: Sweep) -> None:
+def _hand_in_late(whole: Sweep) -> None:
     """Hand in to MLflow what it lacks of the jobs in the sweep's folder, of whichever start; print where it cannot be.
 
     A start that was killed left its jobs to the next one. Those that a process trains right now hand in themselves.
     """
-    if whole.jobs[0].config.logger.name != "mlflow":
-        return
     folders = [whole.folder / str(each["number"]) for each in read_sweep_file(whole.folder).get("jobs", [])]
     if problem := catch_up([folder for folder in folders if not is_trained(folder)]):
         text = f"note   MLflow lacks something of this sweep ({problem}). Later: {sync_command(whole.folder)}"
@@ -148,20 +160,20 @@ def print_where_to_judge(whole: Sweep) -> None:
         print(f"       the verdict: {command('compare', str(whole.folder))}")
 
 
-def _log_end(whole: Sweep, status: str | None, counts: dict[str, int]) -> bool:
+def _log_end(whole: Sweep, told: Mapping[str, Any]) -> bool:
     """Log how the sweep ended to MLflow; return whether that was possible, and print where not."""
     with one_at_a_time(whole.folder):  # another start of it may end at the same time
         about = write_sweep(whole)
     job = parent_job(whole.folder, about, tracking_uri(whole.jobs[0].config))
-    job["metrics"] = {f"jobs/{key}": count for key, count in counts.items()}
-    job["status"] = status
+    job["metrics"] = {f"jobs/{key}": count for key, count in told["jobs"].items()}
+    job["status"] = told["status"]
     parent, problem = write_parent(job)
     if problem:
         later = f"Later: {sync_command(whole.folder)}"
         print(f"note   MLflow was not told how the sweep ended ({problem}). {later}", file=sys.stderr)
         return False
     with one_at_a_time(whole.folder):
-        write_sweep(replace(whole, parent_run_id=parent))  # it may have been made just now
+        write_sweep(replace(whole, parent_run_id=parent), told)  # it may have been made just now
     return True
 
 

@@ -22,7 +22,7 @@ from lightning_llm.run.ray_cluster import in_sweep, ray_problems
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.run.trunk import settled
 from lightning_llm.sweep.elsewhere import runs_elsewhere
-from lightning_llm.sweep.ending import close, hand_in_late
+from lightning_llm.sweep.ending import close, close_again
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.local import run_here
 from lightning_llm.sweep.progress import Leg, Progress
@@ -57,7 +57,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     todo = left_to_do(whole.jobs)
     if not todo:
         print(f"sweep  nothing left to do, in {whole.folder}")
-        hand_in_late(whole)
+        close_again(whole)
         return 0
     keys_left = {job.key for job in todo}
     whole = opened(lambda: define(*composed))

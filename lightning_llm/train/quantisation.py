@@ -52,12 +52,10 @@ class Quantisation:
     def swap(self, model: nn.Module, num_layers: int, device_type: str, sharded: bool = False) -> None:
         """Swap the model's linears, on the meta device; `report` says what was converted and what was kept.
 
-        `sharded`: FSDP2 will gather the weights for use.
+        Recipes without casts come here, too: `wgrad_dtype` is theirs as well. `sharded`: FSDP2 will gather the weights.
         """
         sum_in_fp32()
-        recipe = self.recipe
-        if recipe.quantises or recipe.compute_dtype == "fp16" or recipe.wgrad_dtype is not None:
-            self.report = swap_linears(model, recipe, num_layers, device_type, self.backend, self.decision, sharded)
+        self.report = swap_linears(model, self.recipe, num_layers, device_type, self.backend, self.decision, sharded)
 
     def watch_overflow(self, model: nn.Module) -> None:
         """Look for Inf and NaN in what the quantised layers are given, where the recipe asks for it.

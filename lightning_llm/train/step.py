@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_llm.config.schema import Config
 from lightning_llm.data.batch import Batch
+from lightning_llm.model.chunked_loss import LossOf
 from lightning_llm.model.loss import IGNORED_LABEL
 from lightning_llm.optim.learning_rate import LearningRate
 from lightning_llm.parallel.grad_norm import clip_gradients, gradient_norm
@@ -157,19 +158,27 @@ class TrainStep:
             documents = batch.document_ids[micro_batch] if batch.document_ids is not None else None
             whole = batch.tokens[micro_batch], batch.labels[micro_batch], documents
             tokens, labels, positions, documents = parallel.sequence_sharder(*whole)
-            distil = self.distillation
-            taught = None if distil is None else distil.targets(tokens, documents)
-            logits = model(tokens, positions, documents)
-            learned = loss = parallel.loss_sum(logits, labels) / targets
-            if distil is not None and taught is not None:
-                learned = distil.loss(loss, logits, taught, labels, targets)
+            learned, loss = self._losses(tokens, labels, positions, documents, targets)
             shares = self._auxiliary_shares(model.sum_auxiliary_losses(), len(indices))
-            losses.append(loss.detach())
-            del logits, taught, loss
+            losses.append(loss)
             (sum(shares, start=learned) * self.scaler.scale).backward()
             sync.after_backward(micro_batch, last)
             quantisation.end_micro_batch(model, self._largest_amax)
         return torch.stack(losses)
+
+    def _losses(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return a micro-batch's share of what is learned, and of the step's loss, which no gradient is taken of."""
+        model, loss_sum, distil = self.parallel.model, self.parallel.loss_sum, self.distillation
+        if distil is None:  # nobody else wants logits
+            scale = torch.full_like(targets, self.scaler.scale, dtype=torch.float32) / targets
+            loss = model(tokens, positions, documents, LossOf(labels, loss_sum, scale)) / targets
+            return loss, loss.detach()
+        taught = distil.targets(tokens, documents)
+        logits = model(tokens, positions, documents)
+        loss = loss_sum(logits, labels) / targets
+        return distil.loss(loss, logits, taught, labels, targets), loss.detach()
 
     def _run_pipeline(self, pipeline: Pipeline, batch: Batch, targets: Tensor) -> Tensor:
         """Run all micro-batches through the pipeline's schedule."""

@@ -156,6 +156,10 @@ def test_the_parent_of_a_sweep_under_way_is_left_to_it(store: MlflowClient, tmp_
     folder = tmp_path / "trial"
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     parent = update(parent_job(folder, sweep, uri))
+    assert update(parent_job(folder, sweep, uri)) == parent  # a start was killed before it could note it
+    late = parent_job(folder, {**sweep, "hash": "0123"}, uri)
+    with pytest.raises(RuntimeError, match="is gone"):  # of a start that was killed, and that no other took over
+        update({**late, "tags": {**late["tags"], "process": GONE}})
     write_json(folder / "sweep.json", {**sweep, "mlflow_run_id": parent})
     assert main(["sync", str(folder)]) == 0  # the sweep's process is this one; its second job has not begun
     run = store.get_run(parent)
@@ -218,6 +222,15 @@ def test_a_run_is_named_as_others_name_it_and_a_damaged_one_does_not_stop_the_re
     told = capsys.readouterr()
     assert "1 of 2 runs are in MLflow" in told.out
     assert f"{damaged}: not logged: {damaged / 'summary.json'} is damaged" in told.err
+    (damaged / "summary.json").unlink()
+    (done / "mlflow_run_id").write_bytes(b"\xff")
+    assert main(["sync", "sweep"]) == 1
+    told = capsys.readouterr()
+    assert f"{damaged / 'summary.json'} is missing, or lacks device, git, host" in told.err
+    assert f"{done}: finished, run {(done / 'mlflow_run_id').read_text().strip()}" in told.out
+    write_json(done.parent / "sweep.json", {"jobs": 3})
+    assert main(["sync", "sweep/0"]) == 1
+    assert f"{done.parent / 'sweep.json'} cannot be read: it is damaged" in capsys.readouterr().err
 
 
 def test_no_runs_and_no_folder_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ def test_of_two_usual_baselines_none_is_chosen_silently(tmp_path, capsys):
     make_sweep(sweep / "more", {"precision=mxfp8": 0.001})
     error = refusal(capsys, sweep)
     assert "2 levels are called bf16 (bf16 (optimizer.eps=null) and bf16 (optimizer.eps=1e-06)). Choose one" in error
+    assert "; the first is --baseline 'precision=bf16 (optimizer.eps=null)'." in error  # as a shell takes it
     found = verdicts(capsys, sweep, "--baseline", "precision=bf16 (optimizer.eps=1e-06)")
     assert found["baseline"] == "bf16 (optimizer.eps=1e-06)"
     make_sweep(sweep / "fp32", {"precision=fp32": 0.001})

@@ -214,13 +214,14 @@ def test_what_other_trainers_call_it(capsys, tmp_path):
             assert leaf in fields_at(above)
             assert alias not in fields_at(above)
     words = ("model.num_attention_heads=8", "optim.lr=1", "gradient_accumulation_steps=4", "bf16=true", "max_epochs=3")
-    told = refused(capsys, tmp_path, "plan", *words)
+    told = refused(capsys, tmp_path, "plan", *words, "learning_rate=1")
     for said in (
         "model.num_attention_heads: unknown key. Did you mean 'model.num_heads'?",
         "optim.lr: unknown key. Did you mean 'optim.learning_rate'?",
         "gradient_accumulation_steps: unknown key. Here it is data.global_batch_size over",
         "bf16: unknown key. Here it is the group precision (precision=bf16).",
         "max_epochs: unknown key. Did you mean 'trainer.max_steps'?",
+        "learning_rate: unknown key. Did you mean 'optim.learning_rate'?",  # once, which every optimizer has
     ):
         assert said in told
 

@@ -81,6 +81,7 @@ def test_runs_differ_in_what_ran_not_in_what_was_asked_for():
     [
         (["parallel=zero3", "precision=bf16"], True),
         (["parallel=zero3", "precision=fp32"], False),
+        (["parallel=zero3", "precision=bf16", "precision.wgrad_dtype=fp32"], False),
         (["parallel=ddp", "precision=bf16"], False),
         (["parallel=zero3", "precision=bf16", "trainer.compile=false"], False),
     ],

@@ -77,11 +77,11 @@ def test_what_small_gradients_add_up_to_is_not_lost():
 @pytest.mark.parametrize("words", [["precision=bf16"], ["precision=mxfp8", "model.tie_embeddings=true"]])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_every_matrix_of_a_model_is_reached(words, compiled):
-    """Quantised or kept high, the head or the tied embedding: no gradient is one of bf16."""
+    """Quantised or kept high, the head or the tied embedding, as a run swaps them: no gradient is one of bf16."""
     config = compose_config(["recipe=quickstart", "model=llama_tiny", "precision.wgrad_dtype=fp32", *words])
     torch.manual_seed(0)
     model = Decoder(config.model, torch.bfloat16)
-    Quantisation(config.precision, 0, 1, backend="eager").swap(model, config.model.num_layers, "cpu")  # as a run does
+    Quantisation(config.precision, 0, 1, backend="eager").swap(model, config.model.num_layers, "cpu")
     for block in model.blocks.values() if compiled else ():
         block.compile(fullgraph=True)
     tokens = torch.randint(config.model.vocab_size, (2, 32))

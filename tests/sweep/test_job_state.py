@@ -57,7 +57,7 @@ def test_a_run_whose_process_died_is_stopped(tmp_path: Path) -> None:
     assert state_of(job.folder) == "failed"
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"status": "fin', b"null", b"\xff\xfe"])
+@pytest.mark.parametrize("damage", [b"", b'{"status": "fin', b"null", b"\xff\xfe", b'{"begun_at_step": "x"}'])
 def test_a_damaged_summary_is_a_stopped_run_that_says_so(damage: bytes, tmp_path: Path) -> None:
     job = sweep_of(tmp_path, "seed=0").jobs[0]
     job.folder.mkdir(parents=True)

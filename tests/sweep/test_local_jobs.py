@@ -115,8 +115,9 @@ def test_a_sweep_hands_in_what_a_killed_start_left(tmp_path: Path, monkeypatch: 
     kind = make_jobs(monkeypatch, lambda config, step: 3.0)
     kind.summary = {"mlflow": {"synced": False}}
     handed_in: list[list[str]] = []
+    told: list[dict[str, Any]] = []
     for module in (sweep_run, ending):
-        monkeypatch.setattr(module, "write_parent", lambda job: ("parent", ""))
+        monkeypatch.setattr(module, "write_parent", lambda job: told.append(job) or ("parent", ""))
     monkeypatch.setattr(ending, "catch_up", lambda folders: handed_in.append([each.name for each in folders]) or "")
     small = ["model=llama_tiny", "data=python", "trainer.max_steps=20", "trainer.validate_every_steps=10"]
     words = ["train", "-m", *small, f"run.root={tmp_path}", "logger=mlflow", "run.name=all", "callbacks=none"]
@@ -125,9 +126,13 @@ def test_a_sweep_hands_in_what_a_killed_start_left(tmp_path: Path, monkeypatch: 
         with pytest.raises(Killed):
             main([*words, "seed=0,1"])
     assert not handed_in
+    for _ in range(2):  # nothing is left to do, but that; how it ended is told once
+        assert main([*words, "seed=0,1"]) == 0
+    assert [job["status"] for job in told] == [None, "FINISHED"]
+    assert told[-1]["metrics"] == {"jobs/finished": 2, "jobs/diverged": 0, "jobs/failed": 0, "jobs/total": 2}
     assert main([*words, "seed=2"]) == 0
-    assert main([*words, "seed=2"]) == 0  # nothing is left to do, but that
-    assert handed_in == [["0", "1", "2"]] * 2
+    assert main([*words, "seed=2"]) == 0
+    assert handed_in == [["0", "1"]] * 2 + [["0", "1", "2"]] * 2
 
 
 @pytest.mark.usefixtures("short_children")

@@ -88,9 +88,16 @@ def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, m
             main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=3")])
         ran += len(kind.ended)
     kind = make_jobs(monkeypatch, loss)
+    with monkeypatch.context() as patch:  # as the values of the last trial are drawn
+        patch.setattr("optuna.trial.Trial._suggest", lambda *_: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=3")])
     assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=3")]) == 0
     assert trials_of(tmp_path / "killed") == trials_of(tmp_path / "whole")
     assert ran + len(kind.ended) == 4
+    (tmp_path / "killed" / "default" / "searched" / "search.json").unlink()  # killed before it was written
+    assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=3")]) == 0
+    assert trials_of(tmp_path / "killed") == trials_of(tmp_path / "whole")
     kind = make_jobs(monkeypatch, loss)  # and further, where more trials are asked for
     assert main(["train", *optuna_words(tmp_path / "killed", "sweep.trials=4")]) == 0
     assert (len(kind.ended), len(trials_of(tmp_path / "killed"))) == (1, 4)

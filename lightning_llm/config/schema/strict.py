@@ -126,7 +126,8 @@ def _problem(details: Any) -> Problem:
             return Problem(key, f"unknown key.{alias}")
         siblings = list(details["group"].model_fields) if details["group"] else []
         hint = did_you_mean(location[-1], siblings)
-        elsewhere = [each for each in all_keys(Config) if each.rpartition(".")[2] == location[-1]]
+        # Once each: every kind of optimizer has the learning rate.
+        elsewhere = list(dict.fromkeys(each for each in all_keys(Config) if each.rpartition(".")[2] == location[-1]))
         if elsewhere and "Did you mean" not in hint:
             hint = f" Did you mean {' or '.join(repr(each) for each in elsewhere[:3])}?"
         return Problem(key, f"unknown key.{hint}")

@@ -8,6 +8,7 @@ from lightning_llm.model.block_spec import norm_of
 from lightning_llm.model.spec import LinearSpec, Size, hidden
 from lightning_llm.optim.state_bytes import DTYPE_BYTES
 from lightning_llm.plan.activations import recomputed_layers
+from lightning_llm.plan.loss_chunks import loss_chunks
 from lightning_llm.plan.nodes import TREE_SCATTER
 from lightning_llm.plan.parameter_gather import gathered_units
 from lightning_llm.plan.stages import StagePart
@@ -206,6 +207,10 @@ def _head(operations: Operations) -> Passes:
     if model.logit_cap:  # over the cap, tanh, times the cap
         forward, backward = forward + 6 * width, backward + 9 * width
     passes += Passes(operations.memory(forward * logits, 3), operations.memory(backward * logits, 4))
+    chunks = loss_chunks(operations.config, degrees, operations.device.cluster.hardware != "cpu")
+    if chunks.count > 1:  # each adds its weight's gradient to an fp32 sum
+        added = (8 + width) * chunks.width * model.hidden_size
+        passes.backward += operations.memory(added * chunks.count, chunks.count)
     if tp > 1:
         passes += _entered(operations, (tp - 1) * width * tokens * model.hidden_size // tp, backwards=False)
         three = 2 * (3 * 4 * tokens) * (tp - 1) // tp

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,6 +98,15 @@ def _create(database: Path) -> None:
     partial.touch()  # SQLite would make it 0644 at most, whatever the umask leaves to a group
     _client(f"sqlite:///{partial}").search_experiments(max_results=1)
     os.replace(partial, database)
+
+
+def noted_id(file: Path) -> str | None:
+    """Return the id of an MLflow run that `file` holds; None where there is none, or it is damaged."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return text if re.fullmatch(r"[\w-]{1,64}", text) else None
 
 
 def known_run(client: Any, run_id: str | None) -> Any:

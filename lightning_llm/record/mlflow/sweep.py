@@ -10,13 +10,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from lightning_llm.config.commands import command
 from lightning_llm.config.redact import redacted
-from lightning_llm.record.mlflow.store import known_run, mark_orphans, open_store, own_process, truncate
+from lightning_llm.record.mlflow.store import all_runs, known_run, mark_orphans, open_store, own_process, truncate
 from lightning_llm.record.provenance import has_ended, is_of_this_machine, process_mark, user_name
+from lightning_llm.record.sweep_file import LOCKS
 
 TIMEOUT_SECONDS = 90.0
 DESCRIPTION = "mlflow.note.content"
@@ -74,7 +78,7 @@ def update(job: Mapping[str, Any]) -> str:
     client, experiment_id = open_store(job["tracking_uri"], job["experiment"])
     from mlflow.entities import Metric, Param, RunTag
 
-    run = known_run(client, job["run_id"]) or client.create_run(experiment_id, run_name=job["run_name"])
+    run = known_run(client, job["run_id"]) or _found_or_made(client, experiment_id, job)
     run_id = str(run.info.run_id)
     mark_orphans(client, experiment_id, but=run_id)
     if DESCRIPTION not in run.data.tags:  # a verdict, or what somebody wrote, stays
@@ -99,6 +103,24 @@ def update(job: Mapping[str, Any]) -> str:
     elif run.info.status != "RUNNING":
         client.update_run(run_id, status="RUNNING")
     return run_id
+
+
+def _found_or_made(client: Any, experiment_id: str, job: Mapping[str, Any]) -> Any:
+    """Return the parent run that a killed start had made and could not note in sweep.json, else a new one.
+
+    Such a one has no children: jobs start after it is noted. One process at a time: that of a killed start may come
+    here late, and makes none.
+    """
+    tags, folder = job["tags"], Path(job["tags"]["sweep_folder"])
+    with FileLock(folder / LOCKS / "parent") if (folder / LOCKS).is_dir() else nullcontext():
+        for run in all_runs(client, experiment_id, f"tags.sweep_hash = '{tags['sweep_hash']}'"):
+            of_it = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
+            if run.data.tags.get("sweep_folder") == str(folder) and not any(all_runs(client, experiment_id, of_it)):
+                return run
+        if has_ended(tags.get("process", "")):
+            raise RuntimeError("the start of the sweep that asked for its parent run is gone")
+        known = {key: tags[key] for key in ("sweep_hash", "sweep_folder", "process") if key in tags}
+        return client.create_run(experiment_id, run_name=job["run_name"], tags=known)
 
 
 def _is_alive(fingerprint: str) -> bool:

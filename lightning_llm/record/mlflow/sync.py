@@ -24,8 +24,10 @@ from lightning_llm.record.mlflow.sweep import TIMEOUT_SECONDS, parent_job, updat
 from lightning_llm.record.mlflow.tracker import tracking_uri, writer_job
 from lightning_llm.record.mlflow.writer import RUN_ID_FILE, RunWriter
 from lightning_llm.record.state import SETTLED, mlflow_facts, state_of
-from lightning_llm.record.sweep_file import FILE
+from lightning_llm.record.sweep_file import FILE, checked_sweep
 
+STATED = {"status", "host", "process", "device", "git", "versions"}
+"""Keys of summary.json that every run writes as it starts, and MLflow is told."""
 SECONDS_PER_RUN = 5.0
 """Of `catch_up`, beside the time that MLflow takes to answer at all."""
 
@@ -57,7 +59,8 @@ def sync(arguments: argparse.Namespace) -> int:
                     unreachable.add(server)
                     print(f"{server} does not answer: no further run is tried there", file=sys.stderr, flush=True)
                     continue
-                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "  # that of a damaged file
+                damage = isinstance(error, ValueError | ConfigError)  # of a file, which is named
+                kind = "" if damage else f"{type(error).__name__}: "
                 text = redacted(f"{folder}: not logged: {kind}{error}".splitlines()[0])
                 print(text[:500], file=sys.stderr, flush=True)
     print(f"sync   {len(folders) - failed} of {len(folders)} runs are in MLflow")
@@ -127,6 +130,8 @@ def _sync_one(folder: Path, config: Config, own: Config) -> str:
     elsewhere = store != redact_uri(tracking_uri(own))
     id_file = f"{RUN_ID_FILE}-{sha256(store.encode()).hexdigest()[:8]}" if elsewhere else RUN_ID_FILE
     summary = summary_of(folder)
+    if lacking := STATED.difference(summary):
+        raise ValueError(f"{folder / 'summary.json'} is missing, or lacks {', '.join(sorted(lacking))}")
     config = _with_parent(config, folder, id_file if elsewhere else None)
     state = state_of(folder)
     if state == "stopped" and summary["status"] == "running":
@@ -165,7 +170,10 @@ def _with_parent(config: Config, folder: Path, id_file: str | None) -> Config:
     file = folder.parent / FILE
     if not file.is_file():
         return config
-    about = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        about = checked_sweep(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
     kept = folder.parent / id_file if id_file else None
     if kept:
         about["mlflow_run_id"] = kept.read_text(encoding="utf-8").strip() if kept.exists() else None

@@ -15,7 +15,7 @@ from lightning_llm.config.identity import config_hash, flatten
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.config.schema import Config
 from lightning_llm.record.files import Record, Status
-from lightning_llm.record.mlflow.store import own_process
+from lightning_llm.record.mlflow.store import noted_id, own_process
 from lightning_llm.record.mlflow.writer import RUN_ID_FILE
 from lightning_llm.record.provenance import user_name
 
@@ -220,7 +220,7 @@ class MLflowTracker:
         about["blocked_seconds"] = round(self.blocked_seconds, 6)
         if self._ended:
             about |= {f"writer_{key}": round(self._ended[key], 3) for key in ("start_cpu_seconds", "cpu_seconds")}
-        return {"mlflow_run_id": path.read_text().strip() if path.exists() else None, "mlflow": about}
+        return {"mlflow_run_id": noted_id(path), "mlflow": about}
 
     def _working_folder(self) -> Path:
         """Return a folder for the writer to live in: MLflow creates ./mlruns in it."""

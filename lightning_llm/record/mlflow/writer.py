@@ -24,7 +24,7 @@ from typing import Any
 
 from lightning_llm.record.evaluations import evaluation_points
 from lightning_llm.record.files import decode
-from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, open_store, truncate
+from lightning_llm.record.mlflow.store import STATUSES, known_run, mark_orphans, noted_id, open_store, truncate
 from lightning_llm.slow_imports import take_process
 
 RUN_ID_FILE = "mlflow_run_id"
@@ -136,9 +136,11 @@ class RunWriter:
             return False
         client, experiment_id = open_store(self.job["tracking_uri"], self.job["experiment"])
         id_file = self.run_dir / self.job.get("id_file", RUN_ID_FILE)
-        run = known_run(client, id_file.read_text().strip() if id_file.exists() else None)
+        run = known_run(client, noted_id(id_file))
         if run is None:
-            run = client.create_run(experiment_id, run_name=self.job["run_name"])
+            # Killed before the id is noted, it is still known for an orphan.
+            known = {key: self.job["tags"][key] for key in ("process", "run_dir") if key in self.job["tags"]}
+            run = client.create_run(experiment_id, run_name=self.job["run_name"], tags=known)
             id_file.write_text(run.info.run_id + "\n")
         self.run_id, self.experiment_id = run.info.run_id, experiment_id
         self._describe(client, run)  # with its process, by which another run's start knows that it lives

@@ -26,7 +26,7 @@ from lightning_llm.sweep.run import left_to_do, opened, start
 from lightning_llm.sweep.search.curves import pruned_at
 from lightning_llm.sweep.search.run import Asked, check_launcher
 from lightning_llm.sweep.search.space import corners_of, distributions_of, optuna_is_there, words_of
-from lightning_llm.sweep.search.study import open_study, sampler_after
+from lightning_llm.sweep.search.study import add_trial, open_study
 from lightning_llm.sweep.search.told import print_best, tell, write_trials
 from lightning_llm.sweep.search.trials import Search
 from lightning_llm.sweep.search.watch import watched
@@ -112,7 +112,7 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
 
 
 def _study(search: Search) -> "Study":
-    """Return Optuna's study in the sweep's folder, and compose the jobs of its trials again."""
+    """Return Optuna's study in the sweep's folder; compose its trials' jobs again, and write what became of them."""
     study = open_study(search.first.folder)
     for trial in study.trials:
         _compose(study, search, trial.number, trial.params)
@@ -120,6 +120,8 @@ def _study(search: Search) -> "Study":
         if trial.state.name == "PRUNED":
             step = max(trial.intermediate_values, default=0)
             search.pruned[trial.number] = step, trial.intermediate_values.get(step, math.nan)
+    if study.trials:  # a start that was killed may have told Optuna of a trial, and not `compare`
+        write_trials(study, search)
     return study
 
 
@@ -154,8 +156,7 @@ def _next_batch(study: "Study", search: Search) -> list[int]:
         running = [each.number for each in study.trials if each.state.name == "RUNNING"]
         if len(running) >= at_once or len(study.trials) >= search.keys.trials:
             return running[:at_once]
-        study.sampler = sampler_after(search.keys, len(study.trials))
-        trial = study.ask(dict(search.distributions))
+        trial = add_trial(study, search.keys, search.distributions)
         _compose(study, search, trial.number, trial.params)
 
 

@@ -1,7 +1,8 @@
 """Optuna's study in a sweep's folder, and its samplers: the same after any stop."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError, Problem
@@ -9,6 +10,7 @@ from lightning_llm.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
 
 STORAGE = "search.db"
 STUDY = "search"
@@ -42,3 +44,19 @@ def sampler_after(keys: SweepConfig, trials: int) -> "BaseSampler":
     if keys.sampler == "random":
         return RandomSampler(seed=seed)
     return GPSampler(seed=seed) if keys.sampler == "gp" else TPESampler(seed=seed, constant_liar=True)
+
+
+def add_trial(study: "Study", keys: SweepConfig, distributions: Mapping[str, Any]) -> "FrozenTrial":
+    """Return a new trial under way, its values drawn by the sampler.
+
+    `study.ask` writes the trial, and then a value at a time. A process that is killed between them would leave a trial
+    without values; here it is written at once, and drawn anew if it was not.
+    """
+    import optuna
+    from optuna.trial import TrialState, create_trial
+
+    drawn = optuna.create_study(direction="minimize", sampler=sampler_after(keys, len(study.trials)))
+    drawn.add_trials(study.trials)
+    params = drawn.ask(dict(distributions)).params
+    study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=dict(distributions)))
+    return study.trials[-1]

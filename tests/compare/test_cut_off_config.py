@@ -1,0 +1,22 @@
+"""A run's config.yaml of which a disk kept the beginning, which is YAML, too."""
+
+import re
+from pathlib import Path
+
+import pytest
+from run_folders import make_run
+
+from lightning_llm.config.from_file import load_config
+from lightning_llm.errors import ConfigError
+from lightning_llm.record.reading import read_run
+
+
+def test_a_config_that_was_cut_off_is_named_and_is_no_other_recipe(tmp_path: Path) -> None:
+    file = make_run(tmp_path / "run") / "config.yaml"
+    text = file.read_text()
+    file.write_text(text[: text.index("\nseed:") + 1])
+    with pytest.raises(ConfigError, match=r"config\.yaml lacks .*seed, so it was cut off or changed"):
+        read_run(file.parent)
+    file.write_text(text[: text.index("\nprecision:") + 1])
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: is damaged, or of another version: schedule a value")):
+        load_config(file, ["trainer.devices=1"])
