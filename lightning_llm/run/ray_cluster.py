@@ -2,8 +2,9 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,9 @@ OF_THIS_MACHINE = {
 """For a Ray that is started here: it reports to nobody, and listens on the loopback interface alone, as it does by
 default on systems that it makes no clusters of (ray/_private/services.py, get_node_ip_address). Its workers, and what
 they start, are no nicer than others: 15 is its default."""
+
+ONE_TRY = "RAY_NUM_REDIS_GET_RETRIES", "1"
+"""Where something else listens at an address, Ray says so after 40 seconds: 20 tries of them are its default (2.60)."""
 
 
 def ray_problems(config: Config) -> Iterator[Problem]:
@@ -76,6 +80,8 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     if address is None:
         for name, value in OF_THIS_MACHINE.items():
             os.environ.setdefault(name, value)
+    else:
+        os.environ.setdefault(*ONE_TRY)
     import ray
 
     if ray.is_initialized():  # by whoever called, from Python
@@ -84,8 +90,9 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
     own = {"include_dashboard": False} if address is None else {}
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
+        _knock(ray, address or "")
         ray.init(address or "local", namespace=NAMESPACE, **quiet, **own)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OverflowError, OSError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         what = f"is {address}, and no Ray is to be reached there" if address else "is null, and no Ray can start here"
         raise ConfigError(Problem("launcher.address", f"{what}: {why}")) from error
@@ -93,6 +100,22 @@ def connected(launcher: LauncherConfig) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _knock(ray: Any, address: str) -> None:
+    """Raise OSError, or what `socket` raises of a bad name, if `address` is HOST:PORT and nobody listens there.
+
+    Ray would look for a quarter of an hour. `ray start` returns once the head of a cluster listens.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    host = host.strip("[]")
+    if host in ("localhost", "127.0.0.1", "::1"):  # Ray takes them for this machine's address in the cluster
+        with suppress(OSError):
+            socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=10).close()
+            return
+    socket.create_connection((host, int(port)), timeout=10).close()
 
 
 @contextmanager
