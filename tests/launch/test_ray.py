@@ -157,7 +157,7 @@ def test_a_config_that_a_machine_refuses_is_said_and_not_tried_again(capfd: pyte
     assert found[-1] == ("end", {"code": 2})
     said = "".join(text for kind, text in found if kind == "err")
     assert "Traceback" not in said
-    assert "seed" in said
+    assert "a value must be given" in said
     start = PlacedRanks(None, [None])
     start.reports[0] = found[-1][1]
     assert ray_ranks._how_it_ended(start, compose_config([])) == Ended(2)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_llm import gemm as products
 from lightning_llm.config.schema.precision import CastConfig
 from lightning_llm.precision import gemm, inductor
 from lightning_llm.precision.gemm import multiply
@@ -75,7 +76,8 @@ def test_a_factor_multiplies_the_fp32_sum_where_the_device_returns_it(monkeypatc
     assert not torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: mm(left.to(out_dtype), right.to(out_dtype)))
-    monkeypatch.setattr(gemm, "returns_fp32", lambda device: True)
+    for module in (products, gemm):
+        monkeypatch.setattr(module, "returns_fp32", lambda device: True)
     assert torch.equal(multiply(Operand(a, factor), Operand(b), torch.bfloat16, "eager"), once)
 
 
@@ -83,6 +85,6 @@ def test_a_factor_multiplies_the_fp32_sum_where_the_device_returns_it(monkeypatc
 def test_cuda_is_asked_for_fp32_sums(dtype):
     with FakeTensorMode():
         a, b = (torch.empty(shape, device="cuda", dtype=dtype) for shape in ((32, 64), (64, 16)))
-        assert gemm._sums(a, b).dtype == torch.float32
-        assert gemm._sums(a.cpu(), b.cpu()).dtype == dtype
+        assert products.fp32_product(a, b).dtype == torch.float32
+        assert multiply(Operand(a), Operand(b), torch.float32, "eager").dtype == torch.float32
         assert multiply(Operand(a, torch.ones((), device="cuda")), Operand(b), dtype, "eager").dtype == dtype
