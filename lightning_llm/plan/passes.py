@@ -192,12 +192,13 @@ def _logits_bytes(plan: Plan, accounting: Accounting) -> tuple[int, int]:
             return 0, wide
         return width * logits, wide
     chunks, capped = loss_chunks(config, degrees, on_gpu(plan)), 1 if config.model.logit_cap else 0  # kept of tanh
-    logits = chunks.at_once * chunks.width
-    wide = 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    logits, hidden = chunks.at_once * chunks.width, config.model.hidden_size
+    taken = logits * width + 8 * min(logits, CHUNK_ELEMENTS["cuda" if on_gpu(plan) else "cpu"])
+    if config.precision.wgrad_dtype is not None and not on_gpu(plan):  # operands are widened, when the loss is taken
+        taken = max(taken, 4 * (logits + chunks.at_once * hidden) - logits * width * capped)
     if chunks.number == 1:
-        return logits * width * (1 + capped), logits * width + wide
+        return logits * width * (1 + capped), taken
     # The gradients of hidden states and weight are there instead; of the weight a chunk's, and the sum of all.
-    hidden = config.model.hidden_size
     weight = chunks.width * hidden
     given = DTYPE_BYTES[config.precision.wgrad_dtype or config.precision.compute_dtype]
-    return chunks.rows * hidden * width + weight * given, logits * width * (2 + capped) + wide + 4 * weight
+    return chunks.rows * hidden * width + weight * given, logits * width * (1 + capped) + taken + 4 * weight
