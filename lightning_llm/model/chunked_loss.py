@@ -4,6 +4,9 @@ Logits of a micro-batch over a large vocabulary are its largest tensor: 8,192 to
 and their gradient as much again. The gradients of the hidden states and of the projection's weight are taken as each
 chunk's logits are there, in the forward pass, so that nothing is computed twice (Hsu et al. 2024, arXiv 2410.10989,
 section 3.2). Where that saves nothing, nothing is cut (`loss_spec.rows_at_once`): the bits of a whole projection.
+
+torch 2.13 has `F.linear_cross_entropy` for a plain head over all ids. Here logits may be capped, without ids of
+padding, and cut over the ranks of a vocabulary, and torch 2.11 is enough.
 """
 
 from collections.abc import Callable
@@ -84,6 +87,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        made, ctx.gradients = ctx.gradients, (None, None)
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a loss by chunks are given once: take the forward pass again")
+        made, ctx.gradients = ctx.gradients, None
         factor = grad_output / ctx.scale  # 1 where the gradient is what was said
         return *(None if each is None else each.mul_(factor.to(each.dtype)) for each in made), None, None, None

@@ -74,6 +74,15 @@ def test_whole_logits_are_the_same_bits(limit):
         assert torch.equal(grad_weight, head.weight.grad)
 
 
+def test_gradients_that_were_given_are_not_given_again_as_none(monkeypatch):
+    monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 5 * V)
+    x, labels = given(torch.float32)
+    loss = Linear(D, V, bias=False)(x, LossOf(labels, next_token_loss_sum, torch.ones(())))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="given once"):
+        loss.backward()
+
+
 def test_chunks_are_made_where_they_save_memory(monkeypatch):
     """Of about equally many rows, none of more logits than there may be; and not for few rows of many columns."""
     monkeypatch.setitem(loss_spec.WHOLE_LOGITS, "cpu", 10 * V)

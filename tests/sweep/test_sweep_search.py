@@ -1,9 +1,7 @@
-"""Searches by Optuna and by halving, over jobs whose best values are known: found, resumed, pruned, and compared."""
+"""Searches by Optuna, over jobs whose best values are known: found, resumed, pruned, and compared."""
 
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from made_jobs import Killed, killed_after, make_jobs
+from searched_jobs import recipe_loss, trials_of, words
 
 from lightning_llm.__main__ import main
-from lightning_llm.config.schema.sweep import SweepConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.sweep.search import watch
 from lightning_llm.sweep.search.curves import pruned_at
-from lightning_llm.sweep.search.rungs import worse_than_best
 from lightning_llm.sweep.search.space import corners_of, distributions_of, words_of
 
 BEST_RATE = 3e-3
@@ -31,23 +28,8 @@ def loss(config: dict[str, Any], step: int) -> float:
     return 4 - step / 40 + 0.2 * config["seed"] + 0.3 * away**2 * step / 40
 
 
-def words(folder: Path, *more: str) -> list[str]:
-    """Return the arguments of a search, `more` in place of those of the same key."""
-    keys = tuple(f"{word.partition('=')[0]}=" for word in more)
-    usual = [
-        "-m", "model=llama_tiny", "data=python", "precision=fp32", "trainer.max_steps=40", "schedule.warmup_steps=2",
-        "trainer.validate_every_steps=10", "callbacks=none", "logger=none", f"run.root={folder}",
-        "run.name=searched",
-    ]  # fmt: skip
-    return [*(word for word in usual if not word.startswith(keys)), *more]
-
-
 def optuna_words(folder: Path, *more: str) -> list[str]:
     return words(folder, "sweep.search=optuna", "optim.learning_rate=1e-2", LR, *more)
-
-
-def trials_of(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "default" / "searched" / "search.json").read_text())["trials"]
 
 
 @pytest.fixture(autouse=True)
@@ -273,130 +255,3 @@ def test_without_optuna_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["train", *optuna_words(tmp_path)]) == 2
     assert "pip install 'lightning-llm[search]'" in capsys.readouterr().err
-
-
-GAPS = {"fp32": 0.0, "bf16": 0.001, "fp8_current": 0.3, "fp8_delayed": 0.3}
-NOISE = np.random.default_rng(2).normal(0, 0.002, (4, 3))
-
-
-def recipe_loss(config: dict[str, Any], step: int) -> float:
-    """fp8_current is far off from the first step on, fp8_delayed in the end; fp32 and bf16 are alike."""
-    name = config["precision"]["name"]
-    grown = 1.0 if name != "fp8_delayed" else max(0, step - 10) / 30
-    return 4 - step / 40 + 0.2 * config["seed"] + GAPS[name] * grown + NOISE[list(GAPS).index(name), config["seed"]]
-
-
-def test_halving_ends_what_is_clearly_worse_and_nothing_by_rank_alone(tmp_path, monkeypatch, capsys):
-    kind = make_jobs(monkeypatch, recipe_loss)
-
-    def waits(config: dict[str, Any]) -> int | None:
-        """Each waits to be stopped: in its first start at the first rung, in its second at the second."""
-        starts = sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started)
-        return (10, 20, None)[starts - 1]
-
-    kind.pauses = staticmethod(waits)
-    asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current,fp8_delayed", "seed=0,1,2")
-    assert main(["plan", *asked]) == 0
-    assert (
-        "halving of 4 recipes: those worse than the best by more than 0.01 end at steps 10, 20"
-        in capsys.readouterr().out
-    )
-    assert main(["train", *asked]) == 0
-    told = capsys.readouterr().out
-    assert "ended  precision=fp8_current" in told
-    assert told.count("paused at rung 1 of 2, step 10, after") == 12
-    assert "exit code" not in told
-    assert "left of the search" in told
-    states = {each["recipe"]: each["state"] for each in trials_of(tmp_path)}
-    assert states == {
-        "precision=fp32": "whole", "precision=bf16": "whole",
-        "precision=fp8_current": "ended", "precision=fp8_delayed": "ended",
-    }  # fmt: skip
-    last = {each.parent.name: each.read_text().count("val_loss") for each in tmp_path.glob("default/*/*/metrics.jsonl")}
-    assert sorted(last.values()) == [1] * 3 + [2] * 3 + [4] * 6  # validations: to the first rung, the second, the end
-    assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["verdicts"]] == ["fp32"]
-    started = len(kind.started)
-    assert main(["train", *asked]) == 0
-    assert len(kind.started) == started
-
-
-def test_seeds_are_added_to_what_a_halving_left(tmp_path, monkeypatch, capsys):
-    """What `compare` advises, or anyone types, begins no ended recipe again."""
-    kind = make_jobs(monkeypatch, recipe_loss)
-    kind.pauses = staticmethod(lambda config: 10 if len(kind.started) <= 6 else None)
-    asked = words(tmp_path, "sweep.search=halving", "precision=fp32,bf16,fp8_current", "seed=0,1")
-    assert main(["train", *asked]) == 0
-    folder, more = tmp_path / "default" / "searched", [*asked[:-1], "seed=0,1,2"]
-    kind = make_jobs(monkeypatch, recipe_loss)
-    capsys.readouterr()
-    assert main(["plan", *more]) == 0
-    told = capsys.readouterr().out
-    assert "ended before" in told
-    assert "9 (numbered from 0; local, 1 at once): 4 finished, 2 new, 3 ended" in told
-    assert main(["train", *more]) == 0
-    assert sorted((each["precision"]["name"], each["seed"]) for each in kind.started) == [("bf16", 2), ("fp32", 2)]
-    told = capsys.readouterr().out
-    assert "above precision=fp32 at step 10, in an earlier start: not run on" in told
-    assert "6 of 9 jobs finished, 3 ended by the search" in told
-    assert main(["compare", "--json", str(folder)]) == 0
-    assert [row["pairs"] for row in json.loads(capsys.readouterr().out)["verdicts"]] == [3]
-    (folder / "search.json").write_text('{"trials": [{"jobs": [4], "ended_at": {}}], "ended": {}}')
-    assert main(["plan", *more]) == 2
-    assert "search.json: cannot be read: " in capsys.readouterr().err
-
-
-def test_a_halving_that_is_stopped_counts_what_it_ended_as_no_job_that_is_left(tmp_path, monkeypatch, capsys):
-    kind = make_jobs(monkeypatch, recipe_loss)
-
-    def waits(config: dict[str, Any]) -> int:
-        """Each waits at the rung; the one that goes on after it, at the next validation, where a signal comes."""
-        if sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started) == 1:
-            return 10
-        if (Path(config["run"]["dir"]) / "metrics.jsonl").read_text().count("val_loss") == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return 20
-
-    kind.pauses = staticmethod(waits)
-    asked = words(tmp_path, "sweep.search=halving", "sweep.rungs=[0.25]", "precision=fp32,fp8_current", "seed=0,1")
-    assert main(["train", *asked]) == 128 + signal.SIGTERM
-    told = capsys.readouterr()
-    assert "0 of 4 jobs finished, 2 ended by the search" in told.out
-    assert "stopped in job 0, 1; 2 of 4 jobs are left; go on: " in told.err
-    kind.pauses = staticmethod(lambda config: None)
-    assert main(["train", *asked]) == 0
-    assert "2 of 4 jobs finished, 2 ended by the search" in capsys.readouterr().out
-
-
-def test_a_seed_of_an_ended_recipe_that_came_to_its_end_is_not_judged(tmp_path, monkeypatch, capsys):
-    """As where a killed start left its job behind: it trains on, past the rung at which its recipe is ended."""
-    kind = make_jobs(monkeypatch, recipe_loss)
-
-    def waits(config: dict[str, Any]) -> int | None:
-        starts = sum(each["run"]["dir"] == config["run"]["dir"] for each in kind.started)
-        left_behind = config["precision"]["name"] == "fp8_current" and config["seed"] == 0
-        return None if left_behind else (10, 20, None)[starts - 1]
-
-    kind.pauses = staticmethod(waits)
-    asked = words(tmp_path, "sweep.search=halving", "precision=bf16,fp32,fp8_current", "seed=0,1,2")
-    assert main(["train", *asked]) == 0
-    assert "7 of 9 jobs finished, 2 ended by the search" in capsys.readouterr().out
-    assert main(["compare", "--json", str(tmp_path / "default" / "searched")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["verdicts"]] == ["fp32"]
-    assert any("left out here: job 6, 7, 8 (precision=fp8_current" in note for note in found["notes"])
-
-
-@pytest.mark.parametrize("spread", [(1, 1, 1, 1, 1), pytest.param((1, 1, 1, 3, 3), marks=pytest.mark.full)])
-def test_halving_seldom_ends_a_recipe_that_is_as_good_as_the_best(spread):
-    """Five recipes of one loss, over two rungs: each in half of 5 % at most; and one far off always."""
-    rng, keys, trials = np.random.default_rng(0), SweepConfig(margin=1e-9), 250
-    ended = np.zeros(5)
-    for _ in range(trials):
-        runs = rng.standard_normal((5, 6)) * np.array(spread)[:, None]
-        gone = {place for rung in (runs[:, :3], runs[:, 3:]) for place in worse_than_best(rung, keys, 2)}
-        ended[list(gone)] += 1
-    assert (ended / trials <= np.where(np.array(spread) > 1, 0.06, 0.04)).all()  # of 250: known to 1 %
-    far = np.vstack([np.zeros((4, 3)), np.full((1, 3), 9.0)]) + rng.standard_normal((5, 3)) * 0.1
-    assert worse_than_best(far, keys, 2).keys() == {4}

@@ -60,7 +60,7 @@ class _Cast(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, main_grad: MainGrad) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.main_grad = main_grad
-        return weight.to(dtype) if weight.dtype != dtype else weight.view_as(weight)
+        return weight.to(dtype)  # another tensor: masters are fp32, and kernels take 16 bits
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, None, None]:
