@@ -145,6 +145,11 @@ def test_gradients_that_are_not_rounded_are_refused_where_that_changes_nothing(p
     assert said in problem.text
 
 
+def test_null_is_named_where_a_choice_may_be_null():
+    with pytest.raises(ConfigError, match=r"precision.wgrad_dtype: is 'bf16', must be 'fp32' or null\.$"):
+        compose_config(["recipe=quickstart", "precision.wgrad_dtype=bf16"])
+
+
 def test_warming_up_for_longer_than_the_run_is_said_not_refused(capsys):
     assert main(["plan", "recipe=quickstart", "trainer.max_steps=5"]) == 0
     assert "note   schedule.warmup_steps=50" in capsys.readouterr().out

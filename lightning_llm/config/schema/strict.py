@@ -155,6 +155,8 @@ def _problem(details: Any) -> Problem:
     if details["type"] == "tuple_type":
         holds = " of mappings" if groups_of(item_of(annotation_at(location))) else f": {key}=[{given}]"
         return Problem(key, f"is {given!r}, must be a list{holds}.")
+    if details["type"] == "literal_error" and "null" in choices_at(key):
+        what += " or null"
     quotes = " Write it in quotes." if details["type"] == "string_type" and isinstance(given, int | float) else ""
     return Problem(key, f"is {'null' if given is None else repr(given)}, must be {what}.{quotes}")
 
