@@ -31,8 +31,9 @@ from lightning_llm.run.teachers import open_teachers
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.datamodule import CorpusDataModule
 from lightning_llm.train.health.nonfinite import StepNotMadeError
+from lightning_llm.train.health.stalled_run import FailStalledRun
 
-WRITERS = (RunFolder, Checkpointing, Superseding)
+WRITERS = (RunFolder, Checkpointing, Superseding, FailStalledRun)
 """The callbacks that leave files."""
 
 

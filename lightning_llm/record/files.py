@@ -32,6 +32,9 @@ SUMMARY_KINDS: Mapping[str, type] = {
 }
 """What keys of summary.json hold that other code reads, where they are there and not null."""
 
+NOT_FINITE = ("NonFiniteError", "NoUpdateError")
+"""Errors, as `detail` in a summary begins, that end a run over its numbers."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -134,8 +137,11 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def ended_not_finite(summary: Mapping[str, Any]) -> bool:
-    """Return whether the run ended because its loss or gradient was not finite: a result, which comes back."""
-    return summary.get("status") == "failed" and str(summary.get("detail", "")).startswith("NonFiniteError")
+    """Return whether the run ended because its loss or gradients were not finite, the gradients to the last step.
+
+    That is a result: the same run would end so again.
+    """
+    return summary.get("status") == "failed" and str(summary.get("detail", "")).startswith(NOT_FINITE)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from lightning_llm.precision.native.capability import DEVICES
 from lightning_llm.record.evaluations import PREFIX, read_evaluations
 from lightning_llm.record.files import NON_FINITE, SOURCE_HASHES, STRAGGLER, ended_not_finite, read_records, summary_of
 from lightning_llm.record.provenance import origin_of
+from lightning_llm.record.skipped_updates import stalled
 
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 WRITTEN = (*(key for key, each in Config.model_fields.items() if each.is_required()), "seed")
@@ -48,6 +49,8 @@ class Run:
     last_step: int = 0
     last_loss: float = math.nan
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    """Of these, the last ones: no update followed."""
     stopping_event: str = ""
     """What the step was, by the spike detector, before whose update the run was ended."""
     spikes: int = 0
@@ -107,6 +110,7 @@ class Run:
         losses = self.validations.get("val_loss", {})
         last = losses[max(losses)] if losses else 0.0
         lost = self.finished and self.last_step > 0 and not math.isfinite(self.last_loss)
+        lost |= self.finished and stalled(self.last_step - self.first_step + 1, self.skipped_in_a_row)
         return stopped or lost or not math.isfinite(last) or self.stopping_event == "non_finite"
 
     @property
@@ -230,6 +234,7 @@ def _read_metrics(run: Run, path: Path) -> None:
         seconds += record.get("step_seconds", 0.0)
         run.first_step, run.last_step = run.first_step or step, step
         run.skipped_steps += bool(record.get("skipped"))
+        run.skipped_in_a_row = run.skipped_in_a_row + 1 if record.get("skipped") else 0
         if not record.get("skipped"):  # what was left out did not reach the weights
             run.last_loss = float(record.get("loss", math.nan))
 

@@ -24,6 +24,7 @@ from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.early_end import EarlyEnd
+from lightning_llm.train.health.stalled_run import FailStalledRun
 from lightning_llm.train.module import LanguageModule
 from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.strategy import TrainStrategy
@@ -70,7 +71,8 @@ def build_trainer(
     chosen: Mapping[str, pl.Callback] | None = None,
     adopt: Callable[[], None] | None = None,
 ) -> pl.Trainer:
-    """Return the Trainer, its callbacks in the order: `chosen`, the run folder's writer, checkpointing.
+    """Return the Trainer, its callbacks in the order: `chosen`, the run folder's writer, checkpointing, and the
+    verdict on a run that skipped its last updates.
 
     `facts` is what the run's summary says of it beside the config. `chosen`: what `build_callbacks` returned, if that
     was called. `adopt` is called as soon as `start` has loaded on every rank: what was there before may be changed from
@@ -168,6 +170,7 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
             config.trainer.validate_every_steps,
             start.step if start.checkpoint is not None and start.checkpoint.folder.parent == checkpoints else None,
         ),
+        FailStalledRun(start.run.begun_at_step or 0),
     ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass
 class TrainState:
-    """How far a run is, the same on every rank. A checkpoint keeps the two counts."""
+    """How far a run is, the same on every rank. A checkpoint keeps the counts."""
 
     step_tokens: int
     """Tokens of one step, over all ranks."""
@@ -17,6 +17,8 @@ class TrainState:
     """Optimizer steps since the very start, over all resumes."""
     skipped_steps: int = 0
     """Those of them whose update the loss scaler or `spikes` left out: they do not advance the schedule."""
+    skipped_in_a_row: int = 0
+    """Steps up to the last one whose updates were skipped; 0 after an update."""
     record: dict[str, Any] = field(default_factory=dict)
     """What is known of the step in progress, or of the last one: a line of metrics.jsonl."""
     micro_batch_losses: Tensor = field(default_factory=lambda: torch.zeros(0))
@@ -37,3 +39,4 @@ class TrainState:
         """Count the step in progress as made."""
         self.completed_steps += 1
         self.skipped_steps += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -4,6 +4,7 @@
 makes it and calls it once per batch. What another training algorithm does with the weights is an `algorithm.protocol`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,10 +233,11 @@ class TrainStep:
     def _is_skipped(self, record: dict[str, Any], overflow: bool) -> bool:
         """Return whether the update is left out, on all ranks; raises where the run ends instead.
 
-        An overflow is the loss scaler's to cure, as long as it can: the step tells nothing of the run. At the scale's
-        floor it cannot, and the step is judged as any other; its update is not made either way.
+        A smaller loss scale may cure gradients that overflow, so such a step is skipped without being judged. It cures
+        no loss that is not finite, since the loss is not scaled, and the scale has a floor: such steps are judged as
+        any other. The update of an overflow is skipped in any case.
         """
-        if overflow and self.scaler.can_back_off:
+        if overflow and self.scaler.can_back_off and math.isfinite(record["loss"]):
             return True
         return self.spikes.judge(record) or overflow
 

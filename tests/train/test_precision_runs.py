@@ -19,6 +19,9 @@ from traced_run import run_with
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.precision import inductor
+from lightning_llm.record.reading import read_run
+from lightning_llm.record.skipped_updates import stalled
+from lightning_llm.record.state import state_of
 from lightning_llm.train.checkpoint.state import read_tensors
 from lightning_llm.train.health.spike_policy import SpikePolicy, SpikeStop
 from lightning_llm.train.quantisation import Quantisation
@@ -203,6 +206,26 @@ def test_an_fp16_overflow_at_the_floor_of_the_scale_ends_the_run(small_run, tmp_
     low = ["precision=fp16", "precision.loss_scaling.init_scale=0.5"]
     assert train(small_run, tmp_path / "c", *low) == 2
     assert "init_scale 0.5 is below min_scale 1" in capsys.readouterr().err
+
+
+def test_a_run_that_skips_every_update_fails_and_resuming_it_does_not_finish_it(small_run, tmp_path, capsys):
+    slow = ["precision=fp16", "precision.loss_scaling.init_scale=1e38", "precision.loss_scaling.backoff_factor=0.99"]
+    assert train(small_run, tmp_path, *slow, "precision.loss_scaling.min_scale=null") == 1
+    assert "all 6 updates up to step 6 were skipped" in capsys.readouterr().err
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("failed", 6)
+    assert "precision=bf16" in summary["detail"]
+    assert (read_run(run).lost_its_loss, state_of(run)) == (True, "diverged")
+    assert train(small_run, tmp_path, *slow, "precision.loss_scaling.min_scale=null", "resume=auto") == 1
+    assert json.loads((run / "summary.json").read_text())["status"] == "failed"
+
+
+def test_the_last_max_10_or_1_percent_of_steps_must_make_an_update():
+    assert [stalled(steps, skipped) for steps, skipped in ((0, 0), (1, 0), (1, 1), (6, 5), (6, 6))] == [
+        False, False, True, False, True
+    ]  # fmt: skip
+    assert [stalled(900, 9), stalled(900, 10), stalled(5000, 49), stalled(5000, 50)] == [False, True, False, True]
 
 
 def test_an_overflow_that_saturation_hides_is_found_in_the_operands():

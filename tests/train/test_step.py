@@ -1,5 +1,6 @@
 """The optimizer step without Lightning, against the same steps written out in plain torch. 3 seconds."""
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
@@ -26,6 +27,7 @@ from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.vocabulary import loss_sum_of
 from lightning_llm.plan.degrees import Degrees
 from lightning_llm.train.algorithm.synchronous import Synchronous
+from lightning_llm.train.health.nonfinite import NonFiniteError
 from lightning_llm.train.health.spike_policy import SpikePolicy
 from lightning_llm.train.loss_scaler import LossScaler
 from lightning_llm.train.parallel_model import ParallelModel
@@ -183,6 +185,33 @@ def _with_terms(block: nn.Module, forward: Any, *arguments: Any) -> Tensor:
     x = forward(*arguments)
     block.auxiliary_losses = {"size": 0.01 * x.square().mean()}
     return x
+
+
+@pytest.mark.parametrize("floor", [1.0, 1024.0])
+def test_an_operand_that_overflowed_skips_the_update_also_at_the_scales_floor(model, floor, monkeypatch):
+    scaling = LossScalingConfig(init_scale=1024.0, min_scale=floor, detect="operands")
+    step = made(model, scaler=LossScaler(scaling))
+    before = weights(model)
+    seen = torch.ones((), dtype=torch.bool)  # gradients and loss are finite: the cast saturated
+    monkeypatch.setattr(step.parallel.quantisation, "take_overflow", lambda: seen)
+    step(next(batches()))
+    assert step.state.record.get("skipped") is True
+    assert math.isfinite(step.state.record["grad_norm"])
+    assert (step.state.updates, step.state.skipped_in_a_row, step.scaler.scale) == (0, 1, max(512.0, floor))
+    torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
+    seen.zero_()
+    step(next(batches()))
+    assert (step.state.updates, step.state.skipped_in_a_row) == (1, 0)
+
+
+@pytest.mark.parametrize("min_scale", [1.0, None])
+def test_a_loss_that_is_not_finite_ends_the_run_whatever_the_loss_scale(model, min_scale):
+    scaling = LossScalingConfig(init_scale=1024.0, min_scale=min_scale)
+    step = made(model, scaler=LossScaler(scaling))
+    with torch.no_grad():
+        model.layers["0"].attention.q_proj.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="the loss of step 1 is nan"):
+        step(next(batches()))
 
 
 def test_an_overflow_leaves_weights_moments_and_schedule_as_they_were(model):

@@ -258,7 +258,8 @@ def _read_progress(folder: Path, step: int, files: Mapping[str, FileContent]) ->
 
 def _check_progress(progress: Mapping[str, Any], step: int) -> None:
     kinds = {"step": int, "skipped_steps": int, "optimizer": dict, "spikes": dict, "loss_scale": dict | None}
-    defaults: dict[str, Any] = {"spikes": {}, "loss_scale": None}
+    kinds["skipped_in_a_row"] = int
+    defaults: dict[str, Any] = {"spikes": {}, "loss_scale": None, "skipped_in_a_row": 0}
     for key, kind in kinds.items():
         if not isinstance(progress.get(key, defaults.get(key, "")), kind):
             raise ValueError(f"lacks {key}, or holds something else there")

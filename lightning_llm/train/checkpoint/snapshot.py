@@ -148,6 +148,7 @@ def _progress(module: LanguageModule, optimizer: dict[str, Any]) -> dict[str, An
     return {
         "step": module.state.completed_steps,
         "skipped_steps": module.state.skipped_steps,
+        "skipped_in_a_row": module.state.skipped_in_a_row,
         "spikes": asdict(module.spikes.state),
         "loss_scale": asdict(loss_scale) if loss_scale else None,
         "optimizer": optimizer,

@@ -81,6 +81,7 @@ def _restore(
         device = str(module.trainer.strategy.root_device)
         module.quantisation.load_state(model, load_file(checkpoint.folder / PRECISION, device=device))
         module.state.completed_steps, module.state.skipped_steps = step, progress["skipped_steps"]
+        module.state.skipped_in_a_row = progress.get("skipped_in_a_row", 0)  # earlier releases do not have it
         module.train_step.algorithm.load_numbers(progress.get("algorithm", {}))
         module.spikes.state = SpikeState.from_json(progress.get("spikes", {}))
         if module.scaler.state is not None and progress.get("loss_scale") is not None:

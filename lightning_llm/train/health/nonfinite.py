@@ -29,3 +29,17 @@ class NonFiniteError(StepNotMadeError):
 
     def __str__(self) -> str:
         return f"{super().__str__()} {self.origin}".rstrip()
+
+
+class NoUpdateError(StepNotMadeError):
+    """The last steps of a run changed no weight: each update was skipped because of its gradients."""
+
+    def __init__(self, skipped: int, step: int):
+        """`skipped`: updates skipped in a row, up to and including `step`."""
+        updates = f"the last {skipped}" if skipped < step else f"all {skipped}"
+        super().__init__(
+            f"{updates} updates up to step {step} were skipped, so the weights did not change: the loss scale or "
+            "spikes.policy could not repair the gradients. Lower optim.learning_rate, use precision=bf16, or check "
+            "the initial weights and the data; event and loss_scale in metrics.jsonl show what was skipped.",
+            {},
+        )
