@@ -5,10 +5,12 @@ goes at 5 GB/s where SHA-256 takes 0.9. It finds what decays, is torn or mixed u
 would write the digest anew: reading must be safe by the format alone.
 """
 
+import errno
 import json
 import os
 import pickle
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +56,15 @@ def digest_of_file(file: Path) -> str:
         while count := opened.readinto(block):
             digest.update(view[:count])
     return digest.hexdigest()
+
+
+def read_regular(file: Path) -> bytes:
+    """Return the content of `file`. Raises OSError for a pipe or a device, too, which might never end."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would wait for one
+    with open(descriptor, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(file))
+        return opened.read()
 
 
 def size_problem(file: Path, written: FileContent) -> str | None:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_llm.config.weight_files import GENERATION, HUGGINGFACE, IMPORTED, NOT_SHAPE, TOKENIZER
 from lightning_llm.config.yaml_file import read_mapping
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import parse_object, unseal
+from lightning_llm.integrity import parse_object, read_regular, unseal
 
 OPTION = "from_weights"
 KEY = "model.init_from"
@@ -84,12 +84,12 @@ def shape_of(path: Path) -> dict[str, Any]:
     """
     try:
         if (path / IMPORTED).is_file():
-            found = unseal((path / IMPORTED).read_bytes()).get("model")
+            found = unseal(read_regular(path / IMPORTED)).get("model")
             if not isinstance(found, dict):
                 raise ValueError("names no model")
             return found
         if (path / HUGGINGFACE).is_file():
-            values = parse_object((path / HUGGINGFACE).read_bytes())
+            values = parse_object(read_regular(path / HUGGINGFACE))
             return {"name": path.name, **importlib.import_module(FAMILIES).model_keys(values)}
     except (OSError, ValueError) as error:
         file = path / (IMPORTED if (path / IMPORTED).exists() else HUGGINGFACE)
@@ -134,7 +134,7 @@ def end_tokens_of(path: Path) -> tuple[int, ...]:
         if not file.is_file():
             continue
         try:
-            if ids := read_ids(parse_object(file.read_bytes()).get(key)):
+            if ids := read_ids(parse_object(read_regular(file)).get(key)):
                 return ids
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(str(file), f"{getattr(error, 'strerror', None) or f'{key} {error}'}.")) from error

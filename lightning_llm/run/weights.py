@@ -22,6 +22,8 @@ FREE = ("max_sequence_length", "rope_theta", "rope_scaling")
 NOT_COMPARED = (*NOT_OF_WEIGHTS, "vocab_multiple", "blocks", "layers")
 """Keys that neither shape nor forward pass depend on; of blocks, what each comes to is compared."""
 SHOWN_TOKENS = 3
+RETAKES = 3
+"""How often the newest checkpoint of a run is taken that deletes it meanwhile."""
 
 
 def open_weights(path: Path, verify: Verify = sizes_alone) -> Weights:
@@ -37,6 +39,28 @@ def open_weights(path: Path, verify: Verify = sizes_alone) -> Weights:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError(Problem(str(path), f"{what}. Give {EXPECTED}."))
+    for attempt in range(1, RETAKES + 1):
+        there = step_folders(path / "checkpoints")
+        try:
+            return _of_checkpoint(path, verify)
+        except ConfigError as error:
+            if all(each.is_dir() for each in there):
+                raise
+            deleted = error
+        if attempt < RETAKES:
+            print(
+                f"note   the run in {path} deleted a checkpoint while it was opened: its newest is taken",
+                file=sys.stderr,
+            )
+    text = (
+        f"deleted its checkpoint {RETAKES} times while it was opened: it saves faster than they are verified. Set its "
+        "checkpoint.keep_last=2 or higher, or copy a checkpoint and name the copy."
+    )
+    raise ConfigError(Problem(str(path), text)) from deleted
+
+
+def _of_checkpoint(path: Path, verify: Verify) -> Weights:
+    """Return the weights of the checkpoint at `path`, or of the newest of the run there. Raises ConfigError."""
     checkpoint, passed_over = checkpoint_at(path, verify)
     if checkpoint is None:
         what = "holds no checkpoint, so no weights" if (path / "config.yaml").is_file() else "holds no weights"

@@ -24,7 +24,7 @@ from lightning_llm.run.weights import open_weights
 from lightning_llm.train.checkpoint.manifest import content_damage, step_of
 from lightning_llm.verb.import_weights import SIDE_FILES, hand_on, tokenizer_problems
 from lightning_llm.verb.model_card import write_card
-from lightning_llm.verb.parity import AnotherModelError, parity_of, parity_problems
+from lightning_llm.verb.parity import AnotherModelError, check_accepted, parity_of, parity_problems
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -42,6 +42,7 @@ def export(arguments: argparse.Namespace) -> int:
         problems += tokenizer_problems(weights)
         config = None if run is None else load_config(run / "config.yaml", [])
         entries = _entries(weights, config, arguments.dtype)
+        check_accepted(entries)
         tensors = as_huggingface(weights, weights.config, arguments.dtype)
     with gathered(problems):
         for line in undo_killed(output):
@@ -54,7 +55,7 @@ def export(arguments: argparse.Namespace) -> int:
     print(f"read         {weights.path}\narchitecture {entries['architectures'][0]}, {total:,} parameters", flush=True)
     logits = f"not compared with transformers ({skipped})"
     try:
-        with whole_folder(output) as partial:
+        with whole_folder(output, arguments.force) as partial:
             write_tensors(partial, tensors)
             _write_json(partial / HUGGINGFACE, entries)
             _write_tokenizer(partial, weights, config)

@@ -66,7 +66,7 @@ def import_weights(arguments: argparse.Namespace) -> int:
     print(f"parameters   {count_parameters(weights.config).total:,} in {kept}", flush=True)
     logits = "not compared with transformers (--no-parity)"
     try:
-        with whole_folder(output) as partial:
+        with whole_folder(output, arguments.force) as partial:
             written = write_tensors(partial, tensors)
             hand_on(folder, partial)
             _write_manifest(partial, weights, folder, [*written, *_present(partial, (INDEX, TOKENIZER))])

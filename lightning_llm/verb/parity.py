@@ -2,6 +2,9 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +77,7 @@ def parity_of(folder: Path, weights: Weights) -> Parity:
     """Return how far logits of our decoder with `weights` are from those of transformers' model of `folder`, in fp32.
 
     Raises:
-        ConfigError: transformers cannot load the folder.
+        ConfigError: transformers cannot load the folder, or fails while it computes.
     """
     config = weights.config
     length = min(TOKENS, config.max_sequence_length)
@@ -90,11 +93,11 @@ def _ours(weights: Weights, tokens: Tensor) -> Tensor:
 
 
 def _theirs(folder: Path, tokens: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM, logging
+    with _transformers_may_fail("cannot load the model", "Leave the comparison out: --no-parity."):
+        from transformers import AutoModelForCausalLM, logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -102,8 +105,28 @@ def _theirs(folder: Path, tokens: Tensor) -> Tensor:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(Problem(str(folder), f"transformers cannot load it: {first}. Or say --no-parity.")) from error
-    logits: Tensor = model.eval()(tokens).logits
+        logits: Tensor = model.eval()(tokens).logits
     return logits
+
+
+def check_accepted(entries: Mapping[str, Any]) -> None:
+    """Raise ConfigError where transformers, if it is installed, refuses a config.json with these `entries`."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    with _transformers_may_fail("refuses the config.json of this model", "Its checkpoints remain."):
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(**entries)
+
+
+@contextmanager
+def _transformers_may_fail(what: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of transformers into a ConfigError of one line: its classes differ between versions."""
+    try:
+        yield
+    except Exception as error:
+        name = f"transformers {metadata.version('transformers')}"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Its validators name the field in the first line and the reason in the last.
+        why = ": ".join([type(error).__name__, *dict.fromkeys([*lines[:1], *lines[-1:]])]).rstrip(".")
+        raise ConfigError(Problem(name, f"{what}: {why}. {remedy}")) from error

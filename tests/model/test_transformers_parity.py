@@ -33,6 +33,8 @@ CONFIGS = {
     "mistral": llama(
         blocks={"attention_window": {"mixer": {"kind": "attention", "window": 24}}}, layers=["attention_window"]
     ),
+    "llama_uneven_heads": llama(num_heads=5, num_kv_heads=1, head_dim=12),
+    "qwen3_uneven_heads": qwen3(num_heads=5, num_kv_heads=1, head_dim=12),
     "llama_linear": llama(rope_scaling=RopeScaling(kind="linear", factor=4.0)),
     "llama_dynamic": llama(rope_scaling=RopeScaling(kind="dynamic", factor=4.0)),
     "llama_yarn": llama(rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_sequence_length=40)),
@@ -96,3 +98,8 @@ def test_weights_survive_the_way_there_and_back(config):
 def test_what_has_no_counterpart_is_refused():
     with pytest.raises(ConfigError, match="no Hugging Face counterpart: norm=layernorm"):
         huggingface_config(llama(norm="layernorm"))
+
+
+def test_heads_that_no_class_takes_are_refused_by_name():
+    with pytest.raises(ConfigError, match="num_heads=5 of hidden_size=64"):
+        huggingface_config(gemma2(num_heads=5, num_kv_heads=1))

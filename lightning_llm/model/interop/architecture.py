@@ -104,6 +104,11 @@ def is_plain(config: ModelConfig) -> bool:
     return config.embedding_scale is None and config.logit_cap is None
 
 
+def heads_divide(config: ModelConfig) -> bool:
+    """Return whether query heads divide the width, which some of transformers' classes require, whatever head_dim."""
+    return config.hidden_size % config.num_heads == 0
+
+
 def shape_entries(config: ModelConfig) -> dict[str, Any]:
     """Return the sizes as Llama's config.json has them."""
     return {

@@ -45,7 +45,8 @@ def architecture(config: ModelConfig) -> Architecture:
         Problem(
             "model",
             f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
-            f"activation={config.activation}, bias={config.bias}, layers={list(config.layers or DEFAULT_LAYERS)}. "
+            f"activation={config.activation}, bias={config.bias}, num_heads={config.num_heads} of "
+            f"hidden_size={config.hidden_size}, layers={list(config.layers or DEFAULT_LAYERS)}. "
             f"Known are {'; '.join(each.shape for each in architectures())}.",
         )
     )

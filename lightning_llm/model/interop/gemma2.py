@@ -9,6 +9,7 @@ from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,
     Architecture,
+    heads_divide,
     kinds_of,
     read_shape,
     shape_entries,
@@ -23,7 +24,8 @@ class Gemma2(Architecture):
     class_name: ClassVar[str] = "Gemma2ForCausalLM"
     shape: ClassVar[str] = (
         "Gemma 2 (rmsnorm_zero_centered, rope, geglu, gelu=tanh, post_norms, soft_capped_attention of one cap and "
-        "scalar and at most one window, logit_cap, embedding_scale=sqrt_hidden_size, tie_embeddings, no bias)"
+        "scalar and at most one window, logit_cap, embedding_scale=sqrt_hidden_size, tie_embeddings, no bias, "
+        "num_heads divides hidden_size)"
     )
 
     sizes: ClassVar[tuple[str, ...]] = LLAMA_SIZES
@@ -39,6 +41,8 @@ class Gemma2(Architecture):
         wanted = ("rmsnorm_zero_centered", "rope", "tanh", "sqrt_hidden_size", False)
         kinds = kinds_of(config) == {("soft_capped_attention", "geglu", True)}
         if switches != wanted or not kinds or config.rope_scaling or not config.tie_embeddings:
+            return False
+        if not heads_divide(config):
             return False
         mixers = [_mixer(config, index) for index in range(config.num_layers)]
         alike = {(mixer.cap, mixer.query_pre_attention_scalar) for mixer in mixers}

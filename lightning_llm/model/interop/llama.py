@@ -8,6 +8,7 @@ from lightning_llm.model.interop.architecture import (
     LLAMA_SIZES,
     PRE_NORM,
     Architecture,
+    heads_divide,
     is_plain,
     kinds_of,
     read_shape,
@@ -22,7 +23,7 @@ class Llama(Architecture):
 
     class_name: ClassVar[str] = "LlamaForCausalLM"
     model_type: ClassVar[str] = "llama"
-    shape: ClassVar[str] = "Llama (rmsnorm, rope, swiglu, no bias)"
+    shape: ClassVar[str] = "Llama (rmsnorm, rope, swiglu, no bias, num_heads divides hidden_size)"
     mixer: ClassVar[str] = "attention"
     switches: ClassVar[dict[str, bool]] = {"mlp_bias": False}
     """Entries of config.json that this class has and those that take its shape may not."""
@@ -36,7 +37,7 @@ class Llama(Architecture):
     """Transformers' own, where config.json has no entry and ours are others."""
 
     def fits(self, config: ModelConfig) -> bool:
-        return self._fits_but_for_windows(config) and windows_of(config) == {None}
+        return self._fits_but_for_windows(config) and windows_of(config) == {None} and heads_divide(config)
 
     def _fits_but_for_windows(self, config: ModelConfig) -> bool:
         alike = (config.norm, config.position, config.bias) == ("rmsnorm", "rope", False)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.interop.architecture import read_shape, windows_of
+from lightning_llm.model.interop.architecture import heads_divide, read_shape, windows_of
 from lightning_llm.model.interop.llama import Llama
 
 WINDOW = 4096
@@ -14,18 +14,24 @@ BLOCK = "attention_window"
 
 
 class Mistral(Llama):
-    """Llama's blocks, all with one window. Without a window it is Llama, and is exported as that."""
+    """Llama's blocks, all with one window.
+
+    Without a window it is exported as Llama, unless heads do not divide the width: transformers has no rule against
+    that here.
+    """
 
     class_name: ClassVar[str] = "MistralForCausalLM"
     model_type: ClassVar[str] = "mistral"
-    shape: ClassVar[str] = "Mistral (Llama with one window in all blocks)"
+    shape: ClassVar[str] = "Mistral (Llama with one window in all blocks, or any num_heads)"
     switches: ClassVar[dict[str, bool]] = {}
     wanted: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",), "attention_bias": (False,)}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
 
     def fits(self, config: ModelConfig) -> bool:
         windows = windows_of(config)
-        return self._fits_but_for_windows(config) and len(windows) == 1 and windows != {None}
+        if not self._fits_but_for_windows(config) or len(windows) != 1:
+            return False
+        return windows != {None} or not heads_divide(config)
 
     def entries(self, config: ModelConfig) -> dict[str, Any]:
         (window,) = windows_of(config)

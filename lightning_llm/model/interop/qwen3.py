@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.errors import Problem
-from lightning_llm.model.interop.architecture import PRE_NORM
+from lightning_llm.model.interop.architecture import PRE_NORM, windows_of
 from lightning_llm.model.interop.llama import Llama
 
 
@@ -23,6 +23,9 @@ class Qwen3(Llama):
         "use_sliding_window": (False,),
     }
     defaults: ClassVar[Mapping[str, Any]] = {"head_dim": 128, "num_key_value_heads": 32}
+
+    def fits(self, config: ModelConfig) -> bool:
+        return self._fits_but_for_windows(config) and windows_of(config) == {None}
 
     def block_names(self, config: ModelConfig, index: int) -> dict[str, str]:
         return {**PRE_NORM, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}

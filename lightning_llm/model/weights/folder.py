@@ -17,7 +17,15 @@ from lightning_llm.config.from_weights import end_tokens_of
 from lightning_llm.config.schema.model import ModelConfig
 from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER
 from lightning_llm.errors import ConfigError, Problem, gathered
-from lightning_llm.integrity import FileContent, content_problem, digest_of_file, parse_object, size_problem, unseal
+from lightning_llm.integrity import (
+    FileContent,
+    content_problem,
+    digest_of_file,
+    parse_object,
+    read_regular,
+    size_problem,
+    unseal,
+)
 from lightning_llm.model.block_spec import shape_problems
 from lightning_llm.model.interop.architecture import Architecture
 from lightning_llm.model.interop.families import architecture_named, model_config_of
@@ -197,7 +205,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return what the manifest of an imported folder says. Raises ConfigError where it is not as it was written."""
     file = path / IMPORTED
     try:
-        values = unseal(file.read_bytes())
+        values = unseal(read_regular(file))
         if values.get("format") != FORMAT:
             raise ValueError(f"has format {values.get('format')}, this program reads {FORMAT}")
     except (OSError, ValueError) as error:
@@ -208,7 +216,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        return parse_object(file.read_bytes())
+        return parse_object(read_regular(file))
     except OSError as error:
         raise ConfigError(Problem(HUGGINGFACE, f"cannot be read ({error.strerror}).")) from error
     except ValueError as error:

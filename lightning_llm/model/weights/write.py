@@ -91,16 +91,8 @@ def output_problems(output: Path, source: Path, force: bool, needed_bytes: int =
     """Return why `output` cannot be written: it is there, and not to be replaced, is `source`, or there is no room."""
     if source.resolve() in (output.resolve(), *output.resolve().parents):
         return [Problem("--output", f"{output} lies in the folder that is read. Choose another.")]
-    if os.path.lexists(output):
-        if not force:
-            return [Problem("--output", f"{output} is there already. Choose another, or say --force to replace it.")]
-        if output.is_symlink() or not output.is_dir():
-            return [Problem("--output", f"{output} is no folder, and --force replaces only those. Choose another.")]
-        if others := sorted(each.name for each in output.iterdir() if each.is_dir() or not OURS.fullmatch(each.name)):
-            text = (
-                f"{output} holds {others[0]}, which is no part of weights, and --force would delete it. Choose another."
-            )
-            return [Problem("--output", text)]
+    if problems := _existing_problems(output, force):
+        return problems
     above = next(each for each in output.parents if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         return [Problem("--output", f"{output} cannot be written ({above} refuses). Choose another.")]
@@ -108,6 +100,20 @@ def output_problems(output: Path, source: Path, force: bool, needed_bytes: int =
     if needed_bytes > free:
         sizes = f"{output} needs {needed_bytes / 1e9:.1f} GB, and {above} has {free / 1e9:.1f} GB free"
         return [Problem("--output", f"{sizes}. Make room, or choose another.")]
+    return []
+
+
+def _existing_problems(output: Path, force: bool) -> list[Problem]:
+    """Return why whatever has the name `output` already may not be replaced; nothing where nothing has it."""
+    if not os.path.lexists(output):
+        return []
+    if not force:
+        return [Problem("--output", f"{output} is there already. Choose another, or say --force to replace it.")]
+    if output.is_symlink() or not output.is_dir():
+        return [Problem("--output", f"{output} is no folder, and --force replaces only those. Choose another.")]
+    if others := sorted(each.name for each in output.iterdir() if each.is_dir() or not OURS.fullmatch(each.name)):
+        text = f"{output} holds {others[0]}, which is no part of weights, and --force would delete it. Choose another."
+        return [Problem("--output", text)]
     return []
 
 
@@ -169,19 +175,22 @@ def _locked(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_folder(output: Path) -> Iterator[Path]:
+def whole_folder(output: Path, force: bool) -> Iterator[Path]:
     """Give a folder beside `output` to write into; it takes that name, in one move, when the block has ended well.
 
     What was there before under the name is moved away then, and deleted once the new one has the name. What a killed
     process leaves beside it, `undo_killed` takes back.
 
     Raises:
-        ConfigError: it cannot be written, or another command is writing it.
+        ConfigError: it cannot be written, another command is writing it or, without `force`, has written it since
+            `output_problems` looked.
     """
     partial, old = _beside(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with _locked(output):
+            if problems := _existing_problems(output, force):
+                raise ConfigError(problems)
             try:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()

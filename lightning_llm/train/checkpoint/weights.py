@@ -1,4 +1,8 @@
-"""The weights in a checkpoint, read by rows: no more than one saved shard is held, and moments are left alone."""
+"""The weights in a checkpoint, read by rows: no more than one saved shard is held, and moments are left alone.
+
+A run that trains on may delete the checkpoint at any time (`checkpoint.keep_last`). Each file is therefore mapped when
+the weights are opened, so that its content stays readable.
+"""
 
 import pickle
 from io import BytesIO
@@ -53,6 +57,10 @@ class CheckpointWeights(Weights):
         if problems:
             raise ConfigError(problems)
         self._held: tuple[MetadataIndex, Tensor] | None = None
+        try:
+            self._pinned = {file: _mapped(file) for file in self.files()}
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(Problem(str(self.path), f"cannot be read: {_first_line(error)}.")) from error
 
     @property
     def tokenizer(self) -> Path | None:
@@ -83,6 +91,15 @@ class CheckpointWeights(Weights):
             target.copy_(shard)
         return found
 
+    def _content(self, file: Path, offset: int, length: int) -> bytes:
+        """Return bytes of one of the files: of the mapping where the run's retention has deleted the file."""
+        try:
+            with file.open("rb") as opened:
+                opened.seek(offset)
+                return opened.read(length)
+        except FileNotFoundError:
+            return bytes(self._pinned[file][offset : offset + length].numpy())
+
     def _shard(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Return one saved shard; the last one read is kept, since rows are asked for in their order."""
         index = MetadataIndex(name, chunk.offsets)
@@ -91,9 +108,7 @@ class CheckpointWeights(Weights):
             where = self._where[index]
             file = self.path / TENSORS / where.relative_path
             try:
-                with file.open("rb") as opened:
-                    opened.seek(where.offset)
-                    content = BytesIO(opened.read(where.length))
+                content = BytesIO(self._content(file, where.offset, where.length))
                 tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise ConfigError(Problem(str(file), f"{unpickling_problem(error)}.")) from error
@@ -103,3 +118,13 @@ class CheckpointWeights(Weights):
                 raise ConfigError(Problem(str(file), f"holds another shard of {name} than its metadata says."))
             self._held = (index, tensor)
         return self._held[1]
+
+
+def _mapped(file: Path) -> Tensor:
+    """Return the bytes of `file`, mapped and not read. The mapping keeps the content when the file is deleted."""
+    size = file.stat().st_size
+    return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8) if size else torch.empty(0)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
