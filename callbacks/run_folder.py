@@ -85,7 +85,7 @@ class RunFolder(pl.Callback):
         self._heartbeat = Heartbeat(self.run_dir)
         self._file: Any = None
         self._summary: dict[str, Any] = {}
-        self._started = 0.0
+        self._started = self._began = 0.0
 
     def open(self, device: str) -> None:
         """Begin the run: cut `metrics.jsonl` back, write the first `summary.json`, open the loggers. `device`: a line.
@@ -93,7 +93,7 @@ class RunFolder(pl.Callback):
         Raises ConfigError if the folder cannot be written, or holds records of a run that is not being resumed;
         StorageError if that shows only when records have been cut back.
         """
-        self._started = time.time()
+        self._started, self._began = time.time(), time.monotonic()
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.resumed_from_step is not None:
@@ -173,14 +173,15 @@ class RunFolder(pl.Callback):
         self._file.close()
         detail = redacted(detail)
         figures = final_figures(read_records(self.metrics_path))
-        ended = time.time()
-        if figures.get("useful_seconds"):
-            figures["goodput"] = figures["useful_seconds"] / (ended - self._summary["first_started_at"])
+        ended, wall = time.time(), time.monotonic() - self._began
+        if figures.get("useful_seconds"):  # a clock that was set back leaves what this start is known to have taken
+            since_first = max(ended - self._summary["first_started_at"], wall)
+            figures["goodput"] = min(figures["useful_seconds"] / since_first, 1.0)
         self._summary |= {
             "status": status,
             "detail": detail,
             "ended_at": datetime.fromtimestamp(ended, UTC).isoformat(timespec="seconds"),
-            "wall_seconds": round(ended - self._started, 3),
+            "wall_seconds": round(wall, 3),
             **figures,
         }
         self._write_last_summary()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_llm.record.provenance import has_ended, is_of_this_machine
@@ -41,18 +42,39 @@ class Heartbeat:
 
 def last_sign(folder: Path) -> float:
     """Return when the run in `folder` was last heard of, in seconds since the epoch: a heartbeat, or a record."""
+    return max(_signs(folder), default=0.0)
+
+
+def _signs(folder: Path) -> Sequence[float]:
+    """Return when each file was written that a running run writes to; any change is a sign, whatever clock it is of."""
     files = [folder / name for name in ("summary.json", "metrics.jsonl")]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+    return [file.stat().st_mtime for file in files if file.exists()]
 
 
 def has_died(folder: Path, fingerprint: str) -> bool:
     """Return whether the process of `fingerprint`, which trains in `folder`, is gone.
 
-    On this machine its number says so. On another its silence does, as it does where there is no fingerprint.
+    On this machine its process number tells. On another, or without a fingerprint, silence does: no sign for
+    `SILENT_SECONDS` by the clock, or while this process has watched the folder. Clocks of two machines may differ by
+    any amount, so a sign from the future proves nothing, and is waited for no longer than any other.
     """
-    return has_ended(fingerprint) or (
-        not is_of_this_machine(fingerprint) and time.time() - last_sign(folder) > SILENT_SECONDS
-    )
+    if has_ended(fingerprint) or is_of_this_machine(fingerprint):
+        return has_ended(fingerprint)
+    return time.time() - last_sign(folder) > SILENT_SECONDS or _watched_seconds(folder) > SILENT_SECONDS
+
+
+_SEEN: dict[Path, tuple[Sequence[float], float]] = {}
+"""{folder: (its signs, when this process first saw these, by its own monotonic clock)}."""
+
+
+def _watched_seconds(folder: Path) -> float:
+    """Return for how long this process has seen no new sign of the run in `folder`."""
+    signs, now = _signs(folder), time.monotonic()
+    seen, since = _SEEN.setdefault(folder, (signs, now))
+    if signs != seen:
+        _SEEN[folder] = signs, now
+        return 0.0
+    return now - since
 
 
 def await_sign(folder: Path, fingerprint: str) -> bool:
@@ -61,14 +83,14 @@ def await_sign(folder: Path, fingerprint: str) -> bool:
         return False
     if is_of_this_machine(fingerprint):
         return True
-    heard = last_sign(folder)
-    left = heard + SILENT_SECONDS - time.time()
+    heard = _signs(folder)
+    left = min(max(heard, default=0.0) + SILENT_SECONDS - time.time(), SILENT_SECONDS - _watched_seconds(folder))
     print(
         f"note   {folder} was being trained by {whose(fingerprint)}: waiting for a sign of it, {left:.0f} s at most",
         flush=True,
     )
     while not has_died(folder, fingerprint):
-        if last_sign(folder) > heard:
+        if _signs(folder) != heard:
             return True
         time.sleep(0.5)
     return False

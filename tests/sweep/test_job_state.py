@@ -21,7 +21,7 @@ from lightning_llm.record import liveness as heartbeat
 from lightning_llm.record.files import write_json
 from lightning_llm.record.provenance import has_ended, process_mark
 from lightning_llm.record.reading import read_run
-from lightning_llm.record.state import detail_of, state_of
+from lightning_llm.record.state import detail_of, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.start import Start, decide_start
 from lightning_llm.sweep.job_locks import allow_open_files, locked
@@ -106,6 +106,24 @@ def test_a_run_of_another_machine_is_stopped_once_it_is_silent(
     summary(job, "running", process_mark())  # of this machine, its number says more than its silence
     silent(job.folder, 1e6)
     assert state_of(job.folder) == "running"
+
+
+def test_a_sign_from_the_future_is_waited_for_no_longer_than_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
+    job = sweep_of(tmp_path, "seed=0").jobs[0]
+    summary(job, "running", "node17 4242 1700000000")
+    write_config(job.config, job.folder / "config.yaml")
+    (job.folder / "metrics.jsonl").touch()
+    silent(job.folder, -86400)  # that machine's clock is a day ahead of this one's
+    sign = threading.Timer(0.2, os.utime, [job.folder / "summary.json"])  # it lives: what is seen to change is a sign
+    sign.start()
+    assert settled_state(job.folder) == "running"
+    sign.join()
+    assert settled_state(job.folder) == "stopped"
+    assert "waiting for a sign of it, 0 s at most" in capsys.readouterr().out
+    assert state_of(job.folder) == "stopped"
 
 
 @pytest.mark.parametrize(
