@@ -63,6 +63,7 @@ def verdict_data(verdict: Verdict) -> dict[str, Any]:
         "spike_verdict": verdict.spikes.as_data(),
         "tuned": verdict.tuned.as_data() if verdict.tuned else None,
         "emulated": verdict.emulated,
+        "quantized": verdict.coverage.as_data() if verdict.coverage else None,
         "effective_data": verdict.effective_data.as_data() if verdict.effective_data else None,
         "net_speed": verdict.net_speed,
         "line": line_of(verdict),

@@ -8,7 +8,7 @@ from lightning_llm.compare.passages import PASSAGES
 from lightning_llm.compare.recipe_sources import citation_of, sources_of
 from lightning_llm.compare.references import CITATION, KNOWN, Reference, citations_in, keys_in
 from lightning_llm.compare.study import Study
-from lightning_llm.compare.wording import short
+from lightning_llm.compare.wording import quantized_sentences, short
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def runs_paragraph(study: Study, citations: dict[str, str]) -> str:
         + (f" of {terms.metric}" if "nats" in terms.margin_and_unit else "")
         + f", the confidence {100 * terms.confidence:g} %, the tail the last {100 * terms.tail_share:g} % of the steps "
         f"({_range(study.tail_validations)} validation{'s' * (study.tail_validations[1] != 1)}).",
+        *quantized_sentences(study.verdicts),
         _precision(study),
         _machines(study),
     ]

@@ -6,7 +6,7 @@ from lightning_llm.compare.branches import notes_on_branches
 from lightning_llm.compare.factor import Factor
 from lightning_llm.compare.pairing import Family
 from lightning_llm.compare.verdict import Verdict
-from lightning_llm.compare.wording import power_statement
+from lightning_llm.compare.wording import power_statement, quantized_sentences
 
 
 def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verdict]) -> list[str]:
@@ -43,6 +43,7 @@ def notes_on(factor: Factor, families: Sequence[Family], verdicts: Sequence[Verd
             f"Speed, time to loss and memory are of runs that shared the machine, {' or '.join(map(str, at_once))} at "
             "once (launcher.at_once): not of a run alone, and the less like it the more its neighbours differed."
         )
+    notes += quantized_sentences(verdicts)
     emulated = [each.name for each in verdicts if each.emulated]
     if emulated:
         notes.append(f"Emulated, so that their speed is none of the format's: {', '.join(dict.fromkeys(emulated))}.")

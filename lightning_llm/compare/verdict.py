@@ -21,6 +21,8 @@ from lightning_llm.compare.spikes import Spikes, judge_spikes
 from lightning_llm.compare.statistics import Decision
 from lightning_llm.compare.tuned import Tuned
 from lightning_llm.config.identity import below
+from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.precision.coverage import Coverage
 from lightning_llm.record.reading import Run
 
 
@@ -164,6 +166,16 @@ class Verdict:
         )
 
     @cached_property
+    def coverage(self) -> Coverage | None:
+        """Linear layers and blocks that the recipe's runs quantized; None without casts or without a whole config."""
+        return _coverage(self.pairs[0].run)
+
+    @cached_property
+    def baseline_coverage(self) -> Coverage | None:
+        """The same of the baseline's runs."""
+        return _coverage(self.pairs[0].baseline)
+
+    @cached_property
     def effective_data(self) -> EffectiveData | None:
         """What the recipe's tokens are worth by the baseline's; None without its runs at other numbers of tokens."""
         tail = self.judged.measured.tail
@@ -227,3 +239,7 @@ class Verdict:
         """The mean gap on each source that all runs scored, and of which each pair scored the same."""
         tail = self.judged.measured.tail
         return {} if tail is None else gaps_by_source(self.sound_pairs, tail)
+
+
+def _coverage(run: Run) -> Coverage | None:
+    return coverage_of(run.typed) if run.typed is not None else None

@@ -28,12 +28,26 @@ def line_of(verdict: Verdict) -> str:
     where = ", ".join(filter(None, (scale, verdict.family.words, verdict.family.survived_at)))
     decided = f"{verdict.decision} against {verdict.factor.baseline_label} at margin {verdict.terms.margin_words}"
     reason = reason_of(verdict)
-    text = f"{verdict.name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
+    name = f"{verdict.name}{verdict.coverage.suffix if verdict.coverage else ''}"
+    text = f"{name} at {where}: {decided} ({', '.join(_numbers(verdict))}){f', {reason}' if reason else ''}"
     if not verdict.controlled:
         keys = list(verdict.confounders)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         text += f"; not controlled: the runs differ in {', '.join(keys[:4])}{more} too"
     return f"{text}; {verdict.switch.words}" if verdict.switch else text
+
+
+def quantized_sentences(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return one sentence per recipe and model: how much of the model it quantized, and what it could not keep."""
+    found: dict[str, None] = {}
+    several = len({verdict.parameters for verdict in verdicts}) > 1
+    for verdict in verdicts:
+        size = f" at {short(verdict.parameters)} parameters" if several else ""
+        baseline = verdict.factor.baseline_label
+        for name, covered in ((baseline, verdict.baseline_coverage), (verdict.name, verdict.coverage)):
+            if covered is not None:
+                found[f"{name}{size}: {covered.text}{f'; {covered.shortfall}' if covered.shortfall else ''}."] = None
+    return list(found)
 
 
 def reason_of(verdict: Verdict) -> str:

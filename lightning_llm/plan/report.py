@@ -18,6 +18,7 @@ from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.plan.teachers import teacher_flops_per_token
 from lightning_llm.plan.time.describe import time_facts, time_rows
+from lightning_llm.precision.coverage import Coverage
 from lightning_llm.precision.describe import precision_facts, precision_rows
 from lightning_llm.precision.native.capability import HARDWARE
 
@@ -66,7 +67,7 @@ def plan_line(plan: Plan, device: str) -> str:
     parts = [
         f"{facts['model']} {_count(facts['parameters'])} parameters",
         f"{layout['name']}{ranks}{' compiled' if layout['compile'] else ''}",
-        f"{facts['precision']['name']}{_backend(facts['precision'])}",
+        _precision(facts["precision"]),
         f"{facts['data']}",
         f"{facts['step_tokens']:,} tokens/step x {facts['max_steps']:,} steps",
         device,
@@ -168,6 +169,12 @@ def _backend(facts: dict[str, Any]) -> str:
         "block" in slot for part in (facts, *facts["phases"], *facts["module_casts"]) for slot in part["slots"].values()
     )
     return f" {facts['runs']}" if quantises else ""
+
+
+def _precision(facts: dict[str, Any]) -> str:
+    """Return the recipe, what it could not keep of its source, and how it runs, of `precision_facts`."""
+    counts = facts["layers"]["coverage"]
+    return f"{facts['name']}{Coverage(**counts).suffix if counts else ''}{_backend(facts)}"
 
 
 def _count(number: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_llm.config.schema.precision import HIGH, SELECTS, CastConfig, PrecisionConfig, slots_of
+from lightning_llm.precision.coverage import Coverage, coverage
 from lightning_llm.precision.module_rules import fractions_of_no_block, layers_of_casts, reasons_to_stay_high
 from lightning_llm.precision.native.decide import Decision
 
@@ -63,12 +64,17 @@ def precision_facts(
 
 
 def _layers(recipe: PrecisionConfig, names: Sequence[str], num_layers: int) -> dict[str, Any]:
-    """Return how many linears are quantised, how many stay high by reason, and the fractions that come to no block."""
+    """Return how many linears are quantised, how many stay high by reason, and the fractions that come to no block.
+
+    `coverage`: the counts in linears and blocks, with the recipe's shortfall on this model; None without casts.
+    """
+    counts = coverage(recipe, names, num_layers)
     reasons = Counter(reasons_to_stay_high(names, recipe, num_layers).values())
     return {
         "quantised": reasons.pop(None, 0),
         "high": dict(reasons),
         "no_block": fractions_of_no_block(recipe.modules, num_layers) if recipe.quantises else [],
+        "coverage": counts.as_data() if counts else None,
     }
 
 
@@ -97,7 +103,9 @@ def precision_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if facts["wgrad_dtype"] != facts["compute_dtype"]:
         others["wgrad_dtype"] = facts["wgrad_dtype"]
     rules = "".join(f", {each}" for each in (_pairs(others), _pairs(facts["modules"])) if each)
-    rows = [("precision", f"{facts['name']} ({facts['recipe_hash']}), {dtypes}{rules}")]
+    counts = Coverage(**facts["layers"]["coverage"]) if facts["layers"]["coverage"] else None
+    name = facts["name"] + (counts.suffix if counts else "")
+    rows = [("precision", f"{name} ({facts['recipe_hash']}), {dtypes}{rules}")]
     rows += [("  runs", f"{facts['runs']}: {facts['reason']}"), *_layer_rows(facts), *_slot_rows(facts["slots"])]
     for number, rule in enumerate(facts["module_casts"]):
         source = f", the slots of {rule['recipe']}" if rule["recipe"] else ""
@@ -119,7 +127,8 @@ def _layer_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     layers, rows = facts["layers"], []
     if layers["quantised"]:
         high = [f"{count} high ({why})" for why, count in layers["high"].items()]
-        rows.append(("  layers", "; ".join([f"{layers['quantised']} quantised", *high, *layers["no_block"]])))
+        counts = Coverage(**layers["coverage"]).text
+        rows.append(("  layers", "; ".join([counts, *high, *layers["no_block"]])))
     if facts["allow"]:
         rows.append(("  allowed", f"{', '.join(facts['allow'])}: known to fail, and asked for (precision.allow)"))
     return rows

@@ -9,10 +9,11 @@ from lightning_llm.cast_linear import CastOnUse
 from lightning_llm.config.schema.precision import PrecisionConfig, slots_of
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.precision import inductor
+from lightning_llm.precision.coverage import Coverage, coverage
 from lightning_llm.precision.inductor import Backend
 from lightning_llm.precision.linear_plan import LinearPlan, wgrad_dtype_of
 from lightning_llm.precision.module import QuantisedLinear
-from lightning_llm.precision.module_rules import fractions_of_no_block, nothing_converted, reasons_to_stay_high, rule_of
+from lightning_llm.precision.module_rules import nothing_converted, reasons_to_stay_high, rule_of
 from lightning_llm.precision.native.decide import Decision
 
 EMULATED = Decision("emulated")
@@ -22,7 +23,7 @@ EMULATED = Decision("emulated")
 class SwapReport:
     """What was swapped. `kept` says why by name; `note` what the user should hear about how emulated casts run.
 
-    `decision`: whether the converted layers run natively, and why not. `no_block`: fractions that round to no block.
+    `decision`: whether the converted layers run natively, and why not. `coverage`: the counts; None without casts.
     """
 
     converted: tuple[str, ...]
@@ -30,7 +31,7 @@ class SwapReport:
     backend: Backend
     note: str | None
     decision: Decision
-    no_block: tuple[str, ...] = ()
+    coverage: Coverage | None = None
 
 
 def sum_in_fp32() -> None:
@@ -103,8 +104,7 @@ def swap_linears(
                 each.rounds_wgrad = False
     kept = {name: why for name, why in reasons.items() if why is not None}
     converted = tuple(name for name in reasons if name not in kept)
-    no_block = tuple(fractions_of_no_block(recipe.modules, num_layers))
-    return SwapReport(converted, kept, backend, note, decision, no_block)
+    return SwapReport(converted, kept, backend, note, decision, coverage(recipe, linears, num_layers))
 
 
 def _native(name: str, module: nn.Linear, plan: LinearPlan, sharded: bool) -> QuantisedLinear:

@@ -9,6 +9,7 @@ from lightning_llm.data.corpus import Corpus
 from lightning_llm.hardware import describe_device
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.model.flops import count_parameters
+from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.precision.native.decide import Decision
 from lightning_llm.record.files import SOURCE_HASHES
@@ -17,7 +18,8 @@ from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
 
 
 def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, Any]:
-    """Return what a comparison of runs has to know and the config does not say: size, data, threads, backend."""
+    """Return facts that a comparison of runs needs beside the config: size, data, threads, backend, coverage."""
+    covered = coverage_of(config)
     return {
         "parameters": count_parameters(config.model).total,
         "data_hash": corpus.fingerprint,
@@ -29,6 +31,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "threads": torch.get_num_threads(),
         "backend": decision.runs if config.precision.quantises else None,  # where casts run
         "precision": decision.facts(),
+        "quantized": covered.as_data() if covered else None,
     }
 
 

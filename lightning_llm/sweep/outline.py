@@ -13,6 +13,8 @@ from lightning_llm.config.identity import config_hash
 from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
+from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.precision.coverage import Coverage
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define
@@ -97,6 +99,7 @@ def nothing_to_compare(whole: Sweep, jobs: Sequence[Mapping[str, Any]]) -> str |
 def _job_facts(job: Job) -> dict[str, Any]:
     config = job.config
     steps = config.trainer.max_steps - first_step(config)
+    covered = coverage_of(config)
     tokens = config.data.global_batch_size * config.data.sequence_length * steps
     return {
         "number": job.number,
@@ -106,7 +109,21 @@ def _job_facts(job: Job) -> dict[str, Any]:
         "tokens": tokens,
         "flops": flops_per_token(config.model, config.data.sequence_length) * tokens,
         "config_hash": config_hash(config),
+        "precision": config.precision.name,
+        "quantized": covered.as_data() if covered else None,
     }
+
+
+def _quantized_rows(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return one row per recipe and size of model: how much of the model the recipe quantizes."""
+    found = {}
+    several = len({job["parameters"] for job in jobs}) > 1
+    for job in jobs:
+        if job["quantized"]:
+            counts = Coverage(**job["quantized"])
+            size = f" at {job['parameters']:,} parameters" if several else ""
+            found[f"{job['precision']}{counts.suffix}{size}: {counts.text}"] = None
+    return [("quantized", text) for text in found]
 
 
 def _state(folder: Path) -> str:
@@ -141,7 +158,7 @@ def render(facts: dict[str, Any]) -> str:
         ("left", f"{count}, at most {left['tokens']:,} tokens, {left['flops']:.4g} FLOPs"),
     ]
     width = max(17, *(len(name) for name, _ in rows))
-    lines = [f"{name:<{width}} {text}" for name, text in rows]
+    lines = [f"{name:<{width}} {text}" for name, text in [*rows, *_quantized_rows(facts["jobs"])]]
     for job in facts["jobs"]:
         size = f"{job['parameters']:,} parameters, {job['tokens']:,} tokens"
         lines.append(f"job {job['number']:<{width - 4}} {' '.join(job['words']) or 'as it is'}: {size}, {job['state']}")

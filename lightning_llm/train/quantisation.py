@@ -88,7 +88,7 @@ class Quantisation:
 
     def describe(self) -> str | None:
         """Return a line on which layers are cast and how that runs; None for a recipe without casts."""
-        if self.report is None or not self.report.converted:
+        if self.report is None or self.report.coverage is None:
             return None
         if self.decision.runs == "native":
             how = f"native ({self.decision.reason})"
@@ -96,7 +96,7 @@ class Quantisation:
             how = f"emulated, {self.report.backend} (precision.casts={self.recipe.casts})"
         reasons = Counter(self.report.kept.values())
         kept = [f"{count} high ({why})" for why, count in reasons.items()]
-        line = "; ".join([f"casts  {len(self.report.converted)} linear layers, {how}", *kept, *self.report.no_block])
+        line = "; ".join([f"casts  {self.report.coverage.text}, {how}", *kept])
         notes = [] if self.report.note is None else [self.report.note]
         if self.decision.runs != "native" and self.decision.problems:
             notes.insert(0, f"not native: {self.decision.reason}")

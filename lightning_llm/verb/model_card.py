@@ -9,6 +9,7 @@ from lightning_llm.config.schema.data import SourceConfig
 from lightning_llm.data.mixture.planned import planned_phases
 from lightning_llm.model.flops import count_parameters
 from lightning_llm.model.weights.folder import Weights
+from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.record.files import read_records, summary_of
 from lightning_llm.record.final_figures import draw_losses
 from lightning_llm.version import __version__
@@ -85,7 +86,7 @@ def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, 
         "started from": started,
         "steps": f"{step:,} of {config.trainer.max_steps:,}",
         "tokens": f"{tokens:,}, {config.data.global_batch_size * config.data.sequence_length:,} per step",
-        "precision": config.precision.name,
+        "precision": _precision(config),
         "optimizer": f"{config.optim.name}, learning rate {highest * schedule.peak:g}",
         "schedule": config.schedule.name,
         "algorithm": config.chosen_algorithm.name,
@@ -96,6 +97,12 @@ def _recipe(config: Config, summary: Mapping[str, Any], step: int) -> dict[str, 
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()) or "unknown",
         "code": summary.get("code_hash", "unknown"),
     }
+
+
+def _precision(config: Config) -> str:
+    """Return the precision recipe's name, with how much of the model it quantizes."""
+    covered = coverage_of(config)
+    return f"{config.precision.name}{f'{covered.suffix}: {covered.text}' if covered else ''}"
 
 
 def _weights_name(path: Path) -> str:

@@ -218,3 +218,21 @@ def test_tex_sets_it(several, tmp_path):
 def test_words_for_lists_and_spans():
     assert [listed(words) for words in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
     assert [spans(seeds) for seeds in ([0], [0, 1], [0, 1, 2, 5], [3, 7])] == ["0", "0, 1", "0 to 2, 5", "3, 7"]
+
+
+def test_a_recipe_that_keeps_no_block_says_so_in_its_name_and_in_the_methods(tmp_path):
+    gaps = {f"precision={name} model.num_layers=3": 0.0 for name in ("bf16", "nvfp4", "nvfp4_all_blocks")}
+    comparison = compared(make_sweep(tmp_path / "s", gaps, seeds=2))
+    shortfall = "0 of 3 blocks kept in bf16; its source keeps the first 3.2 % and the last 12.9 %"
+    counts = "21 of 22 linear layers quantized, in 3 of 3 blocks"
+    by_name = {each["name"]: each for each in comparison.as_data()["verdicts"]}
+    assert by_name["nvfp4"]["line"].startswith(f"nvfp4 ({shortfall}) at ")
+    assert by_name["nvfp4"]["quantized"] == {
+        "linears": 21, "all_linears": 22, "blocks": 3, "all_blocks": 3, "shortfall": shortfall,
+    }  # fmt: skip
+    assert by_name["nvfp4_all_blocks"]["line"].startswith("nvfp4_all_blocks at ")
+    for texts in (comparison.methods.texts, comparison.notes):
+        found = " ".join(texts)
+        assert f"nvfp4: {counts}; {shortfall}." in found
+        assert f"nvfp4_all_blocks: {counts}." in found
+        assert "bf16:" not in found

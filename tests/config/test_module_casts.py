@@ -144,7 +144,10 @@ def test_the_plan_lists_the_layers_that_differ(folder, capsys, tmp_path):
     words = ["model=llama_tiny", "precision=mixed", f"run.root={tmp_path}", "--config-dir", str(folder)]
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
-    assert "21 quantised; 7 high (modules.casts.0 keeps it high); 1 high (it lies outside the blocks" in text
+    assert (
+        "21 of 29 linear layers quantized, in 3 of 4 blocks; 7 high (modules.casts.0 keeps it high); "
+        "1 high (it lies outside the blocks" in text
+    )
     assert "modules.casts.1 (names=[*.attention.*]), the slots of mxfp8: 12 layers, these slots differ" in text
     assert main(["plan", "--json", *words]) == 0
     facts = json.loads(capsys.readouterr().out)["precision"]

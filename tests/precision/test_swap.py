@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema.precision import PrecisionConfig
 from lightning_llm.errors import ConfigError
 from lightning_llm.gemm import product
 from lightning_llm.keyed_hash import StepKey
+from lightning_llm.model.decoder import Decoder
+from lightning_llm.plan.coverage import coverage_of
 from lightning_llm.precision import inductor
 from lightning_llm.precision.delayed_state import update_delayed
 from lightning_llm.precision.module import (
@@ -67,6 +70,52 @@ def swapped(name, **rules):
     if rules:
         recipe = recipe.model_copy(update={"modules": recipe.modules.model_copy(update=rules)})
     return made, swap_linears(made, recipe, LAYERS, "cpu", "eager")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "shortfall"),
+    [
+        (["precision=nvfp4", "model.num_layers=3"], (21, 22, 3, 3), "0 of 3 blocks kept in bf16; its source keeps the"),
+        (["precision=nvfp4", "model.num_layers=4"], (21, 29, 3, 4), "1 of 4 blocks kept in bf16; its source keeps the"),
+        (["precision=nvfp4", "model.num_layers=16"], (13 * 7, 113, 13, 16), ""),
+        (["precision=nvfp4_all_blocks", "model.num_layers=3"], (21, 22, 3, 3), ""),
+        (
+            ["precision=fp8_current", "precision.modules.first_blocks_high_precision=0", "model.num_layers=3"],
+            (14, 22, 2, 3),
+            "1 of 3 blocks kept in bf16; its source keeps the first 1 and the last 1",
+        ),
+        (["precision=fp8_current", "model.num_layers=3"], (7, 22, 1, 3), ""),
+        (
+            [
+                "precision=nvfp4",
+                "model.num_layers=16",
+                "precision.modules.last_fraction_high_precision=null",
+                "precision.modules.last_blocks_high_precision=1",
+            ],
+            (14 * 7, 113, 14, 16),
+            "2 of 16 blocks kept in bf16; its source keeps the first 3.2 % and the last 12.9 %",
+        ),
+        (["precision=mxfp8", "model.num_layers=2", "model.tie_embeddings=true"], (14, 14, 2, 2), ""),
+        (["precision=mxfp8", "model.num_layers=2", "precision.modules.include=['*.0.*']"], (7, 15, 1, 2), ""),
+    ],
+)
+def test_the_coverage_of_a_config_is_that_of_its_swapped_model(words, expected, shortfall):
+    config = compose_config(["model=llama_tiny", *words])
+    with torch.device("meta"):
+        decoder = Decoder(config.model, compute_dtype=torch.bfloat16)
+    linears = sum(isinstance(module, nn.Linear) for module in decoder.modules())
+    report = swap_linears(decoder, config.precision, config.model.num_layers, "cpu", "eager")
+    made = [name for name, module in decoder.named_modules() if isinstance(module, QuantisedLinear)]
+    counted = (len(made), linears, len({name.split(".")[1] for name in made}), len(decoder.layers))
+    covered = coverage_of(config)
+    assert (covered.linears, covered.all_linears, covered.blocks, covered.all_blocks) == counted == expected
+    assert covered == report.coverage
+    assert covered.shortfall.startswith(shortfall)
+    assert bool(covered.shortfall) == bool(shortfall)
+
+
+def test_a_recipe_without_casts_covers_nothing():
+    assert coverage_of(compose_config(["precision=bf16"])) is None
 
 
 def test_first_and_last_blocks_and_the_head_stay_high():

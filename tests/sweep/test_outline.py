@@ -44,6 +44,19 @@ def test_a_sweeps_plan_counts_what_is_left_and_starts_nothing(tmp_path: Path, ca
     assert "Did you mean 'max_steps'" in capsys.readouterr().err
 
 
+def test_a_sweeps_plan_counts_what_each_recipe_quantizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["precision=bf16,nvfp4", "model.num_layers=3,4", f"run.root={tmp_path}"]
+    assert main(["plan", "-m", *words]) == 0
+    rows = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("quantized")]
+    source = "its source keeps the first 3.2 % and the last 12.9 %"
+    assert rows == [
+        f"nvfp4 (0 of 3 blocks kept in bf16; {source}) at 1,721,664 parameters: "
+        "21 of 22 linear layers quantized, in 3 of 3 blocks",
+        f"nvfp4 (1 of 4 blocks kept in bf16; {source}) at 2,164,416 parameters: "
+        "21 of 29 linear layers quantized, in 3 of 4 blocks",
+    ]
+
+
 def test_a_ladder_of_one_recipe_says_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "-m", "recipe=sweep/ladder", f"run.root={tmp_path}", "seed=0"]
     assert main([*words, "precision=mxfp8"]) == 0

@@ -122,7 +122,7 @@ def test_layers_with_casts_of_their_own_resume_to_the_same_bits(small_run, whole
     ]
     stop_and_resume(small_run, whole, tmp_path, *mixed)
     told = capsys.readouterr().out
-    assert "casts  12 linear layers, emulated, eager (precision.casts=eager)" in told
+    assert "casts  12 of 22 linear layers quantized, in 2 of 3 blocks, emulated, eager (precision.casts=eager)" in told
     assert "7 high (modules.first_blocks_high_precision=1); 2 high (modules.casts.1 keeps it high)" in told
     state = load_file(next((tmp_path).rglob("precision.safetensors")))
     scaled = {name.removesuffix(".scale") for name in state if name.endswith(".scale")}

@@ -38,6 +38,7 @@ def verdicts_csv(comparison: Comparison) -> str:
 
 def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, Any]:
     estimate, stability, cost = verdict.judged.estimate, verdict.judged.stability, verdict.cost
+    covered = verdict.coverage
     return {
         "recipe": verdict.name,
         "setting": verdict.family.words,
@@ -63,6 +64,11 @@ def _figures(verdict: Verdict, sources: Mapping[str, SourceGap]) -> dict[str, An
         "tokens_per_second": cost.tokens_per_second,
         "tokens_per_second_ratio": cost.tokens_per_second_ratio,
         "emulated": verdict.emulated,
+        "quantized_linears": covered.linears if covered else "",
+        "linears": covered.all_linears if covered else "",
+        "quantized_blocks": covered.blocks if covered else "",
+        "blocks": covered.all_blocks if covered else "",
+        "shortfall": covered.shortfall if covered else "",
         "peak_memory_bytes": cost.peak_memory_bytes,
         "spikes": cost.spikes,
         "skipped_steps": cost.skipped_steps,
