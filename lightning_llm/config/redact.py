@@ -25,11 +25,18 @@ _SECRET = re.compile(
 _LEFT_OVER = re.compile(r"(://[^\s'\"]*)[?&;#](?=$|[\s'\"])")
 
 
-_SECRET_VARIABLE = re.compile(
-    r"\w*(PASSWORD|APIKEY)|(\w+_)?(TOKEN|SECRET|PASSWD|PASSPHRASE|KEY|ACCESS_KEY_ID|CREDENTIALS?|WEBHOOK(_URL)?)",
+_SECRET_PART = re.compile(
+    r"\w*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|CREDENTIAL|WEBHOOK)S?\d*|(KEY|PAT|PASS|PWD|AUTH|COOKIE|JWT)S?\d*",
     re.IGNORECASE,
 )
-"""Of the environment: what a variable is called whose value is for nobody else: HF_TOKEN, AWS_SECRET_ACCESS_KEY, ..."""
+"""A part, between underscores, of the name of a variable whose value is secret: HF_TOKEN, GITHUB_PAT, OPENAI_KEY_1."""
+_TOKEN = re.compile(
+    r"\b(gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
+    r"|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|xox[abeprs]-[\w-]{10,})"
+)
+"""Tokens that their beginning gives away, whichever variable holds them, or none."""
+_interpolated: set[str] = set()
+"""Variables that a config of this process took values from, by `oc.env`."""
 _LEAST_SECRET = 8
 """Characters: what is shorter may stand anywhere by chance."""
 _NO_WORD = 16
@@ -37,10 +44,17 @@ _NO_WORD = 16
 
 
 def redacted(text: str) -> str:
-    """Return `text` without credentials of addresses, and with $NAME for the value of a secret variable."""
+    """Return `text` without credentials of addresses, and with $NAME for the value of a secret variable.
+
+    What a config took from any variable by `oc.env` is replaced, too, where it stands by itself: only who set that
+    variable knows whether it is a secret.
+    """
     for name, value in _secrets():
         text = text.replace(value, f"${name}")
-    return redact_uri(text)
+    for name in sorted(_interpolated):
+        if _may_be_secret(value := os.environ.get(name, "").strip()):
+            text = _whole(value).sub(f"${name}", text)
+    return _TOKEN.sub("[token]", redact_uri(text))
 
 
 def secret_in(text: str, known: Container[str] = ()) -> str | None:
@@ -52,18 +66,31 @@ def secret_in(text: str, known: Container[str] = ()) -> str | None:
         if value in text and value not in known and (len(value) >= _NO_WORD or _is_whole(value, text)):
             return name
     is_address = "://" in text and (_USER_ALONE.search(text) or _SECRET.search(text))
-    return "" if is_address else None
+    return "" if is_address or _TOKEN.search(text) else None
+
+
+def note_interpolated(name: str) -> None:
+    """Note that a config takes the value of the environment variable `name`, which `redacted` then knows."""
+    _interpolated.add(name)
 
 
 def _is_whole(value: str, text: str) -> bool:
     """Return whether `value` stands in `text` by itself, and not only within a word."""
-    return re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", text) is not None
+    return _whole(value).search(text) is not None
+
+
+def _whole(value: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w-]){re.escape(value)}(?![\w-])")
+
+
+def _may_be_secret(value: str) -> bool:
+    return len(value) >= _LEAST_SECRET and not os.path.exists(value)
 
 
 def _secrets() -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
-        if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _LEAST_SECRET and not os.path.exists(value):
-            yield name, value
+        if any(map(_SECRET_PART.fullmatch, name.split("_"))) and _may_be_secret(value.strip()):
+            yield name, value.strip()
 
 
 def print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -7,15 +7,25 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.resolvers.oc import env
 
 from lightning_llm.config.cluster_choice import without_cluster
 from lightning_llm.config.law_words import read_with_laws
 from lightning_llm.config.recipes import group_names
-from lightning_llm.config.redact import withheld
+from lightning_llm.config.redact import note_interpolated, withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.strict import HOW_MADE, Reading, read_config
 from lightning_llm.errors import Problem
+
+
+def _environment(name: str, *default: Any) -> Any:
+    """Return what `oc.env` returns, and note the variable: nothing that is printed may hold its value."""
+    note_interpolated(name)
+    return env(name, *default)
+
+
+OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
 
 
 def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool = True) -> Reading:

@@ -79,9 +79,11 @@ def secret_problems(config: Config) -> Iterator[Problem]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a config's value, keys of mappings too."""
+    """Yield every text in a config's value, keys of mappings too, and numbers: a secret may be all digits."""
     if isinstance(value, str):
         yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from (*_texts(key), *_texts(each))

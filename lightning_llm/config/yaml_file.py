@@ -16,6 +16,8 @@ from lightning_llm.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from omegaconf import DictConfig  # and with it some start-up time, where files are only listed
 
+MOST_VALUES = 1_000_000
+"""Values of a file with its aliases expanded: ten levels of ten aliases would fill the memory."""
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 LARGEST_BYTES = 16 << 20
 """No config comes near; what does is another file."""
@@ -136,7 +138,19 @@ def _faults(node: yaml.Node | None) -> Iterator[str]:
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
         yield f"line {node.start_mark.line + 1}: it holds {kind}, not a mapping"
     else:
-        yield from _faults_within(node, set(), set())
+        faults = list(_faults_within(node, set(), set()))
+        yield from faults
+        if not faults and _expanded(node, {}) > MOST_VALUES:
+            yield f"line {node.start_mark.line + 1}: its aliases expand to more than {MOST_VALUES:,} values"
+
+
+def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values below `node`, one that several aliases name counted for each; `known` by id."""
+    if id(node) not in known:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        children = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in pairs]
+        known[id(node)] = 1 + sum(_expanded(child, known) for child in children)
+    return known[id(node)]
 
 
 def _faults_within(node: yaml.Node, above: set[int], seen: set[int]) -> Iterator[str]:

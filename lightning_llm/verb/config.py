@@ -18,6 +18,7 @@ from lightning_llm.config.file import config_text
 from lightning_llm.config.identity import flatten
 from lightning_llm.config.recipes import describe, group_names, option_files
 from lightning_llm.config.redact import redact_uri
+from lightning_llm.config.run_paths import secret_problems
 from lightning_llm.config.schema import Config
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.plan.resolve import Resolution
@@ -41,6 +42,8 @@ def config(arguments: argparse.Namespace) -> int:
     if arguments.group is not None:
         return _print_groups(arguments)
     found = settled(read_arguments(arguments)).checked()
+    if secrets := list(secret_problems(found)):  # before anything is printed
+        raise ConfigError(secrets)
     if arguments.diff:
         _print_difference(arguments, found)
     else:

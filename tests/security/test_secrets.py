@@ -128,6 +128,43 @@ def test_a_config_holds_no_secret(tmp_path: Path, small_run: Any, capsys: pytest
     assert holding(tmp_path) == []
 
 
+NAMES = ("GITHUB_PAT", "OPENAI_KEY_1", "DB_PASSWD_2", "MY_CREDENTIAL", "NPM_AUTHTOKEN", "MYSQL_PWD", "SSH_PASS", "JWT")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_verb_prints_a_secret_before_it_refuses_it(
+    name: str, tmp_path: Path, small_run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, f"{CANARY}_1234567890\n")
+    words = small_run(tmp_path, f"logger.tags.note='by ${{oc.env:{name}}}'")
+    verbs = [["config"], ["config", "--diff"], ["config", "--json"], ["plan"], ["plan", "-m", "seed=0,1"]]
+    for verb, *more in verbs[:: 1 if name == NAMES[0] else 2]:
+        assert main([verb, *words, *more]) == 2
+        said = capsys.readouterr()
+        assert f"logger.tags.note: holds the value of ${name}" in said.err
+        assert CANARY not in said.out + said.err
+
+
+def test_what_a_config_takes_from_any_variable_is_in_no_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIN_LABEL", CANARY)
+    assert main(["config", "trainer.max_steps=${oc.env:PLAIN_LABEL}"]) == 2
+    said = capsys.readouterr()
+    assert "'$PLAIN_LABEL'" in said.err
+    assert CANARY not in said.out + said.err
+
+
+def test_numbers_and_tokens_that_no_variable_holds_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASSWORD", "1234567890")
+    number = compose_config(["seed=1234567890"])
+    assert [each.key for each in secret_problems(number)] == ["seed"]
+    for token in ("ghp_" + 36 * "a", "github_pat_" + 30 * "b", "hf_" + 34 * "c", "sk-proj-" + 40 * "d"):
+        assert secret_in(f"by {token}") == ""
+        assert redacted(f"401 for {token}!") == "401 for [token]!"
+    assert secret_in("task-by-the-risk-averse-and-desk-bound") is None
+
+
 def test_what_only_looks_like_a_secret_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
     monkeypatch.setenv("SORT_KEY", "constant")
