@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,14 +16,17 @@ import lightning.pytorch as pl
 from lightning_llm.config.redact import redacted
 from lightning_llm.errors import ConfigError, Problem, StorageError
 from lightning_llm.hardware import describe_device
+from lightning_llm.record.chain import RECORDS, ChainHead, RecordChain
 from lightning_llm.record.files import (
     RESTARTS,
     Record,
     Status,
+    chain_of,
     cut_back,
     encode,
     overwrite_json,
     read_records,
+    sealed_records,
     summary_of,
     write_json,
 )
@@ -64,8 +68,9 @@ class RunFolder(pl.Callback):
     holds records), None for a new run. `facts` go into the summary: what the config alone does not say of where the
     numbers come from. Whoever drives the trainer calls `close` with what happened outside of it: the first status
     stays. `goodput` in the summary is the share of the wall time since the folder's first start, whatever passed
-    between a stop and the next start included, that went into steps that were kept. A run that goes on from a
-    checkpoint changes nothing in the folder until that has loaded on every rank; then `adopt` is called.
+    between a stop and the next start included, that went into steps that were kept. `chain`: the hash chain over the
+    records; an earlier release wrote those up to `unverified_steps`. A run that goes on from a checkpoint changes
+    nothing in the folder until that has loaded on every rank; then `adopt` is called.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class RunFolder(pl.Callback):
         resumed_from_step: int | None = None,
         facts: Mapping[str, Any] | None = None,
         adopt: Callable[[], None] | None = None,
+        unverified_steps: int = 0,
     ):
         self.run_dir = Path(run_dir)
         self.loggers = list(loggers)
@@ -82,6 +88,7 @@ class RunFolder(pl.Callback):
         self.facts = dict(facts or {})
         self.adopt = adopt
         self.metrics_path = self.run_dir / "metrics.jsonl"
+        self.chain = RecordChain(ChainHead(unverified_steps=unverified_steps))
         self._heartbeat = Heartbeat(self.run_dir)
         self._file: Any = None
         self._summary: dict[str, Any] = {}
@@ -98,6 +105,8 @@ class RunFolder(pl.Callback):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if self.resumed_from_step is not None:
                 cut_back(self.metrics_path, self.resumed_from_step)
+                found = chain_of(self.metrics_path)
+                self.chain = RecordChain(replace(found, unverified_steps=self.chain.head.unverified_steps))
             elif self.metrics_path.exists() and self.metrics_path.stat().st_size:
                 raise ConfigError(
                     Problem(
@@ -153,7 +162,9 @@ class RunFolder(pl.Callback):
             StorageError: it could not be written, and no part of it was.
         """
         record = {**record, "time": round(time.time(), 3)}
-        self._append(encode(record))
+        line = encode(record)
+        self._append(line)
+        self.chain.add(record["step"], line)
         for logger in self.loggers:
             logger.record(record)
 
@@ -184,6 +195,7 @@ class RunFolder(pl.Callback):
             "wall_seconds": round(wall, 3),
             **figures,
         }
+        self._summary[RECORDS] = sealed_records(self.chain.head, self._summary)
         self._write_last_summary()
         self._heartbeat.stop()
         self._draw()

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import Any
 
 from lightning_llm.config.schema import Config
@@ -57,6 +57,9 @@ FREE_ON_RESUME = (
 """May differ between a run and its continuation: none of these chooses what is learned from which token."""
 
 
+MAY_MOVE = ("model.init_from", "model.name", "distil.teachers")
+"""Places of weights, and the model's name, which may be the name of their folder."""
+
 DATA_PATH = re.compile(r"data\.((sources\.[^.]+|tokenizer)\.path|mixture\.scores)")
 
 
@@ -92,10 +95,36 @@ def hashed_values(config: Config) -> dict[str, Any]:
     What is null is left out, so that an optional key that is added later changes no hash; so is what runs did before
     there was a key for it, and a key goes by its first name.
     """
-    flat = flatten(config.model_dump())
+    return _as_hashed(flatten(config.model_dump()))
+
+
+def _as_hashed(flat: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: ONCE_WRITTEN.get(key) if value is None else value for key, value in flat.items() if in_hash(key)}
     flat = {key: value for key, value in flat.items() if ADDED.get(key) != value}
     return {first_name(key): value for key, value in flat.items() if value is not None}
+
+
+def frozen_values(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a flat config that must stay the same on resume, as JSON reads them back.
+
+    They are normalized as `hashed_values` are: keys by their first names, null left out.
+    """
+    kept = {key: value for key, value in _as_hashed(flat).items() if not below(key, FREE_ON_RESUME)}
+    return dict(json.loads(json.dumps(kept)))
+
+
+def config_digest(flat: Mapping[str, Any]) -> str:
+    """Return 32 hex digits over `frozen_values`, except those that may name the same content at another place.
+
+    A release that adds a key to `FREE_ON_RESUME` must keep it in this digest, or earlier runs no longer verify.
+    """
+    kept = {key: value for key, value in frozen_values(flat).items() if not may_move(key)}
+    return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def may_move(key: str) -> bool:
+    """Return whether the dotted `key` names data or weights by place, whose content has a digest of its own."""
+    return is_data_path(key) or key in MAY_MOVE
 
 
 def training_hash(config: Config) -> str:

@@ -4,10 +4,12 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_llm.config.redact import redacted
+from lightning_llm.record.chain import DIGEST_BYTES, RECORDS, ChainHead
 
 Record = Mapping[str, Any]
 Status = Literal["finished", "failed", "stopped"]
@@ -27,14 +29,25 @@ STRAGGLER = "straggler"
 
 SUMMARY_KINDS: Mapping[str, type] = {
     **dict.fromkeys(("status", "detail", "host", "process", "device", "run_id", "started_at", "ended_at"), str),
-    **dict.fromkeys(("versions", "git", "mlflow", "precision", "fingerprint", "branch", "earlier"), dict),
-    **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters"), int),
+    **dict.fromkeys(("versions", "git", "mlflow", "precision", "fingerprint", "branch", "earlier", RECORDS), dict),
+    **dict.fromkeys(("begun_at_step", "resumed_from_step", "starts", "parameters", "seed"), int),
+    "config_digest": str,
 }
 """What keys of summary.json hold that other code reads, where they are there and not null."""
 
 NOT_FINITE = ("NonFiniteError", "NoUpdateError")
 """Errors, as `detail` in a summary begins, that end a run over its numbers."""
 
+FACTS = (
+    "run_id", "begun_at_step", "seed", "config_digest",
+    "data_hash", "validation_hash", "validation_hashes", "tokenizer_digest", "validation_unigram_nats",
+    "skipped_samples", "rollbacks", "versions", "git", "code_hash", "device", "threads", "compiled", "backend",
+    "precision", "fingerprint", "init", "distil", "branch", "earlier", "ended_by", "parameters",
+)  # fmt: skip
+"""Keys of `summary.json` that comparisons rely on and that nobody changes once the run has ended."""
+
+LARGEST_STEP = 2**53
+"""Of a record: the largest that is exact as a float."""
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -49,12 +62,35 @@ def encode(record: Record) -> bytes:
 def decode(line: bytes) -> dict[str, Any]:
     """Return the record of one line, with non-finite numbers as floats again. Raises ValueError if it is none."""
     try:
-        record = json.loads(line.decode("utf-8"))  # of bytes it would guess the encoding
+        text = line.decode("utf-8")  # of bytes, json would guess the encoding
+        record = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     except RecursionError as error:
         raise ValueError("not a record: nested too deep") from error
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        raise ValueError("not a record: no integer 'step'")
+    if not isinstance(record, dict) or type(step := record.get("step")) is not int or not 0 <= step <= LARGEST_STEP:
+        raise ValueError(f"not a record: no 'step' that is an integer from 0 to {LARGEST_STEP}")
     return {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def number_of(record: Record, key: str, default: float = math.nan) -> float:
+    """Return the number under `key` as a float, `default` where there is none. Raises ValueError if it is no number."""
+    value = record.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"'{key}' at step {record['step']} is no number: {str(value)[:40]!r}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"'{key}' at step {record['step']} is no number of this world: {value:.3e}") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"not a record: {name} is no JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("not a record: a key stands in it twice")
+    return found
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -86,16 +122,21 @@ def cut_back(path: Path, step: int) -> int:
     return kept
 
 
-def damaged_record(path: Path, step: int, begun_at_step: int, or_earlier: bool = False) -> str | None:
+def damaged_record(
+    path: Path, step: int, begun_at_step: int, or_earlier: bool = False, written: ChainHead | None = None
+) -> str | None:
     """Return what is wrong with the records up to `step` in `path`, None if nothing is.
 
-    There must be one of each training step after `begun_at_step`; with `or_earlier`, after one up to that.
+    There must be one of each training step after `begun_at_step`; with `or_earlier`, after one up to that. `written`:
+    the head of their hash chain, where that is known.
     """
     steps: list[int] = []
+    head = ChainHead()
     try:
-        for _, record in _read_lines(path) if path.exists() else ():
+        for line, record in _read_lines(path) if path.exists() else ():
             if record["step"] > step or not step:  # a run begun afresh validates before its first step, too
                 break
+            head = head.after(line)
             if "loss" in record:
                 steps.append(record["step"])
     except (OSError, ValueError) as error:
@@ -105,7 +146,23 @@ def damaged_record(path: Path, step: int, begun_at_step: int, or_earlier: bool =
     if missing := sorted(set(range(begun_at_step + 1, step + 1)).difference(steps)):
         lacks = "lacks" if path.exists() else "is missing, and with it"
         return f"{lacks} the record{'s' if len(missing) > 1 else ''} of {_steps_in_words(missing)}"
-    return None
+    return written.problem(head, f" up to step {step}") if written is not None and step else None
+
+
+def chain_of(path: Path) -> ChainHead:
+    """Return the head of the hash chain over the whole lines of `path`. Raises ValueError as `read_records` does."""
+    return ChainHead.over(line for line, _ in _read_lines(path)) if path.exists() else ChainHead()
+
+
+def sealed_records(head: ChainHead, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry `RECORDS` of the summary of a run that has ended: the chain's head, a digest of its facts."""
+    return {**head.as_data(), "facts": facts_digest(summary)}
+
+
+def facts_digest(summary: Mapping[str, Any]) -> str:
+    """Return 32 hex digits over the `FACTS` of a summary."""
+    facts = _safe({key: summary[key] for key in FACTS if key in summary})
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _steps_in_words(steps: Sequence[int]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.branching import KEY, changed_keys
-from lightning_llm.config.from_file import load_config
 from lightning_llm.config.schema import Config
 from lightning_llm.config.weight_files import TOKENIZER
 from lightning_llm.data.tokenizer import tokenizer_file
@@ -16,6 +15,7 @@ from lightning_llm.errors import AgreedError, ConfigError, Problem
 from lightning_llm.integrity import digest_of_file
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.run_tokenizer import DIGEST as TOKENIZER_DIGEST
+from lightning_llm.run.own_checkpoints import config_of_run
 from lightning_llm.run.start import Start
 from lightning_llm.run.trunk import look_once, trunk_checkpoint
 from lightning_llm.run.weights import begins_anew, shape_differences
@@ -38,7 +38,7 @@ def branch_problems(config: Config) -> list[Problem]:
         return []
     try:
         checkpoint = trunk_checkpoint(Path(config.branch_from), look_once)
-        trunk = load_config(checkpoint.run_folder / "config.yaml", [])
+        trunk = config_of_run(checkpoint)
         summary_of(checkpoint.run_folder)  # the branch's names its trunk's run id and data by it
     except ConfigError as error:
         return list(error.problems)

@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_llm.callbacks.run_folder import RunFolder, RunLogger
+from lightning_llm.config.identity import flatten, frozen_values
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.targets import refused
 from lightning_llm.data.corpus import Corpus
@@ -18,10 +19,13 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.layout import Layout
 from lightning_llm.parallel.materialise import InitialSlice
 from lightning_llm.plan.resolve import Plan
+from lightning_llm.record.chain import RECORDS
 from lightning_llm.run.environment import rank_environment
+from lightning_llm.run.facts import config_facts
 from lightning_llm.run.start import Start
 from lightning_llm.terminal.text import one_line
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, Superseding
+from lightning_llm.train.checkpoint.manifest import FROZEN_CONFIG
 from lightning_llm.train.distillation import Distillation
 from lightning_llm.train.early_end import EarlyEnd
 from lightning_llm.train.health.stalled_run import FailStalledRun
@@ -86,7 +90,8 @@ def build_trainer(
         settings: Any = torch.utils.deterministic  # a module whose attributes a type checker does not see
         settings.fill_uninitialized_memory = False
     told = [*loggers, *(each for each in chosen.values() if isinstance(each, RunLogger))]
-    folder = RunFolder(Path(config.run.dir), told, _resumed_from(config, start), facts, adopt)
+    known, unverified = {**(facts or {}), **config_facts(config)}, _unverified_steps(start, Path(config.run.dir))
+    folder = RunFolder(Path(config.run.dir), told, _resumed_from(config, start), known, adopt, unverified)
     environment = TorchElasticEnvironment() if rank_environment() else LightningEnvironment()
     devices = config.trainer.devices
     trainer = pl.Trainer(
@@ -156,6 +161,7 @@ def build_callbacks(config: Config) -> dict[str, pl.Callback]:
 
 def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder, start: Start) -> list[pl.Callback]:
     config, checkpoints = plan.config, folder.run_dir / "checkpoints"
+    known = {**config_facts(config), FROZEN_CONFIG: frozen_values(flatten(config.model_dump()))}
     return [
         *chosen.values(),
         EarlyEnd(chosen),
@@ -168,10 +174,24 @@ def _callbacks(plan: Plan, chosen: Mapping[str, pl.Callback], folder: RunFolder,
             plan.identity,
             config.trainer.max_steps,
             config.trainer.validate_every_steps,
-            start.step if start.checkpoint is not None and start.checkpoint.folder.parent == checkpoints else None,
+            start.step if _goes_on(start, checkpoints) else None,
+            about=lambda step: {**known, RECORDS: folder.chain.at(step).as_data()},
         ),
         FailStalledRun(start.run.begun_at_step or 0),
     ]
+
+
+def _goes_on(start: Start, checkpoints: Path) -> bool:
+    """Return whether the run goes on from a checkpoint of its own folder."""
+    return start.checkpoint is not None and start.checkpoint.folder.parent == checkpoints
+
+
+def _unverified_steps(start: Start, run_dir: Path) -> int:
+    """Return up to which step an earlier release recorded, which says of its records nothing to verify them by."""
+    if start.checkpoint is None or not _goes_on(start, run_dir / "checkpoints"):
+        return 0
+    records = start.checkpoint.records
+    return start.step if records is None else records.unverified_steps
 
 
 def _resumed_from(config: Config, start: Start) -> int | None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from lightning_llm.config.identity import config_digest, flatten
 from lightning_llm.config.schema import Config
 from lightning_llm.data.corpus import Corpus
 from lightning_llm.hardware import describe_device
@@ -33,6 +34,11 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         "precision": decision.facts(),
         "quantized": covered.as_data() if covered else None,
     }
+
+
+def config_facts(config: Config) -> dict[str, Any]:
+    """Return what summaries and manifests say of the config: its seed, a digest of what may not change on resume."""
+    return {"seed": config.seed, "config_digest": config_digest(flatten(config.model_dump()))}
 
 
 def origin_here(plan: Plan, device: torch.device) -> dict[str, Any]:

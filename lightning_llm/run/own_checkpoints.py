@@ -1,16 +1,21 @@
-"""Looks at a checkpoint beyond its own bytes: whose it is, and whether the records of its steps are there. No torch."""
+"""Looks at a checkpoint beyond its own bytes: whose it is, what config it was trained with, and the records of its
+steps. Imports no torch."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 from lightning_llm.config.commands import resume_elsewhere_command
+from lightning_llm.config.from_file import load_config
+from lightning_llm.config.identity import flatten, frozen_values, may_move
 from lightning_llm.config.schema import Config
+from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import damaged_record, summary_of
 from lightning_llm.train.checkpoint.manifest import Checkpoint, Damage, Verify
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 
-RECORDS = "metrics.jsonl"
+METRICS = "metrics.jsonl"
+POLICY = "spikes.policy"
 
 
 def of_its_run(verify: Verify) -> Verify:
@@ -37,13 +42,48 @@ def with_records(config: Config, verify: Verify) -> Verify:
 
     def with_records(checkpoint: Checkpoint) -> list[Damage]:
         after = at_latest if begun is None else begun
-        problem = damaged_record(folder / RECORDS, checkpoint.step, after, or_earlier=begun is None)
+        problem = damaged_record(folder / METRICS, checkpoint.step, after, begun is None, checkpoint.records)
         if problem:
             elsewhere = resume_elsewhere_command(checkpoint.folder, folder, config.trainer.max_steps)
             problem += f" (without these records, in a new folder: {elsewhere})"
-        return [*([Damage(checkpoint.folder, RECORDS, problem)] if problem else []), *verify(checkpoint)]
+        return [*([Damage(checkpoint.folder, METRICS, problem)] if problem else []), *verify(checkpoint)]
 
     return with_records
+
+
+def config_of_run(checkpoint: Checkpoint) -> Config:
+    """Return the config of the run that `checkpoint` lies in, which is the one that it was trained with.
+
+    Raises:
+        ConfigError: its config.yaml cannot be read, or was changed since, with each key.
+    """
+    file = checkpoint.run_folder / "config.yaml"
+    config = load_config(file, [])
+    problems = [
+        Problem(key, edited_text(file, checkpoint, trained, now))
+        for key, (trained, now) in changed_since(checkpoint, config).items()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def edited_text(file: Path, checkpoint: Checkpoint, trained: Any, now: Any) -> str:
+    """Return what to say of a key of config.yaml that was changed after `checkpoint` was saved."""
+    return f"is {now!r} in {file}, and was {trained!r} in training up to {checkpoint.folder.name}. Set it back there."
+
+
+def changed_since(checkpoint: Checkpoint, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value that `checkpoint` was trained with, value in `config`)} of what may not change on resume.
+
+    {} where the checkpoint does not say, as those of earlier releases.
+    """
+    if checkpoint.frozen_config is None:
+        return {}
+    was, now = checkpoint.frozen_config, frozen_values(flatten(config.model_dump()))
+    decided = checkpoint.events > 0  # spikes.policy decides nothing before
+    keys = [key for key in sorted(was.keys() | now.keys()) if not may_move(key) and (decided or key != POLICY)]
+    return {key: (was.get(key), now.get(key)) for key in keys if was.get(key) != now.get(key)}
 
 
 def known_summary(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import whose
 from lightning_llm.record.state import settled_state, state_of
-from lightning_llm.run.own_checkpoints import known_summary, of_its_run, with_records
+from lightning_llm.run.own_checkpoints import (
+    POLICY,
+    changed_since,
+    config_of_run,
+    edited_text,
+    known_summary,
+    of_its_run,
+    with_records,
+)
 from lightning_llm.run.rollbacks import Rollback, read_rollbacks, with_same_samples
 from lightning_llm.train.checkpoint.manifest import (
     MANIFEST,
@@ -152,7 +160,7 @@ def first_start(config: Config, verify: Verify) -> Start:
     checkpoint, passed_over = checkpoint_at(Path(config.branch_from), verify)
     if checkpoint is None:
         raise ConfigError(Problem("branch_from", f"{config.branch_from} holds no checkpoint."))
-    trunk = load_config(checkpoint.run_folder / "config.yaml", [])
+    trunk = config_of_run(checkpoint)
     same_data = not any(below(key, LEARNED) and not is_data_path(key) for key in changed_keys(trunk, config))
     data_hash = summary_of(checkpoint.run_folder).get("data_hash") if same_data else None
     run = RunIdentity.new(begun_at_step=checkpoint.step)
@@ -248,7 +256,7 @@ def checkpoint_at(path: Path, verify: Verify) -> tuple[Checkpoint | None, tuple[
 
 
 def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> None:
-    """Raise ConfigError where the run of `folder` was another.
+    """Raise ConfigError where the run of `folder` was another, or its config.yaml was changed since `checkpoint`.
 
     spikes.policy may change as long as it had nothing to decide: until then, the run was the same under any.
     """
@@ -267,8 +275,13 @@ def _must_match(config: Config, folder: Path, checkpoint: Checkpoint | None) -> 
     if known_summary(folder).get("data_hash"):  # which is held against the data wherever they lie now
         differences = {key: values for key, values in differences.items() if not is_data_path(key)}
     if checkpoint is None or not checkpoint.events:
-        differences.pop("spikes.policy", None)
-    problems = [
+        differences.pop(POLICY, None)
+    problems = []
+    if checkpoint is not None:
+        changed = changed_since(checkpoint, old)
+        problems += [Problem(key, edited_text(file, checkpoint, *values)) for key, values in changed.items()]
+        differences = {key: values for key, values in differences.items() if key not in changed}
+    problems += [
         Problem(key, f"is {new!r}, and {before!r} in the run of {folder}. Set it back, or start a new run.")
         for key, (before, new) in differences.items()
     ]

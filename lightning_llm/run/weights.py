@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.from_file import load_config
 from lightning_llm.config.from_weights import EXPECTED, NOT_OF_WEIGHTS, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
@@ -14,6 +13,7 @@ from lightning_llm.data.tokenizer import Tokenizer, bytes_vocabulary, read_vocab
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
 from lightning_llm.record.run_tokenizer import run_tokenizer
+from lightning_llm.run.own_checkpoints import config_of_run
 from lightning_llm.run.start import checkpoint_at, sizes_alone
 from lightning_llm.train.checkpoint.manifest import Verify, passed_over_lines, step_folders
 
@@ -73,7 +73,7 @@ def _of_checkpoint(path: Path, verify: Verify) -> Weights:
     run_tokenizer(checkpoint.run_folder)  # raises where it is not the run's own
     from lightning_llm.train.checkpoint.weights import CheckpointWeights  # imports torch
 
-    return CheckpointWeights(checkpoint, load_config(checkpoint.run_folder / "config.yaml", []).model)
+    return CheckpointWeights(checkpoint, config_of_run(checkpoint).model)
 
 
 def begins_anew(config: Config) -> bool:

@@ -237,6 +237,7 @@ def test_a_checkpoint_of_the_first_release_goes_on(old_run, capsys):
     assert made == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in FIRST_RELEASE_STEPS]
     new = open_checkpoint(old_run / "checkpoints" / "step=6")
     assert (new.version, new.run_id) == (3, summary_of(old_run)["run_id"])
+    assert new.records.unverified_steps == summary_of(old_run)["records"]["unverified_steps"] == 4
     read_tensors(old_run / "checkpoints" / "step=4")
 
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -61,7 +61,7 @@ class Checkpointing(pl.Callback):
     before the checkpoint that a resumed run is cut back to. A run that spikes.policy ends is saved as it was before the
     step. The first signal of `STOPPING`, sent to any rank, lets a step end on all of them (and the validation after
     it), saves and raises `StoppedBySignal`; a second SIGINT to this process stops it at once. `resumed_step`: of the
-    checkpoint in `folder` that the run goes on from.
+    checkpoint in `folder` that the run goes on from. `about`: as `Saver` has it.
 
     Where saves are asynchronous, all ranks raise the failure of one after the same step, and whatever ends the run
     waits for the one that is being written (`awaited`). A run's last save is not, nor one that a signal asks for.
@@ -76,12 +76,13 @@ class Checkpointing(pl.Callback):
         max_steps: int,
         validate_every: int | None,
         resumed_step: int | None = None,
+        about: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
         self.folder = folder
         self.config = config
         self.max_steps = max_steps
         self.validate_every = validate_every
-        self.saver = Saver(folder, config, run, config_hash, resumed_step)
+        self.saver = Saver(folder, config, run, config_hash, resumed_step, about)
         self._val_losses: dict[int, float] = {}
         self._asked = 0
         self._ended = self._at_once = False

@@ -1,6 +1,8 @@
 """A run's whole state on disk: `checkpoints/step=N/`, there whole or not at all, and refused where a byte has changed.
 
-    manifest.json           version, step, run id, config hash, torch's version, every file's size and digest, its own
+    manifest.json           version, step, run id, config hash, torch's version, every file's size and digest, its own;
+                            seed, digest and values of the config that may not change on resume, and the head of the
+                            hash chain over the records up to its step (earlier releases wrote none of these)
     tensors/                `tensor_storage.py`: "model.<parameter>" in the recipe's master dtype, and
                             "optimizer.state.<parameter>.<moment>"; each rank wrote its shards, any layout reads them.
                             "algorithm.<state>.<parameter>": a training algorithm's, if it has state
@@ -33,11 +35,14 @@ from lightning_llm.integrity import (
     size_problem,
     unseal,
 )
+from lightning_llm.record.chain import RECORDS, ChainHead
 
 VERSION = 3
 UNSEALED = 2
 """The version without digests, which is still read."""
 MANIFEST = "manifest.json"
+FROZEN_CONFIG = "frozen_config"
+"""The key of manifest.json with the values of the config that may not change on resume."""
 TENSORS = "tensors"
 PRECISION = "precision.safetensors"
 PROGRESS = "progress.json"
@@ -78,6 +83,8 @@ class Checkpoint:
     """A checkpoint whose manifest and progress are whole, and whose other files have their sizes.
 
     `run_id` is of the run that saved it, None where an earlier release did; `written_in` the `checkpoints` folder then.
+    `frozen_config`: the values of the config that may not change on resume, by dotted key; `records`: the head of the
+    hash chain over the run's records up to `step`. Both are None where an earlier release saved it.
     """
 
     folder: Path
@@ -88,6 +95,8 @@ class Checkpoint:
     version: int = VERSION
     run_id: str | None = None
     written_in: str = ""
+    frozen_config: Mapping[str, Any] | None = field(default=None, repr=False)
+    records: ChainHead | None = None
 
     @property
     def run_folder(self) -> Path:
@@ -113,8 +122,8 @@ class Checkpoint:
 Verify = Callable[[Checkpoint], list[Damage]]
 
 
-def sealed_manifest(step: int, origin: Mapping[str, str], files: Mapping[str, FileContent]) -> bytes:
-    """Return the content of manifest.json. `origin`: run_id, written_in, config_hash and torch (its version)."""
+def sealed_manifest(step: int, origin: Mapping[str, Any], files: Mapping[str, FileContent]) -> bytes:
+    """Return the content of manifest.json. `origin`: run_id, written_in, config_hash, torch (its version), and more."""
     about = {name: {"bytes": each.size_bytes, "digest": each.digest} for name, each in sorted(files.items())}
     return seal({"version": VERSION, "step": step, **origin, "files": about})
 
@@ -130,6 +139,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         files = dict(_files(values["files"], version))
         step, config_hash = int(values["step"]), str(values["config_hash"])
+        frozen = None if values.get(FROZEN_CONFIG) is None else dict(values[FROZEN_CONFIG])
+        records = None if values.get(RECORDS) is None else ChainHead.from_data(values[RECORDS])
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DamagedError(Damage(folder, MANIFEST, f"is no manifest ({type(error).__name__}: {error})")) from error
     if folder.name != f"step={step}":
@@ -139,8 +150,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise DamagedError(*damage)
     run_id = None if values.get("run_id") is None else str(values["run_id"])
     written_in = str(values.get("written_in", ""))
+    progress = _read_progress(folder, step, files)
     return Checkpoint(
-        folder, step, config_hash, files, _read_progress(folder, step, files), version, run_id, written_in
+        folder, step, config_hash, files, progress, version, run_id, written_in, frozen_config=frozen, records=records
     )
 
 

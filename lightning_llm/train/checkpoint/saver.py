@@ -4,8 +4,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +29,23 @@ class Saver:
     """Writes checkpoints of `run` to `folder` and keeps those that `config` says.
 
     `saved_step`: of the newest checkpoint that is whole. `taken_step`: of the newest state that was taken to be saved,
-    which may still be written.
+    which may still be written. `about(step)`: what the first rank's manifest says of the run beside its identity.
     """
 
     def __init__(
-        self, folder: Path, config: CheckpointConfig, run: RunIdentity, config_hash: str, saved_step: int | None = None
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        run: RunIdentity,
+        config_hash: str,
+        saved_step: int | None = None,
+        about: Callable[[int], Mapping[str, Any]] = lambda step: {},
     ):
         self.folder = folder
         self.config = config
         self.run = run
         self.config_hash = config_hash
+        self.about = about
         self.saved_step = self.taken_step = saved_step
         self.asynchronous = False
         self._device = torch.device("cpu")
@@ -80,6 +89,8 @@ class Saver:
         if late is not None and under_way and not awaited:
             self._tell_of_waiting(late.step, step, time.monotonic() - began)
         snapshot = take(module, optimizer)
+        if is_first_rank():
+            snapshot = replace(snapshot, about=self.about(step))
         self.taken_step = step
         if awaited or not self.asynchronous:
             self._finish(snapshot, val_losses)

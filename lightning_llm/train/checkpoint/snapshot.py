@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ class Snapshot:
     """The state after `step`: `tensors` of this rank by kind and name, and `content`, the first rank's other files.
 
     `copies`: this rank's part of each tensor on the CPU, by "<kind>.<name>"; None: what is written are the tensors
-    themselves, so nothing may change them before they are.
+    themselves, so nothing may change them before they are. `about`: further entries of the manifest.
     """
 
     step: int
     tensors: Mapping[str, dict[str, Tensor]]
     content: Mapping[str, bytes]
     copies: "CpuCopies | None" = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def planner(self) -> DefaultSavePlanner:
@@ -90,7 +91,7 @@ class CpuCopies:
         if any(tensor.is_cuda for tensor in own.values()):
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return Snapshot(snapshot.step, snapshot.tensors, snapshot.content, self)
+        return replace(snapshot, copies=self)
 
     def wait(self) -> None:
         """Return when the copies are whole."""

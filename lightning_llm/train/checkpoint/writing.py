@@ -60,7 +60,7 @@ def write(
             )
         with on_all_ranks(failed, OSError, group=group):
             if first:
-                _write_rest(partial, step, snapshot.content, writer.files, run, config_hash)
+                _write_rest(partial, snapshot, writer.files, run, config_hash)
                 replace(folder / f"step={step}", partial, run)
                 sync_to_disk(folder)
     except StorageError:
@@ -76,8 +76,7 @@ def is_first_rank() -> bool:
 
 def _write_rest(
     partial: Path,
-    step: int,
-    content: Mapping[str, bytes],
+    snapshot: Snapshot,
     tensors: Mapping[str, FileContent],
     run: RunIdentity,
     config_hash: str,
@@ -86,10 +85,10 @@ def _write_rest(
     if missing := sorted(name for name in tensors if not (partial / TENSORS / name).is_file()):
         raise OSError(_not_shared(partial, missing))
     files = {f"{TENSORS}/{name}": each for name, each in tensors.items()}
-    files |= {name: FileContent.of(each) for name, each in content.items()}
+    files |= {name: FileContent.of(each) for name, each in snapshot.content.items()}
     origin = {"run_id": run.id, "written_in": str(partial.parent), "config_hash": config_hash}
-    manifest = sealed_manifest(step, {**origin, "torch": torch.__version__}, files)
-    for name, each in {**content, MANIFEST: manifest}.items():
+    manifest = sealed_manifest(snapshot.step, {**origin, "torch": torch.__version__, **snapshot.about}, files)
+    for name, each in {**snapshot.content, MANIFEST: manifest}.items():
         (partial / name).write_bytes(each)
         sync_to_disk(partial / name)
     for path in (partial / TENSORS, partial):
