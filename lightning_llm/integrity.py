@@ -67,6 +67,15 @@ def read_regular(file: Path) -> bytes:
         return opened.read()
 
 
+def file_mark(file: Path) -> list[int]:
+    """Return size, times and inode of `file`: they change when it is written to or replaced. Raises OSError.
+
+    The change time (ctime) is there because programs such as `cp -p` and `rsync -t` set the modification time.
+    """
+    its = file.stat()
+    return [its.st_size, its.st_mtime_ns, its.st_ctime_ns, its.st_ino]
+
+
 def size_problem(file: Path, written: FileContent) -> str | None:
     """Return what is wrong with the size of `file`, None if nothing is."""
     try:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_llm.errors import ConfigError, Problem
-from lightning_llm.integrity import FileContent, content_problem, digest_of_file, seal, size_problem, unseal
+from lightning_llm.integrity import FileContent, content_problem, digest_of_file, file_mark, seal, size_problem, unseal
 from lightning_llm.user_cache import user_cache_dir
 
-CODE_VERSION = 1  # of everything under data/ that shapes a product; raise it when the same input gives another output
+CODE_VERSION = 2  # of everything under data/ that shapes a product; raise it when the same input gives another output
 MANIFEST = "manifest.json"
 VERIFIED_SECONDS = 24 * 3600
 FREE_RESERVE_BYTES = 64 << 20
@@ -158,8 +158,7 @@ def _note_of(folder: Path) -> Path:
 
 def _marks(folder: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
     """Return for each file what changes when it is written to."""
-    stats = {name: (folder / name).stat() for name in manifest["files"]}
-    return {name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in stats.items()}
+    return {name: file_mark(folder / name) for name in manifest["files"]}
 
 
 def _say_damaged(folder: Path, what: str) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.account import SourceAccount
 from lightning_llm.data.addressing import Mixture, SampleOrder, largest_remainder
 from lightning_llm.data.batch import Batch, ValidationBatch
 from lightning_llm.data.bound import window_limits
@@ -65,16 +66,16 @@ class Corpus:
         seed: int,
         tokenizer: Tokenizer,
         streams: dict[str, dict[str, TokenStream]],
-        left_out: Mapping[str, int],
+        accounts: Mapping[str, SourceAccount],
         max_steps: int | None = None,
         chosen: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         """`streams` holds each source's "train" and "validation" stream; what is trained on has at least one window.
 
-        `left_out` counts for each source the records whose text is null, empty or blank. `data.opening` makes and
-        checks all of it. `chosen`: what `choose_documents` returned.
+        `accounts` of all sources. `data.opening` makes and checks all of it. `chosen`: what `choose_documents`
+        returned.
         """
-        self.left_out, self.chosen = dict(left_out), dict(chosen or {})
+        self.accounts, self.chosen = dict(accounts), dict(chosen or {})
         self.config = config
         self.tokenizer = tokenizer
         self.names = list(config.sources)

@@ -1,9 +1,11 @@
 """Opening a corpus: each source scanned, tokenised where no cache holds it, and mapped."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lightning_llm.config.schema.data import DataConfig
+from lightning_llm.data.account import SourceAccount
 from lightning_llm.data.bound import limit_problem, window_limits
 from lightning_llm.data.check import cache_dir_of
 from lightning_llm.data.chosen import choose_documents
@@ -47,8 +49,17 @@ def open_corpus(
     chosen = choose_documents(config, sources, streams, held_out, cache_dir)
     if problems := [each for name in config.drawn for each in _length_problems(name, streams[name], config)]:
         raise ConfigError(problems)
-    left_out = {name: scans[name].left_out for name in sources}
-    return Corpus(config, seed, tokenizer, streams, left_out, max_steps, chosen)
+    accounts = {
+        name: SourceAccount(
+            files=len(source.files) - len(scans[name].skipped_files),
+            endings=_endings(source),
+            skipped_files=source.skipped_files | scans[name].skipped_files,
+            blank_records=scans[name].left_out,
+            documents=scans[name].documents,
+        )
+        for name, source in sources.items()
+    }
+    return Corpus(config, seed, tokenizer, streams, accounts, max_steps, chosen)
 
 
 def _scan_all(
@@ -70,6 +81,15 @@ def _scan_all(
     if problems:
         raise ConfigError(problems)
     return scans, token_files
+
+
+def _endings(source: Source) -> dict[str, int]:
+    """Return how many files of a source of text have each ending, of those that its loader knows."""
+    config = source.config
+    if config.tokenised or not config.suffixes:
+        return {}
+    names = [file.name.lower() for file in source.files]
+    return dict(Counter(next((e for e in config.suffixes if name.endswith(e)), "others") for name in names))
 
 
 def _length_problems(name: str, streams: dict[str, TokenStream], config: DataConfig) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ A source too small to have a key in that range gives its smallest key, which is 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class Scan:
     largest_id: int = -1
     """Of a source of tokens, and where it is."""
     largest_at: str = ""
+    skipped_files: dict[str, str] = field(default_factory=dict)
+    """Files that the reader found not to be data: path -> reason. Others are known without reading."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def scan(source: Source, cache_dir: Path, shown: bool) -> Scan:
         if not documents:
             where = source.where if source.files else f"loader={source.config.loader}"
             raise ConfigError(Problem(source.key, f"{where} holds no document: every text is empty or blank."))
-        return asdict(Scan(documents, text_bytes, smallest, largest, source.left_out))
+        skipped = getattr(source.reader, "skipped", {})
+        return asdict(Scan(documents, text_bytes, smallest, largest, source.left_out, skipped_files=skipped))
 
     _, manifest = build_once(cache_dir, "scan", source.identity(), build)
     return Scan(**{key: manifest[key] for key in Scan.__dataclass_fields__ if key in manifest})

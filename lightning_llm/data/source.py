@@ -1,18 +1,16 @@
 """One source of a mix: its documents in a fixed order, read as often as asked, whatever loads them."""
 
-import gzip
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from lightning_llm.config.schema.data import SourceConfig
+from lightning_llm.data.text_files import DAMAGED, first_that_is_no_text
 from lightning_llm.errors import ConfigError, Problem
-
-ENCODING = "utf-8-sig"
-"""UTF-8, with or without the byte order mark that some editors write."""
+from lightning_llm.integrity import file_mark
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,10 @@ def content_key(text: str) -> int:
 
 
 class DocumentReader(Protocol):
-    """What a loader of text builds."""
+    """Reader that a loader of text builds.
+
+    A reader that finds out only by reading which files it does not read has them in `skipped`: path -> reason.
+    """
 
     def documents(self) -> Iterator["Document | str | None"]:
         """Yield each document, always in the same order: its text, or None for a record that has none.
@@ -68,6 +69,16 @@ class Source:
         return found
 
     @cached_property
+    def _marks(self) -> dict[Path, list[int]]:
+        """The files as they were before any was read."""
+        return {file: file_mark(file) for file in self.files}
+
+    @cached_property
+    def skipped_files(self) -> dict[str, str]:
+        """The files that its path names and that are not read: path -> reason."""
+        return self.config.skipped_files()
+
+    @cached_property
     def reader(self) -> Any:
         """What the loader builds."""
         return self.config.build(self.key, self.files)
@@ -79,10 +90,38 @@ class Source:
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the documents, as JSON data, cheaply: the loader's keys and the files' size and time."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        self.check_unchanged()  # takes the marks first
         return self.config.identity(self.files)
 
+    def check_unchanged(self) -> None:
+        """Raise ConfigError where a file is not the one that it was when this source was first looked at."""
+        for file, before in self._marks.items():
+            try:
+                after = file_mark(file)
+            except OSError as error:
+                self._refuse_changed(f"{file} is gone ({error.strerror})")
+            if after != before:
+                sizes = f"{before[0]:,} bytes, then {after[0]:,}" if after[0] != before[0] else f"{after[0]:,} bytes"
+                self._refuse_changed(f"{file} changed while it was read ({sizes})")
+
+    def _refuse_changed(self, what: str) -> NoReturn:
+        text = f"{what}. Start again when nothing writes to it, or train on a copy."
+        raise ConfigError(Problem(f"{self.key}.path", text))
+
     def documents(self) -> Iterator[Document]:
-        """Yield the documents that are not blank, always in the same order; `left_out` counts the others."""
+        """Yield the documents that are not blank, always in the same order; `left_out` counts the others.
+
+        Raises ConfigError, too, where a file has changed since this source was first looked at.
+        """
+        self.check_unchanged()
+        yield from self._documents()
+        self.check_unchanged()
+
+    def _documents(self) -> Iterator[Document]:
         self.left_out = 0
         documents = self._read()
         while True:
@@ -91,9 +130,11 @@ class Source:
             except StopIteration:
                 return
             except UnicodeDecodeError as error:
-                where = _first_that_is_no_text(self.files) or self.where
+                self.check_unchanged()
+                where = first_that_is_no_text(self.files) or self.where
                 raise ConfigError(Problem(f"{self.key}.path", f"{where} is no UTF-8 text: {error.reason}.")) from error
-            except (ValueError, OSError, EOFError, KeyError) as error:  # pyarrow's and datasets' errors are of these
+            except DAMAGED as error:
+                self.check_unchanged()
                 raise ConfigError(Problem(f"{self.key}.path", f"{self.where} cannot be read: {error}")) from error
             if isinstance(found, Document):
                 yield found
@@ -110,28 +151,3 @@ class Source:
 def these_files(path: str | None, files: Sequence[Path]) -> str:
     """Return what messages call the `files` of a source at `path`."""
     return str(files[0]) if len(files) == 1 else f"{path!r} ({len(files)} files)"
-
-
-def streamed(builder: str, files: Sequence[Path], **options: Any) -> Any:
-    """Return the dataset that a builder of `datasets` makes of `files`; streaming leaves no second copy on the disk."""
-    import datasets  # imported only where a token cache is built
-
-    paths = [str(file) for file in files]
-    return datasets.load_dataset(builder, data_files=paths, split="train", streaming=True, **options)
-
-
-def opened_as_text(file: Path) -> IO[str]:
-    """Open a file of UTF-8, which is gzipped if its name says so."""
-    return gzip.open(file, "rt", encoding=ENCODING) if file.name.endswith(".gz") else file.open(encoding=ENCODING)
-
-
-def _first_that_is_no_text(files: Iterable[Path]) -> str | None:
-    """Return where the first line is that cannot be decoded, and its first bad byte."""
-    for file in files:
-        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    line.decode()
-                except UnicodeDecodeError as error:
-                    return f"line {number} of {file}, byte 0x{line[error.start]:02x},"
-    return None

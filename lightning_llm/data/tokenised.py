@@ -25,6 +25,7 @@ from lightning_llm.data.tokenizer import (
     tokenizer_file,
 )
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.integrity import file_mark
 
 PLACES = "documents.places"  # int64 [documents, 3]: number of the file, first token, tokens
 KEYS = "documents.keys"  # uint64 [documents]
@@ -60,8 +61,8 @@ def end_of_document_of(config: TokenizerConfig) -> int:
 
 def scan_identity(source: Source, config: TokenizerConfig) -> dict[str, Any]:
     """Return what decides the documents of a tokenised source: its files, and what ends a document."""
-    stat = tokenizer_file(config.path).stat() if config.kind == "file" and config.path else None
-    found = [config.kind, config.end_of_document, *([stat.st_size, stat.st_mtime_ns] if stat else [])]
+    mark = file_mark(tokenizer_file(config.path))[:3] if config.kind == "file" and config.path else []
+    found = [config.kind, config.end_of_document, *mark]
     return source.identity() | {"tokenizer": found}
 
 
@@ -108,6 +109,7 @@ def scan_tokens(source: Source, config: TokenizerConfig, cache_dir: Path, shown:
                     found.tofile(keys)
                     documents += len(found)
                     advance(read.nbytes)
+        source.check_unchanged()
         if ids.smallest < 0:
             raise ConfigError(Problem(f"{source.key}.path", f"{ids.smallest_at} is {ids.smallest}: no id is negative."))
         if not documents:
@@ -191,6 +193,7 @@ def token_streams(
                     digest.update(content)
                     advance(len(content))
                 splits[split] = {"tokens": tokens, "documents": len(ends), "digest": digest.hexdigest()}
+        source.check_unchanged()
         return {"dtype": dtype.str, "splits": splits}
 
     identity = {

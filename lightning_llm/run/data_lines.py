@@ -40,10 +40,6 @@ def chosen_lines(corpus: Corpus) -> list[str]:
     ]
 
 
-def left_out_lines(corpus: Corpus) -> list[str]:
-    """Return how many records of each source have no text, where there are any."""
-    return [
-        f"note   data.sources.{name}: {count:,} record{'' if count == 1 else 's'} left out, whose text is null or blank"
-        for name, count in corpus.left_out.items()
-        if count
-    ]
+def account_lines(corpus: Corpus) -> list[str]:
+    """Return a note for each loss between the files of a source and its tokens."""
+    return [f"note   {line}" for name, account in corpus.accounts.items() for line in account.lines(name)]

@@ -29,6 +29,7 @@ def run_facts(config: Config, corpus: Corpus, decision: Decision) -> dict[str, A
         TOKENIZER_DIGEST: digest_of_file(corpus.tokenizer.path),
         "validation_unigram_nats": corpus.validation_unigram_nats,
         **({"chosen_documents": corpus.chosen} if corpus.chosen else {}),
+        "data_sources": {name: account.facts() for name, account in corpus.accounts.items()},
         "threads": torch.get_num_threads(),
         "backend": decision.runs if config.precision.quantises else None,  # where casts run
         "precision": decision.facts(),

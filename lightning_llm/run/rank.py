@@ -32,7 +32,7 @@ from lightning_llm.run.agreement import agree_on_data, decide_together
 from lightning_llm.run.attention_kernel import attention_of, kernel_line
 from lightning_llm.run.branch import branch_facts, check_branch_tokenizer
 from lightning_llm.run.build import build_callbacks, build_module, build_trainer
-from lightning_llm.run.data_lines import chosen_lines, data_line, left_out_lines, phase_lines
+from lightning_llm.run.data_lines import account_lines, chosen_lines, data_line, phase_lines
 from lightning_llm.run.environment import die_with_launcher, is_first_rank, rank_environment, say
 from lightning_llm.run.facts import origin_here, run_facts
 from lightning_llm.run.fingerprint import agree_on_fingerprint, fingerprint
@@ -168,7 +168,7 @@ def fit(rank: Rank, start: Start) -> None:
     skipped = skipped_samples(config, start.rollbacks)
     data = config.data.model_copy(update={"skip_samples": skipped or None})
     corpus = open_corpus(data, config.seed, config.model.vocab_size, config.trainer.max_steps, progress=is_first_rank())
-    more = (*phase_lines(config, corpus), *chosen_lines(corpus), *left_out_lines(corpus))
+    more = (*phase_lines(config, corpus), *chosen_lines(corpus), *account_lines(corpus))
     for line in [data_line(config, corpus), *more]:
         say(line)
     agree_on_data(corpus.fingerprint, start)

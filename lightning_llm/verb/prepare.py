@@ -26,6 +26,7 @@ from lightning_llm.data.opening import open_corpus
 from lightning_llm.data.score.scoring import score_documents
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.run.checked_plan import read_words
+from lightning_llm.run.data_lines import account_lines
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 SCORES = Path("scores.parquet")
@@ -58,16 +59,20 @@ def prepare(arguments: argparse.Namespace) -> int:
             "training_tokens": each.available_tokens,
             "documents": each.documents,
             "validation_tokens": each.validation_tokens,
-            "left_out": corpus.left_out[each.name],
+            "left_out": corpus.accounts[each.name].blank_records,
         }
         for each in source_reports(corpus, 0)
     }
     if arguments.json:
-        print(json.dumps({"sources": facts, "data_hash": corpus.fingerprint}, indent=1))
+        accounts = {name: {"account": account.facts()} for name, account in corpus.accounts.items()}
+        sources = {name: its | accounts[name] for name, its in facts.items()}
+        print(json.dumps({"sources": sources, "data_hash": corpus.fingerprint}, indent=1))
         return 0
     for name, its in facts.items():
         counts = ", ".join(f"{value:,} {key.replace('_', ' ')}" for key, value in its.items())
         print(f"{name}: {counts}")
+    for line in account_lines(corpus):
+        print(line)
     print(f"data_hash {corpus.fingerprint}")
     return 0
 

@@ -1,9 +1,12 @@
 """Loaders give the documents that are in the files, and say what is wrong with files that are not so."""
 
+import bz2
 import gzip
 import inspect
 import json
 import json.encoder
+import lzma
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,3 +225,74 @@ def test_prose_of_a_module_is_held_out_with_its_code() -> None:
     assert len(code) > 350
     assert sum(d.key in code for d in prose) > 300
     assert any("For example" in d.text and d.key not in code for d in prose)  # the language reference's topics
+
+
+def test_compressed_files_are_read_beside_plain_ones(tmp_path: Path) -> None:
+    import pyarrow
+
+    def line(text: str) -> bytes:
+        return (json.dumps({"text": text}) + "\n").encode()
+
+    (tmp_path / "0.jsonl").write_bytes(line("plain"))
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(line("gz")))
+    (tmp_path / "2.jsonl.bz2").write_bytes(bz2.compress(line("bz2")))
+    (tmp_path / "3.jsonl.xz").write_bytes(lzma.compress(line("xz")))
+    frames = [pyarrow.compress(line(f"zst {i}"), codec="zstd", asbytes=True) for i in range(2)]
+    (tmp_path / "4.JSONL.ZST").write_bytes(b"".join(frames))  # as pzstd writes them
+    (tmp_path / "5.json.lz4").write_bytes(pyarrow.compress(line("lz4"), codec="lz4", asbytes=True))
+    assert texts_of(loader="jsonl", path=str(tmp_path)) == ["plain", "gz", "bz2", "xz", "zst 0", "zst 1", "lz4"]
+    for file in sorted(tmp_path.iterdir())[1:]:
+        whole = file.read_bytes()
+        for damaged in (whole[:-9], whole[:8] + b"\0" * len(whole)):
+            file.write_bytes(damaged)
+            assert f"{file} " in problem_of(loader="jsonl", path=str(file))
+
+
+def test_parquet_is_read_by_one_column_whatever_the_others_are(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    nested = [{"a": 1}], [[1.5]]
+    for number, (kind, others) in enumerate(
+        (
+            (pyarrow.string(), {"n": [1]}),
+            (pyarrow.large_string(), {"n": [0.5], "language": ["en"]}),
+            (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), {"n": nested[0]}),
+            (pyarrow.string(), {"n": nested[1], "text.more": ["x"]}),
+        )
+    ):
+        text = pyarrow.array([f"shard {number}"], pyarrow.string()).cast(kind)
+        table = pyarrow.table({**others, "text": text})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([None])}), tmp_path / "4.parquet")
+    assert texts_of(loader="parquet", path=str(tmp_path)) == [f"shard {number}" for number in range(4)]
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "5.parquet")
+    assert f"{tmp_path / '5.parquet'} has no column 'text'; it has 'body'" in problem_of(
+        loader="parquet", path=str(tmp_path)
+    )
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_file_that_changes_while_it_is_read_is_refused_by_name(tmp_path: Path, replace: bool) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two"}\n')
+    source = source_of("jsonl", path=str(file))
+    found = scan(source, tmp_path / "cache", shown=False)
+    its = file.stat()
+    if replace:  # by a file of the same size and time, as cp -p and rsync -t leave it
+        (tmp_path / "new").write_text('{"text": "six"}\n{"text": "ten"}\n')
+        (tmp_path / "new").replace(file)
+        os.utime(file, ns=(its.st_atime_ns, its.st_mtime_ns))
+    else:
+        with file.open("a") as opened:
+            opened.write('{"text": "three"}\n')
+    with pytest.raises(ConfigError, match=rf"data\.sources\.s\.path: {file} changed while it was read"):
+        list(source.documents())
+    again = source_of("jsonl", path=str(file))
+    assert again.identity() != source.identity()
+    assert scan(again, tmp_path / "cache", shown=False) != found
+    documents = again.documents()
+    next(documents)
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        list(documents)

@@ -21,6 +21,7 @@ from lightning_llm.config.schema.base import (
     TokenCount,
 )
 from lightning_llm.errors import Problem
+from lightning_llm.integrity import file_mark
 from lightning_llm.registry import Registry
 
 
@@ -53,11 +54,18 @@ class SourceConfig(Group):
         """Return the local files that are read, absolute and sorted; none where documents are elsewhere."""
         raise NotImplementedError
 
+    def skipped_files(self) -> dict[str, str]:
+        """Return the files and folders that its keys name and that are not read: path -> reason."""
+        return {}
+
     def identity(self, files: Sequence[Path]) -> dict[str, Any]:
-        """Return what decides the documents, as JSON data, cheaply: its keys, and the files' size and time."""
-        stats = [(file, file.stat()) for file in files]
+        """Return what decides the documents, as JSON data, cheaply: its keys, and the files' size and times.
+
+        Of the times, nobody can set the change time, so that a file replaced by one of the same size and modification
+        time (`cp -p`, `rsync -t`) is another. Inodes are left out: on network file systems they differ by mount.
+        """
         keys = self.model_dump(exclude={"weight", "role"})
-        return keys | {"files": [[str(file), s.st_size, s.st_mtime_ns] for file, s in stats]}
+        return keys | {"files": [[str(file), *file_mark(file)[:3]] for file in files]}
 
     def cached_bytes(self, files: Sequence[Path]) -> int:
         """Return about how many bytes of text go through the tokenizer into the cache."""

@@ -1,27 +1,120 @@
 """Local files: which ones a source's `path` names, and what is wrong with it. Imports neither torch nor `datasets`."""
 
+import glob
 import os
+import stat
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from glob import glob, has_magic
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_llm.config.schema.data import TextSourceConfig, TokenSourceConfig, loader_of
 from lightning_llm.errors import Problem
 
+WORKING_FOLDERS = frozenset(("__MACOSX", "__pycache__", "_delta_log", "_spark_metadata", "_temporary"))
+"""Folders that programs keep beside data for themselves, with files of the same endings."""
+HIDDEN, WORKING, OTHER_ENDING = "hidden", "a program's working folder", "another ending"
+"""Reasons for which a file of a folder is not read."""
+
+
+@dataclass(frozen=True)
+class FoundFiles:
+    """The files that a path names: `read`, absolute and sorted, and `skipped`, path -> reason."""
+
+    read: list[Path] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+class LocalFiles:
+    """Mixin of the loaders that read every file of their endings in a folder."""
+
+    def files(self: Any) -> list[Path]:
+        """Return the files that are read, absolute and sorted."""
+        return matching_files(self.path or "", self.suffixes)
+
+    def skipped_files(self: Any) -> dict[str, str]:
+        """Return what `path` names and is not read: path -> reason."""
+        return find_files(self.path or "", self.suffixes).skipped
+
+
+def local_path(path: str) -> Path:
+    """Return `path` absolute, "~" expanded where it names a home folder."""
+    return Path(os.path.expanduser(path)).absolute()  # Path's own raises for a file named ~notes.txt
+
 
 def matching_files(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files that `path` (a file, a folder or a glob) names, absolute and sorted; of a folder by ending."""
-    expanded = Path(path).expanduser().absolute()
-    if os.path.isfile(expanded):  # Path's own raise for names that are too long
-        return [expanded]
-    if os.path.isdir(expanded):
-        found: Iterable[Path] = (f for f in expanded.rglob("*") if f.name.lower().endswith(suffixes))
-    elif has_magic(path):
-        found = map(Path, glob(str(expanded), recursive=True))
-    else:
-        return []
-    return sorted(f for f in found if f.is_file())
+    """Return the files that `path` names, absolute and sorted; `find_files` also reports the others."""
+    return find_files(path, suffixes).read
+
+
+def find_files(path: str, suffixes: tuple[str, ...]) -> FoundFiles:
+    """Find the files that `path` (a file, a folder or a glob) names; those of a folder by their endings.
+
+    A path that exists is taken literally, whatever characters it has; any other is a pattern. In a folder, links are
+    followed, each real folder is read once, and hidden files and folders are skipped.
+    """
+    if not path:
+        return FoundFiles()
+    literal = local_path(path)
+    if os.path.isfile(literal):  # Path's own raise for names that are too long
+        return FoundFiles([literal])
+    if os.path.isdir(literal):
+        return _in_folder(literal, suffixes)
+    if not glob.has_magic(path):
+        return FoundFiles()
+    found = FoundFiles()
+    for name in sorted({*glob.glob(_pattern(literal), recursive=True)}):
+        if reason := _unreadable(name):
+            found.skipped[name] = reason
+        elif os.path.isfile(name):
+            found.read.append(Path(name))
+        elif "**" not in path:  # which matches the folders that it goes through
+            found.skipped[name] = "a folder"
+    return FoundFiles(sorted(found.read), found.skipped)
+
+
+def _pattern(path: Path) -> str:
+    """Return `path` as a pattern whose leading folders, as far as they exist, are literal."""
+    folder = next(each for each in path.parents if os.path.isdir(each))
+    return os.path.join(glob.escape(str(folder)), path.relative_to(folder))
+
+
+def _in_folder(root: Path, suffixes: tuple[str, ...]) -> FoundFiles:
+    found = FoundFiles()
+    visited: dict[tuple[int, int], str] = {}
+
+    def unopened(error: OSError) -> None:
+        found.skipped[str(error.filename)] = f"cannot be opened: {error.strerror}"
+
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=unopened):
+        its = os.stat(folder)
+        if (first := visited.setdefault((its.st_dev, its.st_ino), folder)) != folder:
+            found.skipped[folder] = f"the same folder as {first}"
+            subfolders.clear()
+            continue
+        for name in sorted((*subfolders, *names)):
+            reason = HIDDEN if name.startswith(".") else WORKING if name in WORKING_FOLDERS else None
+            if reason is None and name in subfolders:
+                continue
+            path = os.path.join(folder, name)
+            if reason or (reason := _unreadable(path)):
+                found.skipped[path] = reason
+            elif not name.lower().endswith(suffixes):
+                found.skipped[path] = OTHER_ENDING
+            else:
+                found.read.append(Path(path))
+        subfolders[:] = sorted(each for each in subfolders if os.path.join(folder, each) not in found.skipped)
+    return FoundFiles(sorted(found.read), found.skipped)
+
+
+def _unreadable(path: str) -> str | None:
+    """Return why nothing can be read at `path`, None for a file or a folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return "a link to nothing"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "no regular file"
 
 
 def file_problems(
@@ -55,7 +148,7 @@ def file_problems(
 
 
 def _no_file(path: str, suffixes: Sequence[str]) -> str:
-    absolute = Path(path).expanduser().absolute()
+    absolute = local_path(path)
     if os.path.isdir(absolute):
         endings = ", ".join(suffixes)
         return f"the folder {absolute} holds no file that ends in {endings}. Name the files with a glob."

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
+from lightning_llm.data.loader.files import FoundFiles, find_files, local_path
 from lightning_llm.errors import Problem
 
 
@@ -28,15 +29,21 @@ class HuggingFaceSource(TextSourceConfig):
         if not self.path:
             yield Problem(f"{key}.path", f"loader={self.loader} needs a path.")
             return
-        absolute = Path(self.path).expanduser().absolute()
+        absolute = local_path(self.path)
         if os.path.isfile(absolute):
             yield Problem(f"{key}.path", f"{absolute} is a file; files are read by loader=jsonl, text or parquet.")
         elif not os.path.isdir(absolute) and (self.path[0] in "/.~" or self.path.count("/") > 1):
             yield Problem(f"{key}.path", f"there is no folder {absolute}, and it is no hub name (owner/name).")
 
     def files(self) -> list[Path]:
-        local = Path(self.path or "").expanduser().absolute()
-        return sorted(f for f in local.rglob("*") if f.is_file()) if os.path.isdir(local) else []
+        return self._in_folder().read
+
+    def skipped_files(self) -> dict[str, str]:
+        return self._in_folder().skipped
+
+    def _in_folder(self) -> FoundFiles:
+        path = self.path or ""
+        return find_files(path, ("",)) if path and os.path.isdir(local_path(path)) else FoundFiles()
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
         from lightning_llm.data.loader.huggingface import HuggingFaceReader

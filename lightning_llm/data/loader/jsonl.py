@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning_llm.config.schema.data import TextSourceConfig
 from lightning_llm.data.loader.records import text_of
-from lightning_llm.data.source import opened_as_text, these_files
+from lightning_llm.data.source import these_files
+from lightning_llm.data.text_files import opened_as_text
 
 
 class JsonlReader:

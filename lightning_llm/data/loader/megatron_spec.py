@@ -1,11 +1,12 @@
 """The loader of Megatron-LM's indexed datasets."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
-from lightning_llm.data.loader.files import file_problems, matching_files
+from lightning_llm.data.loader.files import FoundFiles, file_problems, find_files, local_path
 from lightning_llm.errors import Problem
 
 INDEX, TOKENS = ".idx", ".bin"
@@ -33,12 +34,22 @@ class MegatronSource(TokenSourceConfig):
 
     def files(self) -> list[Path]:
         """Return both files of each pair, as far as they are there."""
-        path = self.path or ""
-        found = matching_files(path, self.suffixes) or matching_files(f"{path}{INDEX}", self.suffixes)
+        found = self._found().read
         if any(file.suffix not in self.suffixes for file in found):
             return found  # which are another loader's
         pairs = {file.with_suffix(suffix) for file in found for suffix in self.suffixes}
         return sorted(file for file in pairs if file.is_file())
+
+    def skipped_files(self) -> dict[str, str]:
+        return self._found().skipped
+
+    def _found(self) -> FoundFiles:
+        path = self.path or ""
+        for pair in (f"{path}{suffix}" for suffix in self.suffixes if path):
+            if os.path.isfile(local_path(pair)):
+                return find_files(pair, self.suffixes)
+        found = find_files(path, self.suffixes)
+        return found if found.read else find_files(f"{path}{INDEX}", self.suffixes)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
         from lightning_llm.data.loader.megatron import MegatronReader

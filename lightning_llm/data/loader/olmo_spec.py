@@ -7,14 +7,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lightning_llm.config.schema.data import LOADERS, TokenSourceConfig
-from lightning_llm.data.loader.files import file_problems, matching_files
+from lightning_llm.data.loader.files import LocalFiles, file_problems
 from lightning_llm.errors import Problem
 
 NUMPY_MAGIC = b"\x93NUMPY"
 
 
 @LOADERS.register
-class OlmoSource(TokenSourceConfig):
+class OlmoSource(LocalFiles, TokenSourceConfig):
     """`.npy` as OLMo reads it: token ids alone, without a header, each document closed by the end-of-document token."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".npy",)
@@ -35,9 +35,6 @@ class OlmoSource(TokenSourceConfig):
             elif stored % size or not stored:
                 text = f"{file} has {stored:,} bytes, which are no whole number of {self.dtype}: it is cut short."
                 yield Problem(f"{key}.path", text if stored else f"{file} is empty.")
-
-    def files(self) -> list[Path]:
-        return matching_files(self.path or "", self.suffixes)
 
     def build(self, key: str, files: Sequence[Path]) -> Any:
         from lightning_llm.data.loader.olmo import OlmoReader

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning_llm.config.schema.data import LOADERS, TextSourceConfig
-from lightning_llm.data.loader.files import file_problems, matching_files
+from lightning_llm.data.loader.files import LocalFiles, file_problems
 from lightning_llm.errors import Problem
 
 COMPRESSION = 3  # text within parquet, about
 
 
 @LOADERS.register
-class ParquetSource(TextSourceConfig):
+class ParquetSource(LocalFiles, TextSourceConfig):
     """Parquet files, of which the column `text_key` alone is read."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
@@ -21,9 +21,6 @@ class ParquetSource(TextSourceConfig):
 
     def problems(self, key: str) -> Iterable[Problem]:
         return file_problems(key, self)
-
-    def files(self) -> list[Path]:
-        return matching_files(self.path or "", self.suffixes)
 
     def cached_bytes(self, files: Sequence[Path]) -> int:
         return COMPRESSION * super().cached_bytes(files)

@@ -28,7 +28,7 @@ def text_of(record: Mapping[str, Any], column: str, key: str, where: str) -> str
 
 def column_of(rows: Any, column: str, key: str, where: str) -> Iterator[str | None]:
     """Yield `text_of` each row of a dataset of `datasets`, reading that column alone."""
-    with said_in_a_line():
+    with raised_in_a_line():
         if column in (rows.column_names or ()):  # a missing one is reported from the first row
             rows = rows.select_columns([column])
         for record in rows:
@@ -36,15 +36,15 @@ def column_of(rows: Any, column: str, key: str, where: str) -> Iterator[str | No
 
 
 @contextmanager
-def said_in_a_line() -> Iterator[None]:
-    """Have what `datasets` raises in the block, of whatever library, be a ValueError of one line.
+def raised_in_a_line() -> Iterator[None]:
+    """Turn what `datasets` and pyarrow raise in the block, of whatever library, into a ValueError of one line.
 
-    Its readers of files log tracebacks beside: those are left out.
+    The readers of `datasets` also log tracebacks; those are suppressed.
     """
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
         yield
-    except (ConfigError, ValueError, OSError, EOFError, KeyError):  # of which a source makes a line
+    except (ConfigError, ValueError, OSError, EOFError, KeyError):  # a source reports these in a line
         raise
     except pickle.UnpicklingError as error:
         raise ValueError(f"a sample {unpickling_problem(error)}") from error
