@@ -16,7 +16,7 @@ from lightning_llm.config.commands import sync_command
 from lightning_llm.config.redact import redact_uri, redacted, with_credentials
 from lightning_llm.record.mlflow.store import LARGEST_VALUE, existing_store
 from lightning_llm.record.mlflow.sweep import DESCRIPTION
-from lightning_llm.record.mlflow.ui import artifact_page
+from lightning_llm.record.mlflow.ui import artifact_page, children_page
 from lightning_llm.record.reading import Run
 from lightning_llm.record.state import state_of
 from lightning_llm.record.sweep_file import FILE, parent_of_sweep
@@ -148,11 +148,24 @@ def _log_parent(
         client.set_tag(parent, _safe(key), line[:5000])
     run = client.get_run(parent)
     before = run.data.tags.get(DESCRIPTION, "")
-    client.set_tag(parent, DESCRIPTION, described(before, f"{verdict_table(verdicts)}\n\n{WHERE.format(place=place)}"))
+    curves = f"[Curves of all jobs]({children_page(str(run.info.experiment_id), parent)})"
+    parts = (headline(verdicts), curves, verdict_table(verdicts), WHERE.format(place=place))
+    client.set_tag(parent, DESCRIPTION, described(before, "\n\n".join(parts)))
     for file in sorted(folder.iterdir()):
         if file.name in ("report.html", *FILES) or (file.name.startswith("figure-") and file.suffix == ".svg"):
             client.log_artifact(parent, str(file), place)
     return str(run.info.experiment_id)
+
+
+def headline(verdicts: Sequence[Verdict]) -> str:
+    """Return all verdicts in one line of Markdown, since MLflow cuts a description off after a few lines."""
+    found: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        name = " ".join(filter(None, (verdict.name, verdict.family.words)))
+        found.setdefault(verdict.qualified, []).append(name)
+    terms, baseline = verdicts[0].terms, verdicts[0].factor.baseline_label
+    parts = (f"**{qualified}**: {', '.join(names)}" for qualified, names in found.items())
+    return f"{'; '.join(parts)} (against {baseline}, margin {terms.margin_words})."
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
@@ -172,11 +185,12 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def described(before: str, verdicts: str) -> str:
-    """Return a description with `verdicts` in the place of those that it held, and all else as it was."""
+    """Return a description that begins with `verdicts`, in place of those that it contained, and keeps all else."""
     head, begin, rest = before.partition(BEGIN)
-    tail = rest.partition(END)[2] if begin else ""
-    room = LARGEST_VALUE["tags"] - len(head) - len(tail) - len(BEGIN) - len(END) - 8
-    return f"{head.rstrip()}\n\n{BEGIN}\n{verdicts[: max(0, room)]}\n{END}{tail}".lstrip()
+    others = [head.strip(), rest.partition(END)[2].strip() if begin else ""]
+    kept = "\n\n".join(filter(None, others))
+    room = LARGEST_VALUE["tags"] - len(kept) - len(BEGIN) - len(END) - 8
+    return f"{BEGIN}\n{verdicts[: max(0, room)]}\n{END}\n\n{kept}".rstrip()
 
 
 def _safe(text: str) -> str:

@@ -21,7 +21,7 @@ from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run.relay import signals_passed_on
 from lightning_llm.sweep.declared import Composed, Definition, declared_sweep
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
-from lightning_llm.sweep.ending import close, print_where_to_judge
+from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome, one_at_a_time
 from lightning_llm.sweep.run import left_to_do, opened, start
 
@@ -63,9 +63,7 @@ def run_until_decided(composed: Composed, keys: SweepConfig) -> int:
                 break
     begun = begun or _with_started(whole, ())
     further = "another look" if stage.jobs else ""
-    code = close(replace(whole, jobs=begun), outcomes, relay.received, further=further)
-    print_where_to_judge(whole)
-    return code
+    return close(replace(whole, jobs=begun), outcomes, relay.received, further=further)
 
 
 def _opened_for(definition: Definition, jobs: Iterable[Job], parent_run_id: str | None) -> Sweep:

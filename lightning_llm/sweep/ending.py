@@ -89,6 +89,7 @@ def close(
         _print_ending(job, "failed in another start")
     if stopped_by:
         _print_stop(whole, ending.left, further)
+    print_where_to_judge(whole)
     return ending.code
 
 
@@ -99,6 +100,7 @@ def close_again(whole: Sweep) -> None:
         _tell_mlflow(_Ending(whole, [], 0, ()))
     elif whole.jobs[0].config.logger.name == "mlflow":
         _hand_in_late(whole)
+    print_where_to_judge(whole)
 
 
 def _tell_mlflow(ending: _Ending) -> None:
@@ -155,8 +157,9 @@ def _print_where_and_how(config: Config, outcomes: Sequence[Outcome]) -> None:
 
 
 def print_where_to_judge(whole: Sweep) -> None:
-    """Print the command that gives the verdict, where any job came to an end that can be judged."""
-    if any(state_of(job.folder) in SETTLED for job in whole.jobs):
+    """Print the command that gives the verdict, if jobs differ in more than the seed and one of them can be judged."""
+    varied = any(len(values) > 1 for key, values in whole.axes.items() if key != "seed")
+    if varied and any(state_of(job.folder) in SETTLED for job in whole.jobs):
         print(f"       the verdict: {command('compare', str(whole.folder))}")
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import uuid
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from mlflow import MlflowClient
@@ -55,7 +56,17 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
     tags = client.get_run(parent).data.tags
     assert tags["verdict/mxfp8"].startswith("mxfp8 at 2.16M parameters")
     note = tags["mlflow.note.content"]
-    assert note.startswith("somebody's words\n\n")  # which stay, while the table is made anew
+    first, second = note.partition(BEGIN)[2].strip().split("\n\n")[:2]
+    assert first == "**lossy**: mxfp8 (against bf16, margin 0.01)."
+    assert note.startswith(BEGIN)
+    assert note.endswith("\n\nsomebody's words")  # which stay, while the table is made anew
+    link = urlsplit(second.partition("](#")[2].rstrip(")"))
+    experiment = client.get_run(parent).info.experiment_id
+    assert link.path == f"/experiments/{experiment}/runs"
+    query = parse_qs(link.query)
+    assert query["compareRunsMode"] == ["CHART"]
+    shown = client.search_runs([experiment], query["searchFilter"][0])  # the filter is one that MLflow reads
+    assert {run.info.run_id for run in shown} == set(ids)
     assert note.count("| mxfp8 | **lossy**") == 1
     assert note.count(tags["verdict/mxfp8"]) == 1
     assert {each.path for each in client.list_artifacts(parent, "compare")} == {
@@ -69,7 +80,10 @@ def test_each_run_and_the_parent_get_the_verdict(tracked, capsys):
 
 def test_a_description_keeps_what_is_not_ours():
     first = described("before", "| old |")
-    assert described(first + " after", "| new |") == f"before\n\n{BEGIN}\n| new |\n{END} after"
+    assert first == f"{BEGIN}\n| old |\n{END}\n\nbefore"
+    assert described(first + " after", "| new |") == f"{BEGIN}\n| new |\n{END}\n\nbefore after"
+    earlier = f"before\n\n{BEGIN}\n| old |\n{END}\n\nafter"  # as earlier versions wrote it
+    assert described(earlier, "| new |") == f"{BEGIN}\n| new |\n{END}\n\nbefore\n\nafter"
     assert described("", "| new |") == f"{BEGIN}\n| new |\n{END}"
     assert len(described("x" * 100, "long" * 5000)) <= LARGEST_VALUE["tags"]
 

@@ -23,8 +23,10 @@ from lightning_llm.record.provenance import has_ended, process_mark
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.state import detail_of, settled_state, state_of
 from lightning_llm.record.sweep_definition import Job
+from lightning_llm.record.sweep_writing import write_sweep
 from lightning_llm.run.start import Start, decide_start
-from lightning_llm.sweep.job_locks import allow_open_files, locked
+from lightning_llm.sweep.ending import close, close_again
+from lightning_llm.sweep.job_locks import Outcome, allow_open_files, locked
 
 
 def test_processes_are_told_apart_from_those_that_took_their_number() -> None:
@@ -169,3 +171,21 @@ def test_more_claims_than_open_files_are_allowed(tmp_path: Path) -> None:
             allow_open_files(before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_sweep_ends_with_the_command_that_judges_it_when_jobs_failed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = sweep_of(tmp_path, "precision=bf16,mxfp8", "seed=0", "logger=none")
+    whole.folder.mkdir(parents=True)
+    write_sweep(whole)
+    summary(whole.jobs[0], "finished")
+    summary(whole.jobs[1], "failed")
+    outcomes = [Outcome(whole.jobs[0], 0, 1.0), Outcome(whole.jobs[1], 1, 1.0)]
+    for stopped_by, code in ((0, 1), (2, 130)):
+        assert close(whole, outcomes, stopped_by) == code
+        printed, errors = capsys.readouterr()
+        assert str(whole.jobs[1].folder) in errors
+        assert printed.splitlines()[-1].endswith(f"lightning-llm compare {whole.folder}")
+    close_again(whole)
+    assert f"lightning-llm compare {whole.folder}" in capsys.readouterr().out

@@ -158,10 +158,13 @@ def test_ctrl_c_saves_the_job_under_way_and_starts_no_other(tmp_path, small_run)
 
 def test_the_verdicts_command_is_named_once_there_is_something_to_judge(tmp_path, capsys):
     job = SimpleNamespace(folder=tmp_path / "0")
-    whole = SimpleNamespace(folder=tmp_path, jobs=(job,))
+    whole = SimpleNamespace(folder=tmp_path, jobs=(job,), axes={"precision": ["bf16", "mxfp8"], "seed": ["0"]})
     print_where_to_judge(whole)
     assert capsys.readouterr().out == ""
     job.folder.mkdir()
     (job.folder / "summary.json").write_text('{"status": "finished"}')
     print_where_to_judge(whole)
     assert f"lightning-llm compare {tmp_path}" in capsys.readouterr().out
+    whole.axes = {"seed": ["0", "1"]}
+    print_where_to_judge(whole)
+    assert capsys.readouterr().out == ""  # nothing to compare

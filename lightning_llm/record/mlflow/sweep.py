@@ -19,6 +19,7 @@ from filelock import FileLock
 from lightning_llm.config.commands import command
 from lightning_llm.config.redact import redacted
 from lightning_llm.record.mlflow.store import all_runs, known_run, mark_orphans, open_store, own_process, truncate
+from lightning_llm.record.mlflow.ui import children_page
 from lightning_llm.record.provenance import has_ended, is_of_this_machine, process_mark, user_name
 from lightning_llm.record.sweep_file import LOCKS
 
@@ -82,7 +83,8 @@ def update(job: Mapping[str, Any]) -> str:
     run_id = str(run.info.run_id)
     mark_orphans(client, experiment_id, but=run_id)
     if DESCRIPTION not in run.data.tags:  # a verdict, or what somebody wrote, stays
-        client.set_tag(run_id, DESCRIPTION, job["description"])
+        curves = children_page(experiment_id, run_id)
+        client.set_tag(run_id, DESCRIPTION, f"[Curves of all jobs]({curves}). {job['description']}")
     now = round(time.time() * 1000)
     params = {key: value for key, value in job["params"].items() if key not in run.data.params}
     client.log_batch(

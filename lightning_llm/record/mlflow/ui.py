@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 from lightning_llm.config.commands import program
 from lightning_llm.config.redact import redact_uri
@@ -28,6 +29,16 @@ def artifact_page(uri: str, experiment_id: str, run_id: str, path: str) -> str:
     """Return the address at which MLflow shows an artefact of a run that is tracked at `uri`."""
     server = redact_uri(uri).rstrip("/") if uri.startswith(("http://", "https://")) else LOCAL_SERVER
     return f"{server}/#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
+
+
+def children_page(experiment_id: str, parent_id: str) -> str:
+    """Return the link, from any page of the same server, to charts of all runs of a sweep: one line per run.
+
+    The parent's own charts page shows its own metrics alone, which are counts of jobs.
+    """
+    only = quote(f"tags.`mlflow.parentRunId` = '{parent_id}'", safe="")
+    query = f"searchFilter={only}&compareRunsMode=CHART&workflowType=machine_learning"
+    return f"#/experiments/{experiment_id}/runs?{query}"
 
 
 def ui_command(uri: str) -> str:

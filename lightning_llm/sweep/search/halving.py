@@ -23,7 +23,7 @@ from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.record.sweep_file import SEARCH
 from lightning_llm.run.relay import Relay, signals_passed_on
 from lightning_llm.sweep.elsewhere import await_elsewhere, runs_elsewhere
-from lightning_llm.sweep.ending import close, print_where_to_judge
+from lightning_llm.sweep.ending import close
 from lightning_llm.sweep.job_locks import Outcome
 from lightning_llm.sweep.judged_metric import check_metric
 from lightning_llm.sweep.progress import Leg
@@ -151,9 +151,7 @@ def halve(asked: Asked) -> int:
                 drop_at(halving, rung, step, relay)
                 write_results(halving.whole.folder, _rows(halving), halving.not_judged)
     write_results(halving.whole.folder, _rows(halving), halving.not_judged)
-    code = close(halving.whole, outcomes, relay.received, set(halving.ended))
-    print_where_to_judge(halving.whole)
-    return code
+    return close(halving.whole, outcomes, relay.received, set(halving.ended))
 
 
 def _run_to(halving: Halving, rung: int, step: int | None, relay: Relay, outcomes: list[Outcome]) -> bool:

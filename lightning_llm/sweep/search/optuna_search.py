@@ -99,6 +99,8 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
                 break
     whole = search.whole()
     further = "" if study is None else _trials_to_come(study, search)
+    if study is not None:
+        print_best(study)
     code = close(whole, outcomes, relay.received, set(search.ended), further)
     if lost and not relay.received:
         print(
@@ -106,8 +108,6 @@ def search_values(asked: Asked, space: "Mapping[str, Override]") -> int:
             file=sys.stderr,
         )
         return code or 1
-    if study is not None:
-        print_best(study, whole)
     return code
 
 

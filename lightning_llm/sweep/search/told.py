@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_llm.record.reading import read_run
 from lightning_llm.record.search_results import ENDED_AT, write_results
-from lightning_llm.record.sweep_definition import Sweep
-from lightning_llm.sweep.ending import print_where_to_judge
 from lightning_llm.sweep.search.curves import tail_gap
 from lightning_llm.sweep.search.space import words_of
 from lightning_llm.sweep.search.trials import Search
@@ -60,11 +58,10 @@ def _ended_at(pruned: tuple[int, float] | None) -> dict[str, Any] | None:
     return {"step": step, "gap": gap if math.isfinite(gap) else None}
 
 
-def print_best(study: "Study", whole: Sweep) -> None:
-    """Print the three trials of the least gap, and what judges the search."""
+def print_best(study: "Study") -> None:
+    """Print the three trials of the least gap."""
     whole_trials = sorted(
         (each for each in study.trials if each.state.name == "COMPLETE"), key=lambda each: each.value or 0.0
     )
     for each in whole_trials[:3]:
         print(f"best   trial {each.number}: gap {each.value:+.4f} to the baseline, {' '.join(words_of(each.params))}")
-    print_where_to_judge(whole)
