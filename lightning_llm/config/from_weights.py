@@ -33,8 +33,11 @@ NOT_OF_WEIGHTS = (*NOT_SHAPE, "init", "init_std")
 
 
 def with_shape_of_weights(parsed: Sequence[Override]) -> list[Override]:
-    """Return the overrides with `model=from_weights` where weights are named to start from, and no model is."""
-    named = [each for each in parsed if each.key_or_group == KEY and not each.is_delete()]
+    """Return the overrides with `model=from_weights` where weights are named to start from, and no model is.
+
+    `model.init_from=null` names none: random weights.
+    """
+    named = [each for each in parsed if each.key_or_group == KEY and not each.is_delete() and each.value() is not None]
     if not named or any(each.key_or_group == "model" for each in parsed):
         return list(parsed)
     return [*parsed, OverridesParser.create().parse_override(f"model={OPTION}")]

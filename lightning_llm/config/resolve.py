@@ -16,7 +16,10 @@ from lightning_llm.config.redact import note_interpolated, withheld
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.data import LOADERS
 from lightning_llm.config.schema.strict import HOW_MADE, Reading, read_config
+from lightning_llm.config.weight_files import UNNAMED
 from lightning_llm.errors import Problem
+
+INIT_FROM = "model.init_from"
 
 
 def _environment(name: str, *default: Any) -> Any:
@@ -40,7 +43,7 @@ def read_tree(tree: DictConfig, stand_ins: Iterable[str] = (), *, to_build: bool
     unresolvable = _resolve(tree, ())
     found |= {
         _path(key): Problem(key, f"a value must be given.{HOW_MADE.get(key, '')}")
-        for key in sorted(OmegaConf.missing_keys(tree))
+        for key in sorted(OmegaConf.missing_keys(tree) - {INIT_FROM})  # which a plan does without
     }
     found |= unresolvable
     for path in found:
@@ -57,7 +60,8 @@ def make_paths_absolute(values: dict[str, Any]) -> None:
     """Give each local path of a resolved config, changed in place, as it is from any folder."""
     data = _mapping(values, "data")
     paths = [(values, "resume"), (values, "branch_from"), (_mapping(values, "run"), "dir"), (data, "cache_dir")]
-    paths += [(_mapping(values, "model"), "init_from")]
+    if _mapping(values, "model").get("init_from") != UNNAMED:
+        paths += [(_mapping(values, "model"), "init_from")]
     paths += [(_mapping(data, "tokenizer"), "path"), (_mapping(data, "mixture"), "scores")]
     paths += [(source, "path") for source in _mapping(data, "sources").values() if isinstance(source, dict)]
     if isinstance(teachers := _mapping(values, "distil").get("teachers"), list):

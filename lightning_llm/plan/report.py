@@ -14,6 +14,7 @@ from lightning_llm.plan.describe import byte_rows, cost_facts, layout_facts, lay
 from lightning_llm.plan.fit import hardware_facts, hardware_row
 from lightning_llm.plan.known_bad import known_bad
 from lightning_llm.plan.nodes import reduction_note
+from lightning_llm.plan.origin import origin_facts, origin_rows
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.plan.step_law import law_notes, law_row
 from lightning_llm.plan.teachers import teacher_flops_per_token
@@ -49,6 +50,7 @@ def plan_facts(plan: Plan, accounting: Accounting = OURS) -> dict[str, Any]:
         "max_steps": config.trainer.max_steps,
         "flops_per_token": flops_per_token(config.model, config.data.sequence_length),
         "teacher_flops_per_token": teacher_flops_per_token(config),
+        **origin_facts(config),
         **cost_facts(plan, accounting),
         **time_facts(plan),
         "hardware": hardware_facts(plan, accounting),
@@ -119,6 +121,7 @@ def render(facts: dict[str, Any]) -> str:
     """Return `plan_facts` as lines for a terminal."""
     rows = [
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters{_pattern(facts['layers'])}"),
+        *origin_rows(facts),
         *layout_rows(facts["layout"]),
         *precision_rows(facts["precision"]),
         (

@@ -16,7 +16,7 @@ from lightning_llm.run.branch import branch_problems
 from lightning_llm.run.environment import adopt_world, rank_environment
 from lightning_llm.run.restarts import goes_on, is_started_again
 from lightning_llm.run.trunk import settled
-from lightning_llm.run.weights import init_problems
+from lightning_llm.run.weights import init_problems, unnamed_problems
 
 
 def read_arguments(arguments: argparse.Namespace) -> Reading:
@@ -70,4 +70,5 @@ def problems_beyond(found: Resolution, *, jobs: int = 1, saves: bool = True) -> 
     """Return what the rules between keys say of the sound part of a config, one of `jobs` that share a disk."""
     problems = config_problems(found)
     problems += gather([lambda: init_problems(found.config), lambda: branch_problems(found.config)])
+    problems += gather([lambda: unnamed_problems(found.config)]) if found.to_train else []
     return problems + (gather([lambda: disk_problems(found.config, jobs)]) if found.to_train and saves else [])

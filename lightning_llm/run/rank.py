@@ -20,6 +20,7 @@ from lightning_llm.hardware import describe_device
 from lightning_llm.parallel.cuda_environment import environment_line
 from lightning_llm.parallel.process_group import leave_process_group
 from lightning_llm.plan.compiled_blocks import compile_note
+from lightning_llm.plan.origin import origin_lines
 from lightning_llm.plan.report import notes, plan_line
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.record.loggers import LightningRunLogger
@@ -163,7 +164,8 @@ def fit(rank: Rank, start: Start) -> None:
     for line in filter(None, (kernel_line(rank.attention, kernel), uncompiled, environment_line(device.type))):
         say(line)
     started = resume_lines(config, start) if start.trunk is None else branch_lines(config, start)
-    for line in [*([] if is_among_jobs() else notes(rank.plan, to_train=True)), *started]:
+    alone = [] if is_among_jobs() else [*notes(rank.plan, to_train=True), *_origin(config, start)]
+    for line in [*alone, *started]:
         say(line)
     skipped = skipped_samples(config, start.rollbacks)
     data = config.data.model_copy(update={"skip_samples": skipped or None})
@@ -200,6 +202,10 @@ def fit(rank: Rank, start: Start) -> None:
         raise
     if ended := module.ended_early:
         say(f"ended  by {ended['callback'] or 'a callback'} after step {ended['step']}: {ended['reason']}")
+
+
+def _origin(config: Config, start: Start) -> list[str]:
+    return origin_lines(config) if start.checkpoint is None else []
 
 
 def say_where(config: Config) -> None:

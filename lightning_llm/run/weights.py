@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.from_weights import EXPECTED, NOT_OF_WEIGHTS, weights_path
+from lightning_llm.config.from_weights import EXPECTED, KEY, NOT_OF_WEIGHTS, weights_path
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.model import ModelConfig, RopeScaling
-from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED
+from lightning_llm.config.weight_files import HUGGINGFACE, IMPORTED, TOKENIZER, UNNAMED
 from lightning_llm.data.tokenizer import Tokenizer, bytes_vocabulary, read_vocabulary, tokenizer_file
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.weights.folder import Weights, open_huggingface, open_imported
@@ -83,9 +83,20 @@ def begins_anew(config: Config) -> bool:
     return config.resume is None
 
 
+def unnamed_problems(config: Config) -> list[Problem]:
+    """Return that a recipe continues from weights which nobody has named: no run may begin, nor train a tokenizer."""
+    if config.model.init_from != UNNAMED:
+        return []
+    text = (
+        f"a value must be given, since this recipe continues from weights: {EXPECTED}. Or set model.init_from=null, "
+        "which trains from random weights."
+    )
+    return [Problem(KEY, text)]
+
+
 def init_problems(config: Config) -> list[Problem]:
     """Return why the run cannot start from `model.init_from`: all differences of shape, function and vocabulary."""
-    if config.model.init_from is None or config.branch_from is not None or not begins_anew(config):
+    if config.model.init_from in (None, UNNAMED) or config.branch_from is not None or not begins_anew(config):
         return []
     try:
         weights = open_weights(weights_path(config.model.init_from))
@@ -125,10 +136,16 @@ def shape_differences(
 
 def vocabulary_problems(config: Config, weights: Weights) -> Iterator[Problem]:
     """Yield what the data's tokenizer says otherwise than the weights' own: ids that mean other tokens, or no rows."""
-    own = weights.tokenizer
+    own, tokenizer = weights.tokenizer, config.data.tokenizer
+    if own is None and tokenizer.kind == "bpe":
+        text = (
+            f"is 'bpe', which trains a tokenizer on the data, and the weights in {weights.path} know another, which is "
+            f"not there. Put its {TOKENIZER} beside them, or name it: data.tokenizer.kind=file "
+            "data.tokenizer.path=FILE data.tokenizer.vocab_size=null."
+        )
+        yield Problem("data.tokenizer.kind", text)
     if own is None:
         return
-    tokenizer = config.data.tokenizer
     take = f"Take theirs: data.tokenizer.kind=file data.tokenizer.path={own} data.tokenizer.vocab_size=null."
     if tokenizer.kind == "bpe":
         text = (

@@ -14,12 +14,16 @@ from lightning_llm.config.schema.sweep import FEWEST_SIZES, FEWEST_TOKENS
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.model.flops import count_parameters, flops_per_token
 from lightning_llm.plan.coverage import coverage_of
+from lightning_llm.plan.origin import tokenizer_text, weights_text
 from lightning_llm.precision.coverage import Coverage
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.state import SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.run.branch import first_step
 from lightning_llm.sweep.run import checked_jobs
+
+SHOWN = 3
+"""How many origins of weights or tokenizers a line gives."""
 
 
 def outline(arguments: argparse.Namespace) -> int:
@@ -68,6 +72,8 @@ def sweep_facts(whole: Sweep, ended: Collection[int] = ()) -> dict[str, Any]:
         "lacks": nothing_to_compare(whole, jobs),
         "hash": whole.hash,
         "axes": whole.axes,
+        "weights": list(dict.fromkeys(weights_text(job.config) for job in whole.jobs)),
+        "tokenizer": list(dict.fromkeys(tokenizer_text(job.config) for job in whole.jobs)),
         "launcher": whole.jobs[0].config.launcher.name,
         "at_once": whole.jobs[0].config.launcher.at_once,
         "jobs": jobs,
@@ -135,6 +141,11 @@ def _state(folder: Path) -> str:
     return state_of(folder)
 
 
+def _few(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
 def render(facts: dict[str, Any]) -> str:
     """Return `sweep_facts` as lines for a terminal."""
     states = Counter(job["state"] for job in facts["jobs"])
@@ -151,6 +162,7 @@ def render(facts: dict[str, Any]) -> str:
     where = f"numbered from 0; {facts['launcher']}, {facts['at_once']} at once"
     rows = [("folder", facts["folder"])]
     rows += [(key, ", ".join(values)) for key, values in facts["axes"].items()]
+    rows += [(key, _few(facts[key])) for key in ("weights", "tokenizer")]
     rows += further
     rows += [("lacks", facts["lacks"])] if facts["lacks"] else []
     rows += [

@@ -27,6 +27,7 @@ from lightning_llm.data.score.scoring import score_documents
 from lightning_llm.errors import ConfigError, Problem, did_you_mean
 from lightning_llm.run.checked_plan import read_words
 from lightning_llm.run.data_lines import account_lines
+from lightning_llm.run.weights import unnamed_problems
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 SCORES = Path("scores.parquet")
@@ -47,6 +48,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     config = reading.config
     if config is not None:
         problems += gather(data_rules(lambda: config.data, lambda: config.model.vocab_size, lambda: 1))
+        problems += gather([lambda: unnamed_problems(config)])
         problems += _of_tokens(config) if arguments.score is not None else []
     if problems or config is None:
         raise ConfigError(list(dict.fromkeys(problems)))

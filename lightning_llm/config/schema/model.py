@@ -93,7 +93,8 @@ class ModelConfig(Group):
     )
     init_from: str | None = Field(
         None,
-        description="weights to start from: a folder, a run, a checkpoint; without model=, the shape is theirs",
+        description="weights to start from: a folder, a run, a checkpoint; without model=, the shape is theirs; null: "
+        "random; ???: to be named before a run begins",
     )
     parameters_published: int | None = Field(None, gt=0, description="the published parameter count, asserted in tests")
 

@@ -41,14 +41,16 @@ def architecture(config: ModelConfig) -> Architecture:
     for each in architectures():
         if each.fits(config):
             return each
-    raise ConfigError(
-        Problem(
-            "model",
-            f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
-            f"activation={config.activation}, bias={config.bias}, num_heads={config.num_heads} of "
-            f"hidden_size={config.hidden_size}, layers={list(config.layers or DEFAULT_LAYERS)}. "
-            f"Known are {'; '.join(each.shape for each in architectures())}.",
-        )
+    known = "; ".join(each.shape for each in architectures())
+    raise ConfigError(Problem("model", f"{without_counterpart(config)}. Known are {known}."))
+
+
+def without_counterpart(config: ModelConfig) -> str:
+    """Return that no class computes what `config` does, with the keys that decide."""
+    return (
+        f"{config.name} has no Hugging Face counterpart: norm={config.norm}, position={config.position}, "
+        f"activation={config.activation}, bias={config.bias}, num_heads={config.num_heads} of "
+        f"hidden_size={config.hidden_size}, layers={list(config.layers or DEFAULT_LAYERS)}"
     )
 
 
