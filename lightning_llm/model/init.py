@@ -13,9 +13,12 @@ identity, and other parameters that are no linear's as their kind says (`model.s
   std of openai/gpt-2 `src/model.py`; as Megatron-LM and transformers' GPT2 do (openai's position table has 0.01).
 - "llama": torchtitan's Llama 3 with `depth_init` (`torchtitan/models/llama3/model.py`), since Meta published none:
   token embedding N(0, 1); q, k, v and gate N(0, std); `o_proj`, `up_proj`, `down_proj` N(0, std / sqrt(2 (l + 1)));
-  head N(0, 1 / sqrt(hidden_size)), cut at 3 of its standard deviations. Where head and embedding are one tensor, it
-  takes the head's rule: logits of unit variance, and a first loss of some ln V + 0.5, at any width (transformers' Llama
-  has N(0, 0.02) there: + 0.4 at hidden_size 2048, + 0.6 at 3072). A position table, which Llama lacks, takes N(0, std).
+  head N(0, 1 / sqrt(hidden_size)), cut at 3 of its standard deviations: a first loss of some ln V + 0.5. Where head
+  and embedding are one tensor its std is the smaller of that and `init_std`, since a token's embedding, still there in
+  the residual stream, meets itself in the head: its logit is std x hidden_size x its share of the stream, which with
+  1 / sqrt(hidden_size) was a first loss of ln V + 5.8 in a narrow model (hidden_size 192, 4 blocks). With the smaller
+  it is within ln V + 0.65 at any width (0.0 at 192, 0.2 at 1024, 0.5 at 2048, 0.6 at 4096); transformers, nanoGPT and
+  OLMo 2 have N(0, 0.02) there at every width. A position table, which Llama lacks, takes N(0, std).
 """
 
 import math
@@ -69,7 +72,8 @@ def _of_table(config: ModelConfig, end: str) -> Distribution:
     if config.init == "gpt2" or end == "position_embedding":
         return Distribution(std=config.init_std)
     if end == "head" or config.tie_embeddings:
-        return Distribution(std=config.hidden_size**-0.5, cut=3.0)
+        head = config.hidden_size**-0.5
+        return Distribution(std=min(head, config.init_std) if config.tie_embeddings else head, cut=3.0)
     return Distribution(std=1.0)
 
 

@@ -30,6 +30,8 @@ def final_figures(records: Iterable[Record]) -> dict[str, Any]:
     figures: dict[str, Any] = dict(sorted(events.items()))
     if steps:
         figures |= {key: steps[-1][key] for key in ("step", "tokens", "loss") if key in steps[-1]}
+        if "loss_above_uniform" in steps[0]:
+            figures["first_loss_above_uniform"] = steps[0]["loss_above_uniform"]
         figures["train_seconds"] = sum(record.get("step_seconds", 0.0) for record in steps)
         figures["useful_seconds"] = sum(r.get("step_seconds", 0.0) for r in steps if not r.get("skipped"))
         figures |= _steadiness([record for record in steps if not record.get("timing_warmup")] or steps)

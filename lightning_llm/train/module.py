@@ -1,5 +1,6 @@
 """The LightningModule: makes the model, the optimizer and the step, and hands batches to them."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +29,9 @@ from lightning_llm.train.record_logger import RecordLogger
 from lightning_llm.train.state import TrainState
 from lightning_llm.train.step import TrainStep
 from lightning_llm.train.validation import Validation
+
+HIGH_FIRST_LOSS = 1.0
+"""Nats above ln(vocabulary) from which a first loss is noted; every init that is shipped stays below 0.75."""
 
 
 class LanguageModule(pl.LightningModule):
@@ -120,9 +124,27 @@ class LanguageModule(pl.LightningModule):
         loss = self.train_step(batch)
         if (kernels := tally.take()) and self.trainer.is_global_zero:
             print(f"casts  {kernels}", flush=True)
+        if self.completed_steps == 1 and self.initial is None:
+            self._judge_first_loss()
         set_global_step(self.trainer, self.completed_steps)
         self._publish(self.step_record)
         return {"loss": loss}
+
+    def _judge_first_loss(self) -> None:
+        """Note a first loss of random weights far above that of equal logits: the initial weights are too large."""
+        model = self.config.model
+        uniform = math.log(model.vocab_size)
+        excess = self.step_record["loss"] - uniform
+        if not excess > HIGH_FIRST_LOSS:
+            return
+        self.step_record["loss_above_uniform"] = excess
+        if self.trainer.is_global_zero:
+            print(
+                f"note   the first loss is {self.step_record['loss']:.3f}, and equal logits have "
+                f"ln(model.vocab_size) = {uniform:.3f}: the initial weights are too large. Lower "
+                f"model.init_std={model.init_std:g}, or choose another model.init than {model.init}",
+                flush=True,
+            )
 
     def _call_gradient_hooks(self, loss: Tensor) -> None:
         # Backward passes of a step are many, and a pipeline's lie between forward passes: all have run by now.

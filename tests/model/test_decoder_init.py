@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from model_shapes import build, gpt2, llama
+from model_shapes import build, gpt2, llama, tokens_of
 
 from lightning_llm.keyed_hash import hash_words, name_word
 from lightning_llm.model.decoder import Decoder
@@ -21,8 +21,9 @@ def expected_std(config, name):
         return 0.02 / math.sqrt(2 * config.num_layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
     if name == "embedding.weight" and not config.tie_embeddings:
         return 1.0
-    if name in {"embedding.weight", "head.weight"}:
-        return 0.98658 / math.sqrt(config.hidden_size)  # a normal cut at 3 std keeps 98.658 % of its std
+    if name in {"embedding.weight", "head.weight"}:  # a normal cut at 3 std keeps 98.658 % of its std
+        largest = 0.02 if config.tie_embeddings else 1.0
+        return 0.98658 * min(largest, 1 / math.sqrt(config.hidden_size))
     if name.endswith(("o_proj.weight", "up_proj.weight", "down_proj.weight")):
         return 0.02 / math.sqrt(2 * (layer + 1))
     return 0.02
@@ -47,6 +48,26 @@ def test_statistics(config):
     if config.init == "llama":
         head = model.embedding.weight if config.tie_embeddings else model.head.weight
         assert head.abs().max() <= 3 / math.sqrt(256)
+
+
+def test_a_wide_tied_table_is_drawn_as_a_head():
+    wide = llama(hidden_size=4096, num_heads=32, tie_embeddings=True)
+    assert distribution_of(wide, "embedding.weight").std == 1 / 64
+
+
+SHAPES = {"narrow": (64, 1), "quickstart's": (192, 4), "deep": (128, 24)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("width", "layers"), SHAPES.values(), ids=SHAPES)
+def test_the_first_loss_is_near_that_of_equal_logits(width, layers, tied):
+    shape = {"hidden_size": width, "num_layers": layers, "num_heads": width // 32, "num_kv_heads": width // 32}
+    config = llama(**shape, ffn_hidden_size=2 * width, vocab_size=1000, tie_embeddings=tied)
+    tokens, labels = tokens_of(config, batch=1), tokens_of(config, batch=1, seed=1)
+    with torch.no_grad():
+        logits = build(config)(tokens)[..., : config.vocab_size]
+    excess = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item() - math.log(1000)
+    assert -0.1 < excess < 0.75  # 0.1 of noise: 150 tokens
 
 
 def test_parameters_are_independent_draws():
