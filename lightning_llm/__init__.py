@@ -1,5 +1,8 @@
 """lightning-llm: compare LLM pre-training recipes; see README.md, and docs/python.md for what a notebook calls."""
 
+import lightning_llm.at_start  # noqa: F401  (before all that takes time)
+
+# isort: split
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType

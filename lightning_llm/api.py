@@ -4,6 +4,7 @@ Nothing here is imported before it is called: composing needs no torch, and a ve
 """
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_llm.model.decoder import Decoder
 
 StrPath = str | os.PathLike[str]
-EXIT_INPUT, EXIT_SIGTERM = 2, 143
+EXIT_INPUT = 2
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
         ConfigError: with all that is wrong with the config, the machine, or this process as a place to train from: a
             rank of torchrun or srun, a thread, one with a process group of its own.
         RunFailedError: the run began, and failed.
-        KeyboardInterrupt: it was stopped by a signal, with its state saved; by SIGTERM, `errors.Terminated`, a kind of
-            it.
+        KeyboardInterrupt: it was stopped by a signal, with its state saved; by SIGTERM or SIGHUP,
+            `errors.Terminated`, a kind of it.
     """
     from lightning_llm.config.schema import Config
     from lightning_llm.record.files import read_records, summary_of
@@ -93,7 +94,7 @@ def train(config: "Config", *, quiet: bool = False) -> TrainResult:
         text = f"{config.trainer.devices} ranks were started and refuse the run; what is wrong stands on stderr."
         raise ConfigError(Problem("trainer.devices", text))
     if code > 128:
-        raise Terminated if code == EXIT_SIGTERM else KeyboardInterrupt
+        raise KeyboardInterrupt if code == 128 + signal.SIGINT else Terminated(code - 128)
     summary = summary_of(folder)
     if code not in (0, EXIT_GOES_ON):
         raise RunFailedError(folder, str(summary.get("detail") or "it left no word of why; see stderr"))

@@ -56,7 +56,11 @@ class CallbackFailedError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came before training began, and ends the command as Ctrl-C does. Exit code 143."""
+    """A signal that asks to end, `number`, came where nothing has to be saved, or all is. Exit code 128 + `number`."""
+
+    def __init__(self, number: int = signal.SIGTERM):
+        self.number = number
+        super().__init__(signal.Signals(number).name)
 
 
 class RunFailedError(Exception):

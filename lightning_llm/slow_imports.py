@@ -5,12 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _own_process = False
+_depth = 0
 
 
 def take_process() -> None:
     """Say that this process runs one command and nothing else: what it imports, it keeps to its end."""
     global _own_process
     _own_process = True
+
+
+def is_importing() -> bool:
+    """Return whether this process, of a command alone, is within `slow_imports`."""
+    return _depth > 0
 
 
 @contextmanager
@@ -23,9 +29,12 @@ def slow_imports() -> Iterator[None]:
     if not _own_process:
         yield
         return
+    global _depth
+    _depth += 1
     gc.disable()
     try:
         yield
     finally:
+        _depth -= 1
         gc.freeze()
         gc.enable()

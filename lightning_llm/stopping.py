@@ -1,19 +1,21 @@
 """Signals that a run is stopped by between two steps, its state saved, and what follows: words, exit code, Slurm.
 
-SIGALRM is `trainer.max_time`, by this process's own timer; SIGUSR1 a scheduler's word that the time is nearly up. After
-either the run is to go on, so the exit code is EX_TEMPFAIL of sysexits.h, and a job of Slurm queues itself again
-(`run.requeue`). Imports no torch.
+SIGHUP is a terminal that was closed, SIGALRM `trainer.max_time`, by this process's own timer; SIGUSR1 a scheduler's
+word that the time is nearly up. After either of the last two the run is to go on, so the exit code is EX_TEMPFAIL of
+sysexits.h, and a job of Slurm queues itself again (`run.requeue`). Imports no torch.
 """
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
 GOES_ON = (signal.SIGUSR1, signal.SIGALRM)
 """Those after which the run is to be started again."""
 EXIT_GOES_ON = 75
+STOPPED_CODES = frozenset({EXIT_GOES_ON, *(128 + number for number in STOPPING if number not in GOES_ON)})
+"""Exit codes of runs that a signal stopped."""
 MAX_TIME = re.compile(r"(?:(\d+):)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
@@ -29,6 +31,14 @@ def seconds_of(max_time: str) -> int:
     if not total:
         raise ValueError(f"{max_time!r} is no time: give HH:MM:SS or DD:HH:MM:SS, 12:00:00 say")
     return total
+
+
+def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Return those of `numbers` that this process was not started to ignore, as `nohup` has SIGHUP ignored.
+
+    The timer's is this process's own. For processes that a script starts with `&`, a shell has SIGINT ignored.
+    """
+    return [each for each in numbers if each == signal.SIGALRM or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 @contextmanager

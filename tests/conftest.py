@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ SLOW_FOLDERS = ("launch", "parallel", "sweep", "train")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started the tests by `&`: a run would honor it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(CpuSeconds(config))
     # Compiled casts are kept for this session: each is compiled once, and none from before can hide a fault. A worker
     # has a folder of its own: of two that want a kernel at once, one would go on with eager casts.

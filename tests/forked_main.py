@@ -6,9 +6,10 @@ tests/sweep/test_sweep.py.
 
 import os
 import subprocess
-import sys
 
 from sweep.forked_jobs import ForkedJob
+
+from lightning_llm.interpreter import python_module
 
 
 class ForkedMain:
@@ -18,7 +19,7 @@ class ForkedMain:
         (out, told), (error, complained) = os.pipe(), os.pipe()
         self.stdout, self._stderr = os.fdopen(out), os.fdopen(error)
         with os.fdopen(told, "w") as stdout, os.fdopen(complained, "w") as stderr:
-            command = [sys.executable, "-m", "lightning_llm", *words]
+            command = python_module("lightning_llm", *words)
             self._job = ForkedJob(command, 0, os.environ | environment, stdout, stderr)
         self.returncode: int | None = None
 

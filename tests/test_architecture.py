@@ -11,10 +11,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
+        "at_start",
         "errors",
         "gemm",
         "hardware",
         "integrity",
+        "interpreter",
         "keyed_hash",
         "lazy_torchmetrics",
         "local_part",
@@ -24,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "user_cache",
         "version",
     ),
-    ("cast_linear", "registry"),
+    ("cast_linear", "early_signals", "registry"),
     ("config",),
     ("model", "precision", "data", "optim"),
     ("plan",),
@@ -36,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evaluate",),
     ("verb",),
     ("api",),
+    ("command_line",),
     ("__main__",),
 )
 """Every package on one floor: it imports from floors below its own, never from its neighbours on the floor."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import which
 
 from lightning_llm.config.config_dir import config_dir_arguments
+from lightning_llm.interpreter import python_module
 
 
 def command(*arguments: str) -> str:
@@ -20,7 +21,7 @@ def program(name: str, module: str) -> list[str]:
     on_path = which(name)
     if on_path and Path(on_path).absolute() == beside.absolute():
         return [name]
-    return [str(beside)] if beside.is_file() else [sys.executable, "-m", module]
+    return [str(beside)] if beside.is_file() else python_module(module)
 
 
 def resume_command(run_dir: str | Path, *overrides: str) -> str:

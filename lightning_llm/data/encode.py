@@ -22,6 +22,7 @@ import numpy as np
 
 from lightning_llm.data.tokenizer import Tokenizer
 from lightning_llm.errors import ConfigError, Problem
+from lightning_llm.interpreter import python_environment, python_module
 
 if TYPE_CHECKING:  # a process starts sooner without the config's schema
     from lightning_llm.data.source import Document
@@ -101,8 +102,9 @@ class _Worker:
     """One process, and the pipes to it."""
 
     def __init__(self, tokenizer: Tokenizer):
-        command = [sys.executable, "-m", "lightning_llm.data.encode"]
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # a core for each
+        command = python_module("lightning_llm.data.encode")
+        environment = os.environ | python_environment()
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # a core for each
         pipe = subprocess.PIPE
         # A group of its own: Ctrl-C is for the process that started it, which then closes the pipe.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, process_group=0)

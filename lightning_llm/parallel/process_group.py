@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_llm.errors import ConfigError, Problem
 from lightning_llm.parallel.cuda_environment import GLOO, NCCL, set_missing
+from lightning_llm.parallel.meeting import meet, open_store
 
 JOINED = "lightning-llm/joined"
 """The key under which the ranks' store counts the groups that have met by it."""
@@ -20,7 +21,7 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
     On CUDA, CPU tensors have a group too (gloo beside NCCL): checkpoints are written through it.
 
     Raises:
-        ConfigError: rank 0's port is taken, or a peer did not come in time.
+        ConfigError: rank 0's port is taken, or a rank did not come in time, see `meeting`.
     """
     if dist.is_initialized():
         return
@@ -30,12 +31,13 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     set_missing(NCCL if device.type == "cuda" else GLOO)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    rank = int(os.environ["RANK"])
     try:
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        store = open_store(rank, timeout_seconds)
         # torchrun's store may outlive its ranks (torch 2.13, --rdzv-backend=c10d): those it starts again are not to
         # take what lost ones wrote for addresses of their peers. All read this before the first has joined them all.
         joined = store.add(JOINED, 0)
+        meet(dist.PrefixStore(f"meeting_{joined}", store), rank, world, timeout_seconds)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"joined_{joined}", store),
@@ -46,13 +48,8 @@ def join_process_group(device: torch.device, world: int, timeout_seconds: float)
         )
         if rank == 0:
             store.add(JOINED, 1)
-    except dist.DistNetworkError as error:
-        text = f"{where} cannot be used for the ranks to meet ({error}). Is the port taken? Set MASTER_PORT to another."
-        raise ConfigError(Problem("MASTER_PORT", text)) from error
-    except dist.DistStoreError as error:
-        text = (
-            f"not all of {world} ranks came to {where} within {timeout_seconds:g} s ({error}). Start the missing ones."
-        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        text = f"not all of {world} ranks joined within {timeout_seconds:g} s ({error}). Start the missing ones."
         raise ConfigError(Problem("WORLD_SIZE", text)) from error
 
 

@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_llm.errors import ConfigError, Problem
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
     from lightning_llm.config.schema import Config  # pydantic, which --help does without
 
 TORCHRUN = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world": "WORLD_SIZE", "local_world": "LOCAL_WORLD_SIZE"}
+NO_RANK = {"rank": 0, "local_rank": 0, "world": 1, "local_world": 1}
+"""Values that any process may have which is alone."""
 PR_SET_PDEATHSIG = 1
+INTERACTIVE_NAMES = ("bash", "zsh", "sh", "interactive")
+"""Names of jobs that are shells (lightning.fabric.plugins.environments.slurm knows two of them)."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers the batch script's and an interactive shell's own step from here on: those are no srun."""
 
@@ -31,18 +37,68 @@ class RankEnvironment:
 
 
 def rank_environment() -> RankEnvironment | None:
-    """Return what torchrun's variables (or srun's, which are put under torchrun's names) say, None without them."""
-    if all(name in os.environ for name in TORCHRUN.values()):
-        return RankEnvironment(**{field: int(os.environ[name]) for field, name in TORCHRUN.items()})
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and _is_srun():
+    """Return the rank of torchrun's variables, or of srun's, which are put under torchrun's names; None without them.
+
+    An empty variable counts as unset. A world of one process needs no variables.
+
+    Raises:
+        ConfigError: variables are missing or contradict each other: this process may be one of several ranks.
+    """
+    given = {field: value for field, name in TORCHRUN.items() if (value := os.environ.get(name, "").strip())}
+    if len(given) < len(TORCHRUN) and _slurm_number("SLURM_NTASKS", 1) > 1 and _is_srun():
         return _from_slurm()
-    return None
+    if not given:
+        return None
+    numbers = {field: int(value) for field, value in given.items() if value.isdecimal()}
+    if len(given) < len(TORCHRUN) and {field: NO_RANK[field] for field in given} == numbers:
+        return None
+    if problems := list(_variable_problems(given, numbers)):
+        raise ConfigError(problems)
+    return RankEnvironment(**numbers)
+
+
+def _variable_problems(given: dict[str, str], numbers: dict[str, int]) -> Iterator[Problem]:
+    """Yield what is wrong with torchrun's variables, `given` and those of them that are `numbers`, by field."""
+    missing = [name for field, name in TORCHRUN.items() if field not in given]
+    if missing:
+        known = " ".join(f"{TORCHRUN[field]}={value}" for field, value in given.items())
+        text = (
+            f"is not set, and {known} is: whether this process is one of several ranks is unclear. Start the ranks by "
+            "torchrun (in a PyTorchJob of Kubeflow, too) or srun; or set LOCAL_RANK=0 LOCAL_WORLD_SIZE=1, RANK and "
+            f"WORLD_SIZE where each machine or pod has one rank; or unset {' '.join(TORCHRUN[each] for each in given)} "
+            "for a run of this process alone."
+        )
+        yield Problem(", ".join(missing), text)
+        return
+    for field in given.keys() - numbers.keys():
+        yield Problem(TORCHRUN[field], f"is {given[field]!r}, and must be a whole number. Set it as torchrun does.")
+    if len(numbers) < len(TORCHRUN):
+        return
+    for rank, world in (("rank", "world"), ("local_rank", "local_world"), ("local_world", "world")):
+        if numbers[rank] > numbers[world] - (0 if rank == "local_world" else 1):
+            most = f"{TORCHRUN[world]}={numbers[world]}"
+            text = f"is {numbers[rank]}, and {most}. Set both as torchrun does, or unset all of torchrun's variables."
+            yield Problem(TORCHRUN[rank], text)
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for the run: rank 0, or one that is no rank."""
-    environment = rank_environment()
+    """Return whether this process speaks for the run: rank 0, or one that is no rank, or does not know."""
+    try:
+        environment = rank_environment()
+    except ConfigError:
+        return True
     return environment is None or environment.rank == 0
+
+
+def interactive_note() -> str | None:
+    """Return that an interactive shell of Slurm starts one process, None outside of such a shell."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if not _is_interactive() or tasks == "1":
+        return None
+    return (
+        f"note   an interactive shell of Slurm is no rank: this process trains alone, and not as one of SLURM_NTASKS="
+        f"{tasks}. srun in front of the command starts ranks"
+    )
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -108,7 +164,28 @@ def world_problems(config: Config) -> list[Problem]:
 
 
 def _is_srun() -> bool:
-    return int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP
+    return _slurm_number("SLURM_STEP_ID", FIRST_SPECIAL_STEP) < FIRST_SPECIAL_STEP and not _is_interactive()
+
+
+def _is_interactive() -> bool:
+    """Return whether a shell of `srun --pty` started this process, as Lightning knows it by the job's name.
+
+    srun in such a shell inherits its variables; its tasks are children of Slurm's own process.
+    """
+    named = os.environ.get("SLURM_JOB_NAME") in INTERACTIVE_NAMES or bool(os.environ.get("SLURM_PTY_PORT"))
+    return named and _name_of_parent() != "slurmstepd"
+
+
+def _name_of_parent() -> str:
+    try:
+        return Path(f"/proc/{os.getppid()}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _slurm_number(name: str, otherwise: int) -> int:
+    value = os.environ.get(name, "").strip()
+    return int(value) if value.isdecimal() else otherwise
 
 
 def _from_slurm() -> RankEnvironment:

@@ -16,16 +16,18 @@ from typing import Any, TypeVar, cast
 
 from lightning_llm.config.redact import redacted
 from lightning_llm.errors import AgreedError, ConfigError, RanksFailedError, Terminated, UnhealthyError
+from lightning_llm.interpreter import module_arguments, python_environment
 from lightning_llm.run.environment import die_with_launcher
 from lightning_llm.slow_imports import slow_imports
+from lightning_llm.stopping import not_ignored
 from lightning_llm.terminal.text import escaped
 
 Result = TypeVar("Result")
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What torch's agent sets handlers for (torch.distributed.elastic.multiprocessing.api.PContext.start)."""
+"""Signals that torch's agent handles, unless they are ignored (LaunchConfig.signals_to_handle)."""
 
-FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGABRT)
+FOLLOWING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
 """What ranks end by once another has failed: the agent's signals, and NCCL's watchdog."""
 
 STOP_SECONDS = 10
@@ -85,13 +87,14 @@ def launch_ranks(
         nproc_per_node=count,
         max_restarts=0,
         shutdown_timeout=shutdown_seconds,
+        signals_to_handle=",".join(each.name for each in not_ignored(AGENT_SIGNALS)),
         **_meeting(node),
     )
     try:
         cores = threads or max(1, (os.cpu_count() or 1) // count)
         own = {} if node else LOOPBACK
         with _for_ranks({"OMP_NUM_THREADS": str(cores), **own, **(environment or {})}):
-            elastic_launch(settings, sys.executable)("-m", "lightning_llm", *words)
+            elastic_launch(settings, sys.executable)(*module_arguments("lightning_llm", *words))
     except ChildFailedError as error:
         _add_failures(error, Path(logs), first_rank=node.rank * count if node else 0)
         raise
@@ -127,7 +130,7 @@ def launch_reported(
 
     Raises:
         RanksFailedError: a rank failed.
-        KeyboardInterrupt: this process was asked to stop; Terminated by SIGTERM.
+        KeyboardInterrupt: this process was asked to stop; Terminated where not by SIGINT.
     """
     seconds = shutdown_seconds
     with failure_said():
@@ -171,7 +174,7 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
     try:
         yield
     except SignalException as stop:
-        raise (KeyboardInterrupt if stop.sigval == signal.SIGINT else Terminated) from stop
+        raise (KeyboardInterrupt() if stop.sigval == signal.SIGINT else Terminated(stop.sigval)) from stop
     except ChildFailedError as error:
         rank, failure = first_failure(error)
         refused, handed_on = say_refused(rank, failure), isinstance(failure.message, dict)
@@ -187,16 +190,17 @@ def failure_said(*, by_ranks: bool = False) -> Iterator[None]:
 def _for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
     """Set the ranks' environment; take back what they and the agent change of this process, which may go on.
 
-    The agent makes every signal below a SignalException, and leaves it so.
+    The agent makes every signal that it handles a SignalException, and leaves it so.
     """
     handlers = {number: signal.getsignal(number) for number in AGENT_SIGNALS}
-    ours = environment.keys() - os.environ.keys()
-    os.environ.update({name: environment[name] for name in ours})
+    before = dict(os.environ)
+    os.environ.update({**environment, **before, **python_environment()})
     try:
         yield
     finally:
-        for name in ours:
+        for name in os.environ.keys() - before.keys():
             del os.environ[name]
+        os.environ.update(before)
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 

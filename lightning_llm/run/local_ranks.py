@@ -19,7 +19,7 @@ from lightning_llm.run.launch import failure_line, first_failure, found_unhealth
 from lightning_llm.run.lock import lock_run
 from lightning_llm.run.restarts import Ended, Restarts, goes_on
 from lightning_llm.slow_imports import slow_imports
-from lightning_llm.stopping import EXIT_GOES_ON, exit_code
+from lightning_llm.stopping import STOPPED_CODES, exit_code, not_ignored
 
 SAVE_SECONDS = 120
 """How long ranks may take to save after a signal, before they are killed."""
@@ -88,11 +88,12 @@ def passed_on(folder: Path) -> Iterator[None]:
         if not signal_ranks(folder, number):
             raise SignalException(f"{signal.Signals(number).name} before the first step", signal.Signals(number))
 
-    before = signal.signal(signal.SIGUSR1, pass_on)
+    before = {number: signal.signal(number, pass_on) for number in not_ignored([signal.SIGUSR1])}
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def ended_by_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
@@ -106,9 +107,9 @@ def ended_by_failure(error: Any, folder: Path, timeout_seconds: float) -> Ended:
     known_detail = str(known.get("detail", ""))
     # A rank that waited in vain has said for whom.
     silence = known_detail if known.get("status") == "failed" and says_silent(known_detail) else None
-    if failure.exitcode in (130, 143) and known.get("status") == "failed":
+    if failure.exitcode in STOPPED_CODES and known.get("status") == "failed":
         return Ended(1, silence)  # the agent ended it, of several that failed in one second, and rank 0 has said why
-    if failure.exitcode in (130, 143, EXIT_GOES_ON):
+    if failure.exitcode in STOPPED_CODES:
         return Ended(int(failure.exitcode))  # rank 0 has said why otherwise
     if not isinstance(failure.message, dict) and failure.exitcode > 0 and known.get("status") == "failed":
         return Ended(int(failure.exitcode), silence)  # a rank said why and ended in order: a loss not finite, say

@@ -50,7 +50,7 @@ from lightning_llm.run.start import Start
 from lightning_llm.run.start_lines import branch_lines, resume_lines
 from lightning_llm.run.teachers import open_teachers
 from lightning_llm.run.watch import failures_marked, watched_ranks
-from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code
+from lightning_llm.stopping import GOES_ON, STOPPING, alarm_after, exit_code, not_ignored
 from lightning_llm.train.checkpoint.checkpointing import Checkpointing, StoppedBySignal
 from lightning_llm.train.checkpoint.manifest import step_folders, step_of
 from lightning_llm.train.datamodule import CorpusDataModule
@@ -72,13 +72,17 @@ def run(plan: Plan, start: Start | None = None) -> int:
     folder = plan.config.run.dir
     locks: list[FileLock] = []
     handlers = {number: signal.getsignal(number) for number in STOPPING}
+    ignored = set(STOPPING) - set(not_ignored(STOPPING))
     threads = torch.get_num_threads()
     try:
         for number in handlers:
-            signal.signal(number, _stop_before_training)
+            if number not in ignored or number == signal.SIGINT:  # a script's `&` must not make a wait for ranks deaf
+                signal.signal(number, _stop_before_training)
         die_with_launcher()
         quiet_lightning()
         rank = prepare_rank(plan)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         folder = rank.plan.config.run.dir
         if rank.plan.config.trainer.health:
             say(refuse_unhealthy(joined_ranks(rank.plan.config), rank.device))
@@ -190,7 +194,7 @@ def fit(rank: Rank, start: Start) -> None:
     loggers = run_loggers(config)
     trainer = build_trainer(rank.plan, device, rank.layout, start, loggers, facts, rank.callbacks, adopt)
     (checkpointing,) = (each for each in trainer.callbacks if isinstance(each, Checkpointing))
-    for number in STOPPING:
+    for number in not_ignored(STOPPING):
         signal.signal(number, checkpointing.stop_outside_steps)
     watched, marked = watched_ranks(config, module), failures_marked(config, rank.callbacks)
     try:

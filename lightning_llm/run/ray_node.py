@@ -6,12 +6,13 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from lightning_llm.interpreter import python_environment, python_module
 
 Event = tuple[str, Any]
 """("out" or "err", a text that the ranks wrote), and last ("end", the exit code and what the agent reported)."""
@@ -49,7 +50,12 @@ class RayNode:
             report = Path(folder) / "report.json"
             pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             process = subprocess.Popen(
-                [*command, str(report)], text=True, process_group=0, env={**own, **environment}, **pipes
+                [*command, str(report)],
+                encoding="utf-8",
+                errors="backslashreplace",
+                process_group=0,
+                env={**own, **environment, **python_environment()},
+                **pipes,
             )
             with self._changing:
                 self._process = process
@@ -106,4 +112,4 @@ def _events(process: subprocess.Popen[str], task: str) -> Iterator[Event]:
 
 def agent_command() -> list[str]:
     """Return the command that each machine runs, by the Python that Ray's workers have there."""
-    return [sys.executable, "-m", "lightning_llm.run.node_agent"]
+    return python_module("lightning_llm.run.node_agent")

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+from lightning_llm.stopping import not_ignored
+
 
 class Started(Protocol):
     """What a signal is handed to: a process, or what stands for those of other machines."""
@@ -42,7 +44,8 @@ def signals_passed_on() -> Iterator[Relay]:
     """Catch these signals for the jobs while the context lasts."""
     relay = Relay()
     before: dict[Any, Any] = {
-        number: signal.signal(number, relay) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        number: signal.signal(number, relay)
+        for number in not_ignored([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
     }
     try:
         yield relay

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from lightning_llm.config.config_dir import config_dir_arguments
 from lightning_llm.config.file import write_config
+from lightning_llm.interpreter import python_environment, python_module
 from lightning_llm.record.state import JOB_VARIABLE, SETTLED, state_of
 from lightning_llm.record.sweep_definition import Job
 from lightning_llm.run.relay import Relay
@@ -73,7 +73,7 @@ def job_command(job: Job) -> tuple[list[str], Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     resume = job.config.resume or "auto"  # go on where an earlier start of the sweep failed or was stopped
     write_config(job.config.model_copy(update={"resume": resume}), file)
-    return [sys.executable, "-m", "lightning_llm", "train", "--config", str(file), *config_dir_arguments()], file
+    return python_module("lightning_llm", "train", "--config", str(file), *config_dir_arguments()), file
 
 
 def _may_use_cuda(job: Job) -> bool:
@@ -82,7 +82,7 @@ def _may_use_cuda(job: Job) -> bool:
 
 def _run(job: Job, at_once: int, relay: Relay, devices: Sequence[str]) -> int:
     command, file = job_command(job)
-    environment = dict(os.environ)
+    environment = os.environ | python_environment()
     if devices:
         environment[VISIBLE] = ",".join(devices)
     output: Any = None

@@ -26,7 +26,8 @@ from lightning_llm.verb.weights_options import (
 OVERRIDES = "overrides are Hydra's: recipe=quickstart precision=fp32 trainer.max_steps=200 run.name=mine\n"
 EXIT_CODES = (
     "exit codes: 0 done, 1 the run failed, 2 the config or an input is wrong, "
-    "75 stopped by trainer.max_time or SIGUSR1, to go on, 130/143 stopped by SIGINT or SIGTERM, all with state saved"
+    "75 stopped by trainer.max_time or SIGUSR1, to go on, 129/130/143 stopped by SIGHUP, SIGINT or SIGTERM, all with "
+    "state saved"
 )
 
 
@@ -35,7 +36,8 @@ class Verb:
     """One verb: `function` is "module:name" of what takes the parsed arguments and returns the exit code.
 
     `add_arguments` declares what it takes, `--json` aside, which `prints_data` adds. `composes`: it reads a config from
-    overrides, or from a file; `explains_overrides`: its help says what they look like.
+    overrides, or from a file; `prints_result`: it fails where its standard output cannot be written, and others go on;
+    `explains_overrides`: its help says what they look like.
     """
 
     function: str
@@ -43,6 +45,7 @@ class Verb:
     add_arguments: Callable[[ArgumentParser], None]
     prints_data: bool = False
     composes: bool = False
+    prints_result: bool = False
     explains_overrides: bool = False
 
     @property
@@ -186,6 +189,7 @@ VERBS = {
         _plan,
         composes=True,
         prints_data=True,
+        prints_result=True,
     ),
     "config": Verb(
         "lightning_llm.verb.config:config",
@@ -193,6 +197,7 @@ VERBS = {
         _config,
         composes=True,
         prints_data=True,
+        prints_result=True,
     ),
     "prepare": Verb(
         "lightning_llm.verb.prepare:prepare",
@@ -217,18 +222,21 @@ VERBS = {
         add_probe_options,
         prints_data=True,
         explains_overrides=True,
+        prints_result=True,
     ),
     "evaluate": Verb(
         "lightning_llm.verb.evaluate:evaluate",
         "validation losses and lm-eval tasks of weights that are there",
         add_evaluate_options,
         prints_data=True,
+        prints_result=True,
     ),
     "generate": Verb(
         "lightning_llm.verb.generate:generate",
         "text from a run, a checkpoint or a Hugging Face folder",
         add_generate_options,
         prints_data=True,
+        prints_result=True,
     ),
     "health": Verb(
         "lightning_llm.verb.health:health",
@@ -236,18 +244,21 @@ VERBS = {
         _health,
         prints_data=True,
         composes=True,
+        prints_result=True,
     ),
     "compare": Verb(
         "lightning_llm.verb.compare:compare",
         "the verdict over runs: lossless, lossy or inconclusive",
         _compare,
         prints_data=True,
+        prints_result=True,
     ),
     "diff": Verb(
         "lightning_llm.compare.command:diff",
         "what two runs' configs, versions and data differ in",
         _diff,
         prints_data=True,
+        prints_result=True,
     ),
     "golden": Verb(
         "lightning_llm.golden.verb:golden",
@@ -267,8 +278,17 @@ VERBS = {
     "sync": Verb(
         "lightning_llm.record.mlflow.sync:sync", "bring MLflow up to date with run folders that it missed", _sync
     ),
-    "recipes": Verb("lightning_llm.verb.recipes:recipes", "list the shipped recipes", add_config_dir, prints_data=True),
+    "recipes": Verb(
+        "lightning_llm.verb.recipes:recipes",
+        "list the shipped recipes",
+        add_config_dir,
+        prints_data=True,
+        prints_result=True,
+    ),
     "completion": Verb(
-        "lightning_llm.verb.completion:completion", "print the script that completes words in a shell", _completion
+        "lightning_llm.verb.completion:completion",
+        "print the script that completes words in a shell",
+        _completion,
+        prints_result=True,
     ),
 }

@@ -2,22 +2,20 @@
 
 import argparse
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from lightning_llm.config.schema import Config
 from lightning_llm.config.schema.strict import read_config
-from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, Terminated, UnhealthyError
+from lightning_llm.early_signals import raised_as_terminated
+from lightning_llm.errors import CallbackFailedError, ConfigError, Problem, UnhealthyError
 from lightning_llm.parallel.cuda_environment import set_allocator, set_missing, wanted
 from lightning_llm.plan.resolve import Plan
 from lightning_llm.run.checked_plan import checked_resolution, read_arguments
-from lightning_llm.run.environment import rank_environment, world_problems
+from lightning_llm.run.environment import interactive_note, rank_environment, world_problems
 from lightning_llm.run.going_on import refuse_unnamed_resume
 from lightning_llm.run.local_ranks import crowd_note, start_ranks
 from lightning_llm.run.lock import lock_run
@@ -66,7 +64,7 @@ def train_config(config: Config, *, quiet: bool = False) -> int:
     if problems:
         raise ConfigError(problems)
     set_missing(wanted(plan))
-    with _lasting():
+    with lasting_output(), _lasting():
         if config.resume == "auto" and not Path(config.run.dir).exists():
             refuse_unnamed_resume(config, [])
         return _start(plan, quiet)
@@ -97,27 +95,13 @@ def _process_problems() -> list[Problem]:
 
 @contextmanager
 def _lasting() -> Iterator[None]:
-    """Hold what a run of hours needs of its process: output that may lose its reader, threads that wait, signals."""
+    """Hold what a run of hours needs of its process: threads that wait, and signals."""
     # CPU threads that spin while they wait for each other starve each other where others want the cores: 50 times
     # slower here, two threads on two cores under a load of 16. Alone, spinning is twice as fast as sleeping.
     if os.getloadavg()[0] > (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with lasting_output(), _terminated_in_words():
+    with raised_as_terminated():
         yield
-
-
-@contextmanager
-def _terminated_in_words() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated`, until a run or a sweep takes it for itself."""
-
-    def terminate(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _start(plan: Plan, quiet: bool = False) -> int:
@@ -126,6 +110,8 @@ def _start(plan: Plan, quiet: bool = False) -> int:
     on_ray = config.launcher.name == "ray"
     if problems := list(ray_problems(config)) if on_ray else world_problems(config):
         raise ConfigError(problems)
+    if note := interactive_note():
+        print(note, file=sys.stderr, flush=True)
     if not on_ray and config.trainer.devices == 1 and config.trainer.max_restarts == 0:
         return _run_alone(plan)
     start = decide_start(config)  # a first look: the ranks verify what they go on from, and decide

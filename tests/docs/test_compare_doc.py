@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_llm.__main__ import _parser, main
+from lightning_llm.__main__ import main
+from lightning_llm.command_line import _parser
 from lightning_llm.compare.differences import FREE
 from lightning_llm.compare.statistics import simultaneous_intervals
 from lightning_llm.config.composed_sweep import compose_sweep, read_sweep_keys

@@ -5,7 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
-from lightning_llm.__main__ import _parser, main
+from lightning_llm.__main__ import main
+from lightning_llm.command_line import _parser
 from lightning_llm.config.composed_sweep import compose_sweep
 
 TEXT = (Path(__file__).parents[2] / "docs" / "data_recipes.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from lightning_llm.__main__ import _parser
+from lightning_llm.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.schema import Config

@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_llm.__main__ import _parse, main
+from lightning_llm.__main__ import main
+from lightning_llm.command_line import _parse
 from lightning_llm.config.compose import compose_config
 from lightning_llm.golden.band import Band, Noise
 from lightning_llm.golden.curve import Curve

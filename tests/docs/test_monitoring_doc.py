@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from lightning_llm.__main__ import _parser
+from lightning_llm.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.schema import SpikesConfig
 from lightning_llm.plan.check import check_config

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from lightning_llm.__main__ import main
 from lightning_llm.config.compose import compose_config
 from lightning_llm.errors import ConfigError
-from lightning_llm.run import refused_rank
-from lightning_llm.run.environment import RankEnvironment, adopt_world, rank_environment
+from lightning_llm.run import environment, refused_rank
+from lightning_llm.run.environment import RankEnvironment, adopt_world, interactive_note, rank_environment
 from lightning_llm.run.launch import first_failure, launch_ranks
 from lightning_llm.run.local_ranks import crowd_note, ended_by_failure, start_ranks
 from lightning_llm.run.restarts import Ended
@@ -30,7 +30,7 @@ SRUN = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    for name in (*TORCHRUN, *SRUN, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
+    for name in (*TORCHRUN, *SRUN, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "SLURM_PTY_PORT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -50,6 +50,45 @@ def test_srun_is_put_under_torchruns_names(monkeypatch):
     assert os.environ["MASTER_ADDR"] == "node07"
     assert os.environ["MASTER_PORT"] == "19567"
     assert {name: os.environ[name] for name in TORCHRUN} == {**TORCHRUN, "WORLD_SIZE": "9"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),  # a PyTorchJob of Kubeflow
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, LOCAL_WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": "five"}, "RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE"),
+        ({**TORCHRUN, "WORLD_SIZE": "-1"}, "WORLD_SIZE"),
+        (dict.fromkeys(TORCHRUN, ""), None),  # empty counts as unset
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),  # a world of one
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": " "}, None),
+        ({**SRUN, "SLURM_NTASKS": ""}, None),
+        ({**SRUN, "SLURM_JOB_NAME": "bash"}, None),  # srun --pty bash
+        ({**SRUN, "SLURM_PTY_PORT": "4000"}, None),
+    ],
+)
+def test_variables_that_are_half_there_are_refused_by_name(variables, refused, monkeypatch, capsys, tmp_path):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if refused is None:
+        assert rank_environment() is None
+        assert (interactive_note() is not None) == ("SLURM_JOB_ID" in variables and variables["SLURM_NTASKS"] != "")
+        return
+    assert main(["train", "recipe=quickstart", f"run.root={tmp_path}"]) == 2
+    told = capsys.readouterr().err
+    assert f"- {refused}: is " in told
+    assert "torchrun" in told
+
+
+def test_a_task_of_srun_within_an_interactive_shell_is_a_rank(monkeypatch):
+    for name, value in {**SRUN, "SLURM_PTY_PORT": "4000"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "_name_of_parent", lambda: "slurmstepd")
+    assert rank_environment() == RankEnvironment(rank=5, local_rank=1, world=9, local_world=4)
 
 
 @pytest.mark.parametrize("step", [None, str(0xFFFFFFFB), str(0xFFFFFFFA)])

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from lightning_llm.__main__ import main
+from lightning_llm.interpreter import SAFE_PATH
 from lightning_llm.run.launch import launch_ranks
 
 
@@ -33,6 +34,7 @@ def test_the_store_that_ranks_meet_by_is_on_the_loopback_interface_and_gloo_is_s
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     seen: dict[str, Any] = {}
+    safe_path = os.environ.get(SAFE_PATH)
 
     def launch(settings: Any, program: str) -> Any:
         parameters = RendezvousParameters(
@@ -41,7 +43,7 @@ def test_the_store_that_ranks_meet_by_is_on_the_loopback_interface_and_gloo_is_s
         before = listening(psutil.Process())
         info = get_rendezvous_handler(parameters).next_rendezvous()
         seen.update(info=info, sockets=listening(psutil.Process()) - before, gloo=os.environ.get("GLOO_SOCKET_IFNAME"))
-        return lambda *words: None
+        return lambda *words: seen.update(words=words, safe_path=os.environ[SAFE_PATH])
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -52,6 +54,8 @@ def test_the_store_that_ranks_meet_by_is_on_the_loopback_interface_and_gloo_is_s
     assert (where.master_addr, seen["info"].world_size, seen["gloo"]) == ("127.0.0.1", 1, "lo")
     seen["info"].store.set("key", "value")
     assert seen["info"].store.get("key") == b"value"
+    assert (seen["words"], seen["safe_path"]) == (("-P", "-m", "lightning_llm", "train"), "1")
+    assert os.environ.get(SAFE_PATH) == safe_path
 
 
 def listening(process: psutil.Process) -> set[Any]:

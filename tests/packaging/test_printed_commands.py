@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from run_metrics import read_metrics
 
-from lightning_llm.__main__ import _parser, main
+from lightning_llm.__main__ import main
+from lightning_llm.command_line import _parser
 from lightning_llm.config.commands import program, resume_command, sync_command
 from lightning_llm.record.mlflow.store import own_process
 from lightning_llm.record.mlflow.ui import _port, ui_command, ui_lines
@@ -90,7 +91,7 @@ def test_a_program_that_path_does_not_find_is_named_whole(monkeypatch: pytest.Mo
     assert program("lightning-llm", "lightning_llm") == [str(here / "lightning-llm")]
     monkeypatch.setenv("PATH", f"{here}:{tmp_path}")
     assert program("lightning-llm", "lightning_llm") == ["lightning-llm"]
-    assert program("no-such-program", "module") == [str(own_process("x")[0][0]), "-m", "module"]
+    assert program("no-such-program", "module") == [str(own_process("x")[0][0]), "-P", "-m", "module"]
 
 
 def test_mlflows_page_of_runs_is_where_the_link_points() -> None:

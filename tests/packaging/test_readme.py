@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from weight_folders import write_huggingface
 
-from lightning_llm.__main__ import _parser, main
+from lightning_llm.__main__ import main
+from lightning_llm.command_line import _parser
 from lightning_llm.config.compose import compose_config
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.recipes import recipe_files

@@ -5,7 +5,7 @@ import sqlite3
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -206,8 +206,10 @@ def test_what_ends_a_command_unforeseen_is_printed_without(
     def fail(words: list[str]) -> None:
         raise RuntimeError(f"sent {os.environ['HF_TOKEN']}")
 
-    monkeypatch.setattr("lightning_llm.__main__._parse", fail)
+    monkeypatch.setattr("lightning_llm.command_line._parse", fail)
     monkeypatch.setattr("lightning_llm.__main__.take_process", lambda: None)
+    monkeypatch.setattr("lightning_llm.__main__.early_signals", lambda words: nullcontext())
+    monkeypatch.setattr("lightning_llm.__main__.leave_working_folder", lambda: None)
     monkeypatch.setattr(sys, "argv", ["lightning-llm", "plan"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
     try:

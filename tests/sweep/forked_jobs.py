@@ -11,17 +11,20 @@ from rank_group import forkserver
 
 from lightning_llm.__main__ import main
 from lightning_llm.callbacks import run_folder
+from lightning_llm.interpreter import python_module
 from lightning_llm.record.mlflow.tracker import MLflowTracker
+
+START = python_module("lightning_llm")
 
 
 class ForkedJob:
     """What `sweep.local` takes of `subprocess.Popen`, for a command that is `lightning-llm WORDS`."""
 
     def __init__(self, command: list[str], process_group: int, env: dict[str, str], stdout: Any, stderr: Any):
-        assert command[:3] == [sys.executable, "-m", "lightning_llm"]
+        assert command[: len(START)] == START
         assert process_group == 0
         streams = [DupFd(number if file is None else file.fileno()) for number, file in ((1, stdout), (2, stderr))]
-        self.process = forkserver.Process(target=_run, args=(command[3:], env, streams))
+        self.process = forkserver.Process(target=_run, args=(command[len(START) :], env, streams))
         self.process.start()
 
     def send_signal(self, number: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_llm.config.composed_sweep import compose_sweep
+from lightning_llm.interpreter import python_module
 from lightning_llm.record.sweep_definition import Job, Sweep, define
 from lightning_llm.sweep import local
 
@@ -46,7 +47,7 @@ def start_short_jobs(monkeypatch: pytest.MonkeyPatch, child: str = CHILD) -> Non
 
     def command(job: Job) -> tuple[list[str], Path]:
         words, file = real(job)
-        assert words[:3] == [sys.executable, "-m", "lightning_llm"]
+        assert words[:5] == python_module("lightning_llm", "train")
         return [sys.executable, "-c", child, str(file)], file
 
     monkeypatch.setattr(local, "job_command", command)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from short_jobs import sweep_of
 
-from lightning_llm.__main__ import _parser
+from lightning_llm.command_line import _parser
 from lightning_llm.config.compose import compose_config, typed_value
 from lightning_llm.config.composed_sweep import compose_sweep
 from lightning_llm.config.identity import config_hash, training_hash

@@ -124,7 +124,7 @@ def terminated_by_default(number, frame):
     raise AssertionError("the default action would have killed the process without a word")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monkeypatch, capfd, number):
     """Lightning has put the handlers of before back by then, while the folder is closed."""
     close = RunFolder.close
@@ -147,17 +147,43 @@ def test_a_signal_after_the_last_step_lets_the_run_end(small_run, tmp_path, monk
     assert f"stopped by {number.name}, state saved at step 6; go on: " in capfd.readouterr().err
 
 
-def test_a_reader_that_has_gone_ends_no_run(small_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["pipe", "full", "closed"])
+def test_an_output_that_cannot_be_written_ends_no_run(how, small_run, tmp_path, monkeypatch):
     """As behind `| head -3`; Python gives such a write BrokenPipeError, from which rich makes SystemExit."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w") as gone, (tmp_path / "errors").open("w") as errors:
+    with open(writer if how == "pipe" else "/dev/full", "w") as gone, (tmp_path / "errors").open("w") as errors:
+        if how == "closed":
+            gone.close()
         monkeypatch.setattr(sys, "stdout", gone)
         monkeypatch.setattr(sys, "stderr", errors)
         words = ["callbacks.progress._target_=lightning_llm.callbacks.progress.ProgressLine"]
         assert main(["train", *small_run(tmp_path, *words, "callbacks.progress.line_seconds=0.0")]) == 0
     monkeypatch.undo()
     assert (tmp_path / "errors").read_text().count("nobody reads this run's output any more") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_hangup_saves_and_stops_as_sigterm_does_unless_it_is_ignored(tmp_path, small_run, monkeypatch, capfd):
+    ended = RunFolder.on_train_batch_end
+
+    def hung_up(self: RunFolder, *arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        ended(self, *arguments)
+
+    monkeypatch.setattr(RunFolder, "on_train_batch_end", hung_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert main(["train", *small_run(tmp_path, "logger=none")]) == 129
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        assert steps_saved(tmp_path / "run") == [1]
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
+        assert "stopped by SIGHUP, state saved at step 1; go on: " in capfd.readouterr().err
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+        assert main(["train", *small_run(tmp_path, "logger=none", "resume=auto")]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
 

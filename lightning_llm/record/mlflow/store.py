@@ -3,12 +3,11 @@
 import contextlib
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_llm.config.workspace import checkout
+from lightning_llm.interpreter import python_environment, python_module
 from lightning_llm.record.files import summary_of
 from lightning_llm.record.liveness import has_died
 from lightning_llm.record.provenance import has_ended
@@ -30,11 +29,7 @@ its use."""
 
 def own_process(module: str) -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a process that runs our `module` and talks to MLflow in one thread."""
-    # -P: the working folder must not offer modules of its own; a bare checkout is known by its path alone
-    search_path = os.pathsep.join(filter(None, (str(checkout() or ""), os.environ.get("PYTHONPATH"))))
-    return [sys.executable, "-P", "-m", module], {
-        **PATIENCE, "OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path
-    }  # fmt: skip
+    return python_module(module), {**PATIENCE, "OMP_NUM_THREADS": "1", **os.environ, **python_environment()}
 
 
 def _client(uri: str) -> Any:

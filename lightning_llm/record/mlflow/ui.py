@@ -13,6 +13,7 @@ from urllib.parse import quote
 from lightning_llm.config.commands import program
 from lightning_llm.config.redact import redact_uri
 from lightning_llm.config.workspace import default_outputs
+from lightning_llm.interpreter import python_environment
 from lightning_llm.record.mlflow.store import PATIENCE, existing_store
 
 LOCAL_SERVER = "http://localhost:5000"
@@ -72,7 +73,7 @@ def main() -> int:
             print(f"{each.name:<24} {experiment_page(server, each.experiment_id)}", flush=True)
     command = [*program("mlflow", "mlflow"), "ui", "--workers", "1", "--backend-store-uri", uri, *sys.argv[1:]]
     os.chdir(Path(default_outputs()))  # MLflow makes ./mlruns where it is started
-    return subprocess.call(command, env={**PATIENCE, **os.environ})
+    return subprocess.call(command, env={**PATIENCE, **os.environ, **python_environment()})
 
 
 def _port(arguments: list[str]) -> str:

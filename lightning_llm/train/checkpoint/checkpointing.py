@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning_llm.config.schema import CheckpointConfig
 from lightning_llm.errors import StorageError
 from lightning_llm.record.files import read_records
-from lightning_llm.stopping import STOPPING, what_came
+from lightning_llm.stopping import STOPPING, not_ignored, what_came
 from lightning_llm.train.checkpoint.callback_state import CallbackState
 from lightning_llm.train.checkpoint.ownership import RunIdentity
 from lightning_llm.train.checkpoint.retention import supersede
@@ -92,7 +92,7 @@ class Checkpointing(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._speaks, self._alone = trainer.is_global_zero, trainer.world_size == 1
         # Lightning has put its own SIGTERM handler in place by now, which would raise between two of our hooks.
-        for number in STOPPING:
+        for number in not_ignored(STOPPING):
             signal.signal(number, self._note)
         self._strategy = trainer.strategy
         if trainer.received_sigterm:  # by that handler, in the moment before

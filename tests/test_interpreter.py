@@ -1,0 +1,52 @@
+"""Files of the working folder replace no library, in whatever process: one function starts every interpreter."""
+
+import ast
+import os
+import sys
+
+import pytest
+import test_architecture
+
+from lightning_llm import interpreter
+from lightning_llm.data.encode import encode_batches
+from lightning_llm.data.source import document
+from lightning_llm.data.tokenizer import Tokenizer, write_bytes_tokenizer
+
+PLACES = {"lightning_llm.interpreter", "lightning_llm.run.launch", "lightning_llm.config.commands"}
+"""Modules that may name the interpreter: the function, the call of torch's agent, and a path that is printed."""
+
+
+def test_no_other_place_starts_an_interpreter():
+    found = {
+        module
+        for module, file in test_architecture.modules().items()
+        for node in ast.walk(test_architecture.parsed(file))
+        if isinstance(node, ast.Attribute) and node.attr == "executable" and ast.unparse(node.value) == "sys"
+    }
+    assert found == PLACES
+
+
+def test_files_of_the_working_folder_replace_no_library(tmp_path, monkeypatch):
+    for name in ("random", "json", "tokenizers", "numpy", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the working folder\\'s {name}.py was run')\n")
+    monkeypatch.chdir(tmp_path)
+    batches = [[document("the tide tables")], [document("were pinned")]]
+    write_bytes_tokenizer(tmp_path / "bytes.json")
+    tokenizer = Tokenizer(tmp_path / "bytes.json")
+    encoded = [ids for _, all_ids in encode_batches(tokenizer, batches, 2) for ids in all_ids]
+    assert [tokenizer.decode(ids.tolist()) for ids in encoded] == ["the tide tables", "were pinned"]
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    interpreter.leave_working_folder()
+    assert str(tmp_path) not in sys.path  # as `python -m lightning_llm` finds it
+    assert os.environ[interpreter.SAFE_PATH] == "1"
+
+
+@pytest.mark.parametrize("word", ["", "."])
+def test_a_checkout_in_the_working_folder_is_found_by_what_it_starts(monkeypatch, word):
+    monkeypatch.chdir(interpreter.ROOT)
+    monkeypatch.setattr(sys, "path", [word])
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert interpreter.python_environment()["PYTHONPATH"] == f"{interpreter.ROOT}{os.pathsep}/mine"
+    monkeypatch.setattr(sys, "path", [])
+    assert "PYTHONPATH" not in interpreter.python_environment()
